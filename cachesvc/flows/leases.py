@@ -1,0 +1,169 @@
+"""Leases: opened, kept, lost, closed; and what becomes of the pages of an engine that is gone or only silent."""
+
+from __future__ import annotations
+
+from cachesvc.flows.core import Core
+from cachesvc.flows.release import let_go
+from cachesvc.ledger.leases import Lease, LeaseState, Process
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotFound, Unavailable
+from cachesvc.model.words import PageState
+
+
+def process_arrived(core: Core, token: bytes, pid: int, uid: int) -> None:
+    """A process opened its life connection."""
+    core.ledger.processes[token] = Process(token, pid, uid)
+
+
+def process_gone(core: Core, token: bytes) -> None:
+    """The kernel says that a process has ended: its leases are lost, and pages come back where it was the last."""
+    process = core.ledger.processes.pop(token, None)
+    if process is None:
+        return
+    for lease_id in sorted(process.leases):
+        lease = core.ledger.leases.get(lease_id)
+        if lease is None:
+            continue
+        lease.processes.discard(token)
+        if lease.state is LeaseState.LIVE:
+            lose(core, lease, "its process ended")
+        if not lease.processes:
+            free_quarantine(core, lease)
+
+
+def open_lease(
+    core: Core, model_id: int, replica_id: int, engine: str, token: bytes, request_id: int, now: float
+) -> Lease:
+    """A new lease for the process behind ``token``; the same token and request_id give the same lease.
+
+    Raises NotFound (model, replica, process), LimitExceeded, Unavailable (draining).
+    """
+    process = _process(core, token)
+    for lease_id in process.leases:
+        known = core.ledger.leases.get(lease_id)
+        if known is not None and known.opened_by == (token, request_id) and known.state is LeaseState.LIVE:
+            return known
+    if core.ledger.draining:
+        raise Unavailable("the daemon is draining and opens no new leases; go on without the cache")
+    if len(core.ledger.leases) >= core.limits.leases:
+        raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
+    model = core.ledger.model(model_id)
+    model.replica(replica_id)
+    lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups))
+    lease.opened_by = (token, request_id)
+    _bind(lease, process)
+    core.ledger.leases[lease.id] = lease
+    model.last_used = now
+    return lease
+
+
+def attach(core: Core, lease_id: str, rank: int, token: bytes, now: float) -> tuple[Model, Replica]:
+    """Let the process behind ``token`` map one rank's pools. Raises InvalidRequest (rank), NotFound, LeaseLost."""
+    lease = core.ledger.lease(lease_id)
+    lease.last_heard = now
+    model = core.ledger.model(lease.model)
+    if rank >= model.layout.ranks:
+        raise InvalidRequest(
+            f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks"
+        )
+    process = _process(core, token)
+    _bind(lease, process)
+    lease.attached.setdefault(token, set()).add(rank)
+    return model, model.replica(lease.replica)
+
+
+def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
+    """The process has unmapped a rank's pools; it no longer counts as a writer when that was its last one."""
+    lease = core.ledger.leases.get(lease_id)
+    if lease is None:
+        return
+    ranks = lease.attached.get(token)
+    if ranks is None:
+        return
+    ranks.discard(rank)
+    if not ranks:
+        del lease.attached[token]
+        if token != lease.opened_by[0]:
+            _unbind(core, lease, token)
+
+
+def keep_alive(core: Core, lease_id: str, now: float) -> Lease:
+    """A sign of life. Raises LeaseLost, NotFound."""
+    lease = core.ledger.lease(lease_id)
+    lease.last_heard = now
+    return lease
+
+
+def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
+    """End a lease, or quiesce one that was lost: with ``quiesced`` its pages come back now. Closing twice is fine."""
+    lease = core.ledger.leases.get(lease_id)
+    if lease is None:
+        if lease_id not in core.ledger.lost:
+            raise NotFound("lease", lease_id, "open one first")
+        return
+    if lease.state is LeaseState.LIVE:
+        lose(core, lease, "it was closed")
+    if quiesced:
+        free_quarantine(core, lease)
+
+
+def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
+    """Take from every lease that was silent too long what it holds; its private pages wait in quarantine."""
+    silent = [
+        lease
+        for lease in core.ledger.leases.values()
+        if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
+    ]
+    for lease in silent:
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s")
+    return [lease.id for lease in silent]
+
+
+def lose(core: Core, lease: Lease, why: str) -> None:
+    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine."""
+    lease.state = LeaseState.QUARANTINED
+    lease.why = why
+    place = core.ledger.models[lease.model].replicas[lease.replica].place
+    for sequence in list(lease.sequences.values()):
+        let_go(core, lease, sequence, to_quarantine=True)
+    for group, pages in enumerate(lease.stock):
+        for page in sorted(pages):
+            place.pools[group].move(page, PageState.QUARANTINED)
+            lease.quarantine.append((group, page))
+        pages.clear()
+    core.count("leases_lost")
+    if not lease.processes:
+        free_quarantine(core, lease)
+
+
+def free_quarantine(core: Core, lease: Lease) -> None:
+    """Nothing writes the lease's pages any more: they are free, and the lease is forgotten but for its name."""
+    place = core.ledger.models[lease.model].replicas[lease.replica].place
+    for group, page in lease.quarantine:
+        place.pools[group].move(page, PageState.FREE)
+    lease.quarantine.clear()
+    for token in list(lease.processes):
+        _unbind(core, lease, token)
+    core.ledger.remember_lost(lease.id, lease.why)
+    del core.ledger.leases[lease.id]
+
+
+def _process(core: Core, token: bytes) -> Process:
+    process = core.ledger.processes.get(token)
+    if process is None:
+        raise NotFound(
+            "process", token.hex(), "connect to the life socket first and keep the connection open"
+        )
+    return process
+
+
+def _bind(lease: Lease, process: Process) -> None:
+    lease.processes.add(process.token)
+    process.leases.add(lease.id)
+
+
+def _unbind(core: Core, lease: Lease, token: bytes) -> None:
+    lease.processes.discard(token)
+    process = core.ledger.processes.get(token)
+    if process is not None:
+        process.leases.discard(lease.id)

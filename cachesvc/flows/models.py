@@ -1,0 +1,224 @@
+"""Models and their memory: register a layout, size its pools, give way when a newcomer needs the room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from cachesvc.flows.core import Core
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.evict import Evictor
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.pages import PagePool
+from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, Unavailable
+from cachesvc.model.geometry import device_bytes
+from cachesvc.model.keys import namespace_of
+from cachesvc.model.layout import Layout
+from cachesvc.model.words import Run
+
+MAX_SALT_BYTES = 256
+MAX_MODEL_NAME_BYTES = 512
+
+
+class Vault(Protocol):
+    """Where the bytes of pools come from."""
+
+    def devices(self) -> tuple[str, ...]:
+        """UUIDs of the daemon's devices."""
+
+    def device_free_bytes(self, device: str) -> int:
+        """What is left of a device's pool."""
+
+    def host_pages_for(self, layout: Layout, share: float) -> int:
+        """Pages that ``share`` of what is left of the host pool holds, the same number in every group."""
+
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
+        """Reserve host pages; returns for each group the runs that are usable now. Raises PoolExhausted."""
+
+    def open_replica(
+        self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
+    ) -> None:
+        """Make the device slabs of a replica, zeroed. Raises PoolExhausted."""
+
+    def close_model(self, model: int) -> None:
+        """Give back everything of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWish:
+    """What a caller wants of a pool: pages for each group, or a share of what is left."""
+
+    pages: tuple[int, ...] = ()
+    share: float = 1.0
+
+
+class Registered(NamedTuple):
+    """A model and one of its replicas, and whether they were there already."""
+
+    model: Model
+    replica: Replica
+    existed: bool
+
+
+def register(
+    core: Core,
+    vault: Vault,
+    name: str,
+    layout: Layout,
+    salt: bytes,
+    devices: tuple[str, ...],
+    device_wish: PoolWish,
+    host_wish: PoolWish,
+    now: float,
+) -> Registered:
+    """Find or make the pools for a model on a set of devices.
+
+    Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, LimitExceeded, Unavailable.
+    """
+    _check(core, name, salt, (device_wish, host_wish), layout)
+    chosen = _devices(vault, layout, devices)
+    namespace = namespace_of(name, layout.fingerprint, salt)
+    model = next((m for m in core.ledger.models.values() if m.namespace == namespace), None)
+    if model is not None:
+        for replica in model.replicas:
+            if replica.devices == chosen:
+                return Registered(model, replica, existed=True)
+    if core.ledger.draining:
+        raise Unavailable("the daemon is draining and registers nothing new")
+    if len(core.ledger.models) >= core.limits.models:
+        raise LimitExceeded("models", len(core.ledger.models) + 1, core.limits.models)
+    keep = model.id if model is not None else None
+    pages = _device_pages(core, vault, layout, chosen, device_wish, keep)
+    if model is None:
+        model = _new_model(core, vault, name, layout, namespace, host_wish)
+    replica = _new_replica(core, vault, model, chosen, pages)
+    model.last_used = now
+    return Registered(model, replica, existed=False)
+
+
+def _check(core: Core, name: str, salt: bytes, wishes: tuple[PoolWish, ...], layout: Layout) -> None:
+    if not name or len(name.encode()) > MAX_MODEL_NAME_BYTES:
+        raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
+    if len(salt) > MAX_SALT_BYTES:
+        raise LimitExceeded("tenant_salt bytes", len(salt), MAX_SALT_BYTES)
+    for wish in wishes:
+        if wish.pages and len(wish.pages) != len(layout.groups):
+            raise InvalidRequest(
+                f"{len(wish.pages)} page counts for {len(layout.groups)} groups; give one for each"
+            )
+        if not 0 <= wish.share <= 1:
+            raise InvalidRequest(f"a pool share must be between 0 and 1, got {wish.share}")
+
+
+def _devices(vault: Vault, layout: Layout, devices: tuple[str, ...]) -> tuple[str, ...]:
+    known = vault.devices()
+    chosen = devices or known[: layout.ranks]
+    if len(chosen) != layout.ranks or len(set(chosen)) != len(chosen):
+        raise InvalidRequest(
+            f"{layout.ranks} ranks need as many distinct devices, got {len(chosen)}; this daemon has {', '.join(known)}"
+        )
+    unknown = [device for device in chosen if device not in known]
+    if unknown:
+        raise InvalidRequest(f"unknown device {unknown[0]!r}; this daemon has {', '.join(known)}")
+    return chosen
+
+
+def _device_pages(
+    core: Core, vault: Vault, layout: Layout, devices: tuple[str, ...], wish: PoolWish, keep: int | None
+) -> tuple[int, ...]:
+    """Pages for each group on every device, making idle models give way while they do not fit."""
+    while True:
+        left = min(vault.device_free_bytes(device) for device in devices)
+        pages = wish.pages or _fitting(layout, int(left * wish.share))
+        needed = device_bytes(layout, pages)
+        if all(pages) and needed <= left:
+            return pages
+        if not _dismiss_idle(core, vault, devices, keep):
+            per_block = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
+            raise PoolExhausted(
+                pool=f"device pool of {', '.join(devices)} ({left} bytes left, {per_block} bytes a block)",
+                wanted=max(wish.pages, default=1),
+                free=left // per_block,
+                evictable=0,
+                pinned=0,
+                quarantined=0,
+                capacity=left // per_block,
+            )
+
+
+def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
+    groups = len(layout.groups)
+    count = size_bytes // sum(layout.page_bytes(group) for group in range(groups))
+    while count > 0 and device_bytes(layout, (count,) * groups) > size_bytes:
+        count -= 1
+    return (count,) * groups
+
+
+def _dismiss_idle(core: Core, vault: Vault, devices: tuple[str, ...], keep: int | None) -> bool:
+    """Drop the model that has been idle longest and holds memory on one of ``devices``; False when there is none."""
+    busy = {lease.model for lease in core.ledger.leases.values()}
+    busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
+    idle = [
+        model
+        for model in core.ledger.models.values()
+        if model.id not in busy
+        and model.id != keep
+        and any(set(r.devices) & set(devices) for r in model.replicas)
+    ]
+    if not idle:
+        return False
+    oldest = min(idle, key=lambda model: (model.last_used, model.id))
+    vault.close_model(oldest.id)
+    del core.ledger.models[oldest.id]
+    core.count("models_dismissed")
+    return True
+
+
+def _new_model(
+    core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, wish: PoolWish
+) -> Model:
+    model_id = core.next_model
+    groups = len(layout.groups)
+    pages = wish.pages or (vault.host_pages_for(layout, wish.share),) * groups
+    ready = vault.open_host(model_id, layout, pages)
+    core.next_model += 1
+    pools = tuple(
+        PagePool(f"host pool of model {model_id}, group {g.name}", n)
+        for g, n in zip(layout.groups, pages, strict=True)
+    )
+    for pool, runs in zip(pools, ready, strict=True):
+        for run in runs:
+            pool.add(run.first, run.count)
+    blocks = BlockLedger(layout, pools, core.rank)
+    model = Model(model_id, name, layout, namespace, blocks, Evictor(blocks), pages)
+    core.ledger.models[model_id] = model
+    return model
+
+
+def _new_replica(
+    core: Core, vault: Vault, model: Model, devices: tuple[str, ...], pages: tuple[int, ...]
+) -> Replica:
+    replica_id = len(model.replicas)
+    try:
+        vault.open_replica(model.id, replica_id, model.layout, devices, pages)
+    except PoolExhausted:
+        if not model.replicas:
+            vault.close_model(model.id)
+            del core.ledger.models[model.id]
+        raise
+    pools = []
+    for group, count in zip(model.layout.groups, pages, strict=True):
+        pool = PagePool(f"device pool of model {model.id}, replica {replica_id}, group {group.name}", count)
+        pool.add(0, count)
+        pools.append(pool)
+    place = model.blocks.add_replica(f"replica {replica_id}", tuple(pools))
+    replica = Replica(replica_id, devices, place, pages)
+    model.replicas.append(replica)
+    return replica
+
+
+def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:
+    """More of the host pool is populated: its pages may be used."""
+    model = core.ledger.models.get(model_id)
+    if model is not None:
+        model.blocks.host.pools[group].add(run.first, run.count)

@@ -1,0 +1,33 @@
+"""Prefetch: load a prefix towards the device ahead of its use; nothing is held once it is there."""
+
+from __future__ import annotations
+
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Core
+from cachesvc.flows.match import match
+from cachesvc.flows.release import let_go
+from cachesvc.model.answers import Prefetched, Wait
+from cachesvc.model.errors import CacheError
+
+
+def prefetch(core: Core, lease_id: str, keys: bytes, now: float) -> Prefetched | Wait:
+    """Start loading what of ``keys`` lies on the host. Raises PoolExhausted, LeaseLost, InvalidRequest.
+
+    It works as a sequence of the daemon's own (its id is negative) that ends when its loads do.
+    """
+    lease = core.ledger.lease(lease_id)
+    sequence_id = min([0, *lease.sequences]) - 1
+    found = match(core, lease_id, sequence_id, keys, 0, now)
+    sequence = lease.sequences[sequence_id]
+    blocks = found.device_blocks + found.host_blocks
+    try:
+        granted = allocate(core, lease_id, sequence_id, blocks, now)
+    except CacheError:
+        let_go(core, lease, sequence)
+        raise
+    if isinstance(granted, Wait):
+        let_go(core, lease, sequence)
+        return granted
+    if not granted.tickets:
+        let_go(core, lease, sequence)
+    return Prefetched(blocks, granted.tickets)

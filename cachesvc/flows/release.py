@@ -1,0 +1,63 @@
+"""Release: end a sequence. What it shares is unpinned, what is its own goes back to the pool."""
+
+from __future__ import annotations
+
+from cachesvc.flows.allocate import withdraw_computing
+from cachesvc.flows.core import Core
+from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.words import PageState
+
+
+def release(core: Core, lease_id: str, sequence_id: int, now: float) -> int:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also when released twice), LeaseLost."""
+    lease = core.ledger.lease(lease_id)
+    sequence = core.ledger.sequence(lease, sequence_id)
+    lease.last_heard = now
+    return let_go(core, lease, sequence)
+
+
+def let_go(core: Core, lease: Lease, sequence: Sequence, *, to_quarantine: bool = False) -> int:
+    """``release`` for a sequence at hand. Pages of a running swap are settled when it lands."""
+    model = core.ledger.models[sequence.model]
+    replica = model.replicas[sequence.replica]
+    unpin_all(model, replica, sequence)
+    withdraw_computing(model, sequence, max(sequence.sealed, sequence.hit_blocks), sequence.blocks)
+    freed = 0
+    for group, page in sequence.own_pages():
+        pool = replica.place.pools[group]
+        if pool.states[page] != PageState.PRIVATE:
+            continue
+        pool.move(page, PageState.QUARANTINED if to_quarantine else PageState.FREE)
+        freed += 1
+        if to_quarantine:
+            lease.quarantine.append((group, page))
+    if not sequence.swap_ticket:
+        free_swapped(model, sequence)
+    del lease.sequences[sequence.id]
+    return freed
+
+
+def unpin_all(model: Model, replica: Replica, sequence: Sequence) -> None:
+    """Take back every pin of a sequence."""
+    blocks = model.blocks
+    place = replica.place
+    for group, held in sequence.window_rows.items():
+        for row in held.values():
+            place.window_pins[group][row] -= 1
+    sequence.window_rows.clear()
+    if sequence.anchor != NO_ROW and not sequence.swapped_out:
+        blocks.unpin(place, sequence.anchor)
+    elif sequence.anchor != NO_ROW and sequence.swap_ticket:
+        blocks.unpin(place, sequence.anchor)  # on its way in, it is pinned on both
+    if sequence.host_anchor != NO_ROW:
+        blocks.unpin(blocks.host, sequence.host_anchor)
+
+
+def free_swapped(model: Model, sequence: Sequence) -> None:
+    """Give back the host pages of a swapped-out sequence."""
+    for group, _, page in sequence.swapped:
+        model.blocks.host.pools[group].move(page, PageState.FREE)
+    sequence.swapped.clear()

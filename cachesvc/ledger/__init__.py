@@ -1,0 +1,1 @@
+"""What is true: who holds which page, block, sequence and lease. Synchronous; touches no clock, socket or thread."""

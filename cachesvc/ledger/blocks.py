@@ -1,0 +1,230 @@
+"""The blocks of one model: match, pin, seal, fill, drain and drop, on top of the index and its places.
+
+Invariants, held between any two calls (``conservation.py`` checks them):
+what a replica has on its device is prefix-closed; so is the union of all places; nothing pinned, in flight, or with a
+child on the same place leaves that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from cachesvc.ledger.index import BlockIndex
+from cachesvc.ledger.leaves import Rank
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.errors import StateConflict
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, CopyState, PageState
+
+HOST_PLACE = 0
+RankRule = Callable[[int, int, int], Rank]
+"""``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
+
+
+class Hit(NamedTuple):
+    """Longest prefix found: ``device_blocks`` in place, ``blocks`` in all; rows are NO_ROW where the count is 0."""
+
+    device_blocks: int
+    device_row: int
+    blocks: int
+    row: int
+
+
+class Dropped(NamedTuple):
+    """A block that has left the index: for remembered counts and for events."""
+
+    key: bytes
+    reuses: int
+
+
+class BlockLedger:
+    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place."""
+
+    def __init__(self, layout: Layout, host_pools: tuple[PagePool, ...], rank: RankRule) -> None:
+        self.layout = layout
+        self.index = BlockIndex()
+        self.rank = rank
+        self.dropped: list[Dropped] = []
+        self.evicted_blocks = 0
+        self.host = Place("host", layout, host_pools)
+        self.index.add_place(self.host)
+
+    def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
+        """A further device place with one pool for each group."""
+        place = Place(name, self.layout, pools)
+        self.index.add_place(place)
+        return place
+
+    # -- match -------------------------------------------------------------------------------------------------
+
+    def find(self, keys: bytes, place: Place, limit: int = 0) -> Hit:
+        """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0."""
+        total = len(keys) // KEY_BYTES
+        if limit:
+            total = min(total, limit)
+        device_blocks, device_row = self._bisect(keys, 0, total, NO_ROW, place)
+        blocks, row = self._bisect(keys, device_blocks, total, device_row, None)
+        if blocks > device_blocks:
+            blocks, row = self._host_reach(device_blocks, device_row, row)
+        if place.window_groups:
+            return self._with_windows(Hit(device_blocks, device_row, blocks, row), place)
+        return Hit(device_blocks, device_row, blocks, row)
+
+    def _bisect(self, keys: bytes, low: int, high: int, low_row: int, place: Place | None) -> tuple[int, int]:
+        get = self.index.rows.get
+        states = place.states[place.lead] if place is not None else None
+        while low < high:
+            middle = (low + high + 1) >> 1
+            row = get(keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES], NO_ROW)
+            if row >= 0 and (states is None or states[row] >= READY):
+                low, low_row = middle, row
+            else:
+                high = middle - 1
+        return low, low_row
+
+    def _host_reach(self, device_blocks: int, device_row: int, row: int) -> tuple[int, int]:
+        """Cut a union hit back to what this replica can really load: a block may lie on another replica alone."""
+        reach, reach_row = device_blocks, device_row
+        for step, candidate in enumerate(self.index.path(row, device_row), start=1):
+            if self.host.state(candidate) != READY:
+                break
+            reach, reach_row = device_blocks + step, candidate
+        return reach, reach_row
+
+    def _with_windows(self, hit: Hit, place: Place) -> Hit:
+        """Shorten a hit until every windowed group has the blocks that cover its window and its sinks."""
+        path = self.index.path(hit.row)
+        blocks = self._covered(path, hit.device_blocks, place)
+        device = min(blocks, hit.device_blocks)
+        row = path[blocks - 1] if blocks else NO_ROW
+        return Hit(device, path[device - 1] if device else NO_ROW, blocks, row)
+
+    def _covered(self, path: list[int], device_blocks: int, place: Place) -> int:
+        """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs."""
+        runs = dict.fromkeys(place.window_groups, 0)
+        best = 0
+        sinks_whole = dict.fromkeys(place.window_groups, True)
+        for position, row in enumerate(path):
+            on_device = position < device_blocks
+            whole = True
+            for group in place.window_groups:
+                there = place.states[group][row] >= READY or self.host.states[group][row] == READY
+                there = there and (on_device or self.host.states[group][row] == READY)
+                runs[group] = runs[group] + 1 if there else 0
+                if position < self.layout.sink_blocks(group) and not there:
+                    sinks_whole[group] = False
+                need = min(position + 1, self.layout.window_blocks(group))
+                whole = whole and sinks_whole[group] and runs[group] >= need
+            if whole:
+                best = position + 1
+        return best
+
+    # -- pins --------------------------------------------------------------------------------------------------
+
+    def pin(self, place: Place, row: int) -> None:
+        """Protect ``row`` and, because of the closure, all its ancestors on ``place``."""
+        place.pins[row] += 1
+
+    def unpin(self, place: Place, row: int) -> None:
+        """Take one pin back. Raises StateConflict where there is none."""
+        if place.pins[row] <= 0:
+            raise StateConflict(f"row {row} is not pinned on {place.name}")
+        place.pins[row] -= 1
+        self.offer(place, row)
+
+    def is_evictable(self, place: Place, row: int) -> bool:
+        """True for a leaf of ``place`` that nobody uses and nothing moves."""
+        return (
+            place.states[place.lead][row] == READY
+            and place.pins[row] == 0
+            and place.children[row] == 0
+            and self.index.flights[row] == 0
+        )
+
+    def rank_of(self, row: int) -> Rank:
+        """The row's rank under the eviction policy."""
+        index = self.index
+        return self.rank(index.stamp[row], index.hits[row], index.depth[row])
+
+    def offer(self, place: Place, row: int) -> None:
+        """Make a row a candidate for eviction if it is one now."""
+        if self.is_evictable(place, row):
+            place.leaves.push(self.rank_of(row), row, self.candidate_check(place))
+
+    def candidate_check(self, place: Place) -> Callable[[Rank, int], bool]:
+        """The test that a heap entry of ``place`` is still true."""
+        return lambda rank, row: self.is_evictable(place, row) and self.rank_of(row) == rank
+
+    # -- copies ------------------------------------------------------------------------------------------------
+
+    def add_copy(self, place: Place, row: int, pages: Iterable[int], state: CopyState) -> None:
+        """Give ``row`` a copy on ``place``; ``pages[g]`` is NO_PAGE for groups that have none."""
+        for group, page in enumerate(pages):
+            if page != NO_PAGE:
+                place.move(group, row, state, page)
+        parent = self.index.parent[row]
+        if parent != NO_ROW:
+            place.children[parent] += 1
+
+    def drop_copy(self, place: Place, row: int) -> None:
+        """Take a row's copies on ``place`` away and free their pages; forget the row when it was the last place.
+
+        The parent inherits the stamp, so that leaf-first order stays the order of last access.
+        """
+        for group in range(len(place.pools)):
+            if place.states[group][row] != ABSENT:
+                page = place.pages[group][row]
+                place.move(group, row, ABSENT)
+                place.pools[group].move(page, PageState.FREE)
+        self._after_leaving(place, row)
+
+    def _after_leaving(self, place: Place, row: int) -> None:
+        index = self.index
+        parent = index.parent[row]
+        if parent != NO_ROW:
+            place.children[parent] -= 1
+            index.stamp[parent] = max(index.stamp[parent], index.stamp[row])
+        if not index.has_copy(row):
+            key = index.keys[row]
+            assert key is not None
+            self.dropped.append(Dropped(key, index.reuses[row]))
+            index.remove(row)
+        if parent != NO_ROW:
+            for each in index.places:
+                self.offer(each, parent)
+
+    def begin_flight(self, row: int) -> None:
+        """A transfer reads or writes this row's copies."""
+        self.index.flights[row] += 1
+
+    def end_flight(self, row: int) -> None:
+        """The transfer is over; the row may be a candidate again."""
+        self.index.flights[row] -= 1
+        for place in self.index.places:
+            self.offer(place, row)
+
+    def start_fill(self, place: Place, row: int, pages: Iterable[int]) -> None:
+        """A transfer towards ``place`` begins: the copies are FILLING and the row is in flight."""
+        self.add_copy(place, row, pages, FILLING)
+        self.begin_flight(row)
+
+    def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
+        """The transfer has ended: FILLING copies become READY and their pages sealed, or go with their pages freed."""
+        for group, states in enumerate(place.states):
+            if states[row] != FILLING:
+                continue
+            page = place.pages[group][row]
+            place.move(group, row, READY if arrived else ABSENT)
+            place.pools[group].move(page, PageState.SEALED if arrived else PageState.FREE)
+        self.index.flights[row] -= 1
+        if arrived:
+            for each in self.index.places:
+                self.offer(each, row)
+        else:
+            self._after_leaving(place, row)
+            if self.index.keys[row] is not None:
+                for each in self.index.places:
+                    self.offer(each, row)

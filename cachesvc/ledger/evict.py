@@ -1,0 +1,268 @@
+"""Choosing victims: all or nothing, leaf first, and never a block that others still reach through.
+
+A plan is made without changing anything (the heaps are refilled when it is given up), then carried out whole. What a
+victim of a device place becomes:
+
+    another whole copy exists                -> drop: its page is free at once
+    last copy, host wanted and has room      -> drain: its page is free when the bytes are on the host
+    last copy, no child anywhere             -> drop: the block leaves the index
+    otherwise                                -> passed over
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.leaves import Rank
+from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.words import DRAINING, NO_PAGE, READY, PageState
+
+
+class Drain(NamedTuple):
+    """A device copy that lingers until its ticket ends; ``copied`` is False where only its child's bytes move."""
+
+    row: int
+    copied: bool
+
+
+@dataclass
+class EvictionPlan:
+    """Victims in the order to do it, leaves first. ``host_drops`` make room on the host for the drains.
+
+    A parent never leaves before its child: where the child drains, so does the parent, bytes to copy or not.
+    """
+
+    place: Place
+    drops: list[int] = field(default_factory=list)
+    drains: list[Drain] = field(default_factory=list)
+    host_drops: list[int] = field(default_factory=list)
+
+    @property
+    def found(self) -> int:
+        """Pages that the plan frees, now or when its ticket ends."""
+        return len(self.drops) + len(self.drains)
+
+
+class _Walk:
+    """Candidates of one place in rank order, as if the victims taken so far were gone already."""
+
+    def __init__(self, ledger: BlockLedger, place: Place) -> None:
+        self.ledger = ledger
+        self.place = place
+        self.taken: set[int] = set()
+        self._seen: list[tuple[Rank, int]] = []
+        self._held: tuple[Rank, int] | None = None
+        self._children: dict[int, int] = {}
+        self._stamps: dict[int, int] = {}
+        self._exposed: list[tuple[Rank, int]] = []
+        self._visited: set[int] = set()
+        self._current = ledger.candidate_check(place)
+
+    def next(self) -> int | None:
+        """The next candidate, or None. Heap entries that were taken out come back with ``restore``."""
+        while True:
+            if self._held is None:
+                self._held = self.place.leaves.pop(self._current)
+                if self._held is not None:
+                    self._seen.append(self._held)
+            if self._held is not None and (not self._exposed or self._held <= self._exposed[0]):
+                row = self._held[1]
+                self._held = None
+            elif self._exposed:
+                row = heapq.heappop(self._exposed)[1]
+            else:
+                return None
+            if row not in self._visited:
+                self._visited.add(row)
+                return row
+
+    def take(self, row: int) -> None:
+        """Count ``row`` as gone from the place; its parent may become a candidate."""
+        index = self.ledger.index
+        self.taken.add(row)
+        parent = index.parent[row]
+        if parent == NO_ROW:
+            return
+        left = self._children.get(parent, self.place.children[parent]) - 1
+        self._children[parent] = left
+        stamp = max(self._stamp(row), self._stamp(parent))
+        self._stamps[parent] = stamp
+        if left == 0 and self._is_free(parent):
+            rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
+            heapq.heappush(self._exposed, (rank, parent))
+
+    def _stamp(self, row: int) -> int:
+        return self._stamps.get(row, self.ledger.index.stamp[row])
+
+    def _is_free(self, row: int) -> bool:
+        place = self.place
+        ready = place.states[place.lead][row] == READY
+        return ready and place.pins[row] == 0 and self.ledger.index.flights[row] == 0
+
+    def restore(self) -> None:
+        """Put every heap entry back that was taken out."""
+        for rank, row in self._seen:
+            self.place.leaves.push(rank, row, self._current)
+
+
+class Evictor:
+    """Plans and carries out evictions on one model's places."""
+
+    def __init__(self, ledger: BlockLedger) -> None:
+        self.ledger = ledger
+
+    def plan_device(self, place: Place, count: int, *, to_host: bool) -> tuple[EvictionPlan, bool]:
+        """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
+
+        ``to_host``: last copies are stored rather than dropped while the host can take them. Nothing is changed yet;
+        the caller passes the plan to ``carry_out`` or to nobody.
+        """
+        plan = EvictionPlan(place)
+        index = self.ledger.index
+        walk = _Walk(self.ledger, place)
+        host = _HostRoom(self.ledger, walk.taken)
+        gone: dict[int, int] = {}
+        lingering: set[int] = set()
+        while plan.found < count and (row := walk.next()) is not None:
+            lasting_children = index.children[row] - gone.get(row, 0)
+            if self._has_other_copy(place, row) and row not in host.walk.taken:
+                if row in lingering:
+                    plan.drains.append(Drain(row, copied=False))
+                    lingering.add(index.parent[row])
+                else:
+                    plan.drops.append(row)
+            elif (to_host or lasting_children > 0) and host.reserve():
+                plan.drains.append(Drain(row, copied=True))
+                lingering.add(index.parent[row])
+            elif lasting_children == 0:
+                plan.drops.append(row)
+                gone[index.parent[row]] = gone.get(index.parent[row], 0) + 1
+            else:
+                continue
+            walk.take(row)
+        plan.host_drops = host.victims
+        walk.restore()
+        host.walk.restore()
+        return plan, plan.found >= count
+
+    def plan_host(self, count: int) -> tuple[EvictionPlan, bool]:
+        """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children."""
+        room = _HostRoom(self.ledger, set())
+        plan = EvictionPlan(self.ledger.host)
+        met = all(room.evict_one() for _ in range(count))
+        plan.drops = room.victims
+        room.walk.restore()
+        return plan, met
+
+    def _has_other_copy(self, place: Place, row: int) -> bool:
+        return any(other is not place and other.state(row) == READY for other in self.ledger.index.places)
+
+    def carry_out(self, plan: EvictionPlan) -> list[tuple[Drain, tuple[int, ...]]]:
+        """Drop what is to be dropped and start draining the rest; returns each drain with its host pages by group."""
+        ledger = self.ledger
+        place = plan.place
+        for row in plan.host_drops:
+            ledger.drop_copy(ledger.host, row)
+        drains: list[tuple[Drain, tuple[int, ...]]] = []
+        for drain in plan.drains:
+            row = drain.row
+            pages: tuple[int, ...] = ()
+            if drain.copied:
+                pages = host_pages_for(ledger, place, row)
+                ledger.start_fill(ledger.host, row, pages)
+            else:
+                ledger.begin_flight(row)
+            for group in place.full_groups:
+                place.move(group, row, DRAINING)
+                place.pools[group].move(place.pages[group][row], PageState.IN_FLIGHT)
+            drains.append((drain, pages))
+        for row in plan.drops:
+            ledger.drop_copy(place, row)
+        ledger.evicted_blocks += len(plan.drops)
+        return drains
+
+    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool) -> None:
+        """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed."""
+        ledger = self.ledger
+        row = drain.row
+        needed = place.pins[row] > 0 or place.children[row] > 0 or not arrived
+        if needed:
+            for group in place.full_groups:
+                place.move(group, row, READY)
+                place.pools[group].move(place.pages[group][row], PageState.SEALED)
+        if drain.copied:
+            ledger.finish_fill(ledger.host, row, arrived=arrived)
+        else:
+            ledger.end_flight(row)
+        if not needed:
+            ledger.evicted_blocks += 1
+            ledger.drop_copy(place, row)
+
+
+class _HostRoom:
+    """Room on the host, reserved page by page while a plan is made."""
+
+    def __init__(self, ledger: BlockLedger, device_victims: set[int]) -> None:
+        self.ledger = ledger
+        self.device_victims = device_victims
+        self.walk = _Walk(ledger, ledger.host)
+        self.victims: list[int] = []
+        host = ledger.host
+        self._free = min(host.pools[group].free for group in host.full_groups)
+        self._gone: dict[int, int] = {}
+
+    def reserve(self) -> bool:
+        """One more host page for each full group, evicting if need be; False when there is none."""
+        if self._free > 0:
+            self._free -= 1
+            return True
+        return self.evict_one()
+
+    def evict_one(self) -> bool:
+        """Take the next host victim; False when none is left."""
+        index = self.ledger.index
+        while (row := self.walk.next()) is not None:
+            if row in self.device_victims:
+                continue
+            elsewhere = any(p is not self.ledger.host and p.state(row) == READY for p in index.places)
+            if not elsewhere:
+                if index.children[row] > self._gone.get(row, 0):
+                    continue
+                parent = index.parent[row]
+                self._gone[parent] = self._gone.get(parent, 0) + 1
+            self.walk.take(row)
+            self.victims.append(row)
+            return True
+        return False
+
+
+def host_pages_for(ledger: BlockLedger, source: Place, row: int) -> tuple[int, ...]:
+    """Take host pages for what ``source`` holds of a row; windowed groups come along while their pool has room.
+
+    The caller has made sure that the full groups have room.
+    """
+    pages: list[int] = []
+    for group, pool in enumerate(ledger.host.pools):
+        full = group in source.full_groups
+        wanted = full or (source.states[group][row] == READY and pool.free > 0)
+        pages.append(pool.take(1, PageState.IN_FLIGHT)[0] if wanted else NO_PAGE)
+    return tuple(pages)
+
+
+def evictable_pages(ledger: BlockLedger, place: Place) -> int:
+    """How many blocks of ``place`` could be dropped one after another; walks the place, so only for messages."""
+    index = ledger.index
+    protected: set[int] = set()
+    present = 0
+    for row in index.rows.values():
+        if not place.states[place.lead][row]:
+            continue
+        present += 1
+        held = place.pins[row] > 0 or index.flights[row] > 0 or place.states[place.lead][row] != READY
+        while held and row != NO_ROW and row not in protected:
+            protected.add(row)
+            row = index.parent[row]
+    return present - len(protected)

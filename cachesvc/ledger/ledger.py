@@ -1,0 +1,103 @@
+"""The whole truth of one daemon: models with their blocks and pools, leases, sequences, processes and tickets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.evict import Evictor
+from cachesvc.ledger.leases import Lease, LeaseState, Process
+from cachesvc.ledger.place import Place
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.tickets import TicketBook
+from cachesvc.model.errors import LeaseLost, NotFound
+from cachesvc.model.layout import Layout
+
+
+@dataclass(slots=True)
+class Replica:
+    """A set of devices (one for each rank) that share one page-id space for each group."""
+
+    id: int
+    devices: tuple[str, ...]
+    place: Place
+    device_pages: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Model:
+    """A namespace: model, layout and tenant, with its blocks and replicas.
+
+    ``computing``: keys that some sequence has declared to be computing, with how many do. ``remembered``: reuse
+    counts of dropped blocks, newest last.
+    """
+
+    id: int
+    name: str
+    layout: Layout
+    namespace: bytes
+    blocks: BlockLedger
+    evictor: Evictor
+    host_pages: tuple[int, ...]
+    replicas: list[Replica] = field(default_factory=list)
+    computing: dict[bytes, int] = field(default_factory=dict)
+    remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
+    last_used: float = 0.0
+
+    def replica(self, replica_id: int) -> Replica:
+        """A replica by number. Raises NotFound."""
+        if not 0 <= replica_id < len(self.replicas):
+            raise NotFound("replica", replica_id, f"model {self.id} has {len(self.replicas)}")
+        return self.replicas[replica_id]
+
+
+class Ledger:
+    """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats."""
+
+    def __init__(self, *, keep_tickets: int = 4096) -> None:
+        self.models: dict[int, Model] = {}
+        self.leases: dict[str, Lease] = {}
+        self.lost: OrderedDict[str, str] = OrderedDict()
+        self.processes: dict[bytes, Process] = {}
+        self.tickets = TicketBook(keep_tickets)
+        self.draining = False
+        self._stamp = 0
+
+    def stamp(self) -> int:
+        """The next access number."""
+        self._stamp += 1
+        return self._stamp
+
+    def model(self, model_id: int) -> Model:
+        """A model by number. Raises NotFound."""
+        model = self.models.get(model_id)
+        if model is None:
+            raise NotFound("model", model_id, "register it first")
+        return model
+
+    def lease(self, lease_id: str) -> Lease:
+        """A live lease. Raises LeaseLost for one that ended, NotFound for one that never was."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            why = self.lost.get(lease_id)
+            if why is not None:
+                raise LeaseLost(lease_id, why)
+            raise NotFound("lease", lease_id, "open one first")
+        if lease.state is not LeaseState.LIVE:
+            raise LeaseLost(lease_id, lease.why)
+        return lease
+
+    def sequence(self, lease: Lease, sequence_id: int) -> Sequence:
+        """A sequence of the lease. Raises NotFound."""
+        sequence = lease.sequences.get(sequence_id)
+        if sequence is None:
+            raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+        return sequence
+
+    def remember_lost(self, lease_id: str, why: str, keep: int = 4096) -> None:
+        """Keep a lost lease's name so that a late caller is told what happened."""
+        self.lost[lease_id] = why
+        while len(self.lost) > keep:
+            self.lost.popitem(last=False)

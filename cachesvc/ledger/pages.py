@@ -1,0 +1,159 @@
+"""One page-id space: which pages are free, private, sealed, in flight or quarantined. Hands out runs.
+
+A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from cachesvc.model.errors import IllegalMove
+from cachesvc.model.words import PageState
+
+FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
+
+LEGAL_PAGE_MOVES = frozenset(
+    {
+        (PRIVATE, SEALED),  # published
+        (PRIVATE, QUARANTINED),  # its lease was lost while a process may still write
+        (PRIVATE, IN_FLIGHT),  # a preempted sequence's page goes out
+        (IN_FLIGHT, PRIVATE),
+        (IN_FLIGHT, SEALED),  # a load or write-back arrived
+        (IN_FLIGHT, QUARANTINED),
+        (SEALED, IN_FLIGHT),  # a write-back that frees this page began
+        (PRIVATE, FREE),
+        (SEALED, FREE),
+        (IN_FLIGHT, FREE),
+        (QUARANTINED, FREE),
+    }
+)
+_BUCKETS = 40
+
+
+class PagePool:
+    """Pages ``0 .. capacity - 1`` of one group on one place. Pages become usable through ``add``."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.states = bytearray(capacity)
+        self.generations = array("I", bytes(4 * capacity))
+        self.counts = [0] * len(PageState)
+        self.usable = 0
+        self._added = bytearray(capacity)
+        self._count_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._buckets: list[dict[int, None]] = [{} for _ in range(_BUCKETS)]
+
+    @property
+    def free(self) -> int:
+        """Pages that can be taken now."""
+        return self.counts[FREE]
+
+    def add(self, first: int, count: int) -> None:
+        """Make pages usable (their memory has arrived). Raises ValueError for a page that is there already."""
+        if first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
+            raise ValueError(f"{self.name}: pages {first}+{count} are not new pages of this pool")
+        self._added[first : first + count] = b"\x01" * count
+        self.usable += count
+        self.counts[FREE] += count
+        self._insert_run(first, count)
+
+    def take(self, count: int, state: PageState) -> list[int]:
+        """``count`` free pages in as few runs as can be had cheaply. The caller has checked ``free``."""
+        if count > self.counts[FREE]:
+            raise ValueError(f"{self.name}: {count} pages wanted, {self.counts[FREE]} free")
+        pages: list[int] = []
+        while len(pages) < count:
+            start, length = self._best_run(count - len(pages))
+            used = min(length, count - len(pages))
+            self._remove_run(start, length)
+            if used < length:
+                self._insert_run(start + used, length - used)
+            pages.extend(range(start, start + used))
+        for page in pages:
+            self.states[page] = state
+            self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
+        self.counts[FREE] -= count
+        self.counts[state] += count
+        return pages
+
+    def move(self, page: int, target: PageState) -> None:
+        """Change one page's state. Raises IllegalMove against the table."""
+        source = self.states[page]
+        if (source, target) not in LEGAL_PAGE_MOVES or not self._added[page]:
+            raise IllegalMove(f"{self.name} page {page}", PageState(source), target)
+        self.states[page] = target
+        self.counts[source] -= 1
+        self.counts[target] += 1
+        if target == FREE:
+            self._give_back(page)
+
+    def move_all(self, pages: Iterable[int], target: PageState) -> None:
+        """``move`` for each page."""
+        for page in pages:
+            self.move(page, target)
+
+    def owns(self, page: int, generation: int) -> bool:
+        """True when ``page`` is private and still in the generation that was granted."""
+        return (
+            0 <= page < self.capacity
+            and self.states[page] == PRIVATE
+            and self.generations[page] == generation
+        )
+
+    def problems(self) -> list[str]:
+        """What does not add up; empty when the pool is whole."""
+        out: list[str] = []
+        free_in_runs = sum(self._count_at.values())
+        if free_in_runs != self.counts[FREE]:
+            out.append(f"{self.name}: runs hold {free_in_runs} pages, {self.counts[FREE]} are counted free")
+        for start, count in self._count_at.items():
+            if any(self.states[start : start + count]) or not all(self._added[start : start + count]):
+                out.append(f"{self.name}: run {start}+{count} holds pages that are not free")
+        if sum(self.counts) != self.usable:
+            out.append(f"{self.name}: counts {self.counts} do not add up to {self.usable}")
+        for state in PageState:
+            seen = self.states.count(state)
+            expected = self.counts[state] + (self.capacity - self.usable if state == FREE else 0)
+            if seen != expected:
+                out.append(f"{self.name}: {seen} pages are {state.name}, {expected} are counted")
+        return out
+
+    def _give_back(self, page: int) -> None:
+        start, count = page, 1
+        before = self._start_before.get(page)
+        if before is not None:
+            length = self._count_at[before]
+            self._remove_run(before, length)
+            start, count = before, count + length
+        after = self._count_at.get(page + 1)
+        if after is not None:
+            self._remove_run(page + 1, after)
+            count += after
+        self._insert_run(start, count)
+
+    def _insert_run(self, start: int, count: int) -> None:
+        self._count_at[start] = count
+        self._start_before[start + count] = start
+        self._buckets[count.bit_length()][start] = None
+
+    def _remove_run(self, start: int, count: int) -> None:
+        del self._count_at[start]
+        del self._start_before[start + count]
+        del self._buckets[count.bit_length()][start]
+
+    def _best_run(self, wanted: int) -> tuple[int, int]:
+        own = wanted.bit_length()
+        for start in self._buckets[own]:
+            if self._count_at[start] >= wanted:
+                return start, self._count_at[start]
+            break
+        for bucket in self._buckets[own + 1 :]:
+            for start in bucket:
+                return start, self._count_at[start]
+        for bucket in reversed(self._buckets[: own + 1]):
+            for start in bucket:
+                return start, self._count_at[start]
+        raise ValueError(f"{self.name}: no free run")

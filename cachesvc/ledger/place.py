@@ -1,0 +1,85 @@
+"""The copies that one place (the host, or one replica's devices) holds: a page and a state for each row and group.
+
+All groups without a window move together, because a hit needs all of them; the first of them (``lead``) tells the
+block's state here. Windowed groups come and go on their own.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from cachesvc.ledger.leaves import LeafHeap
+from cachesvc.ledger.pages import PagePool
+from cachesvc.model.errors import IllegalMove
+from cachesvc.model.layout import Layout
+from cachesvc.model.words import ABSENT, DRAINING, LEGAL_MOVES, NO_PAGE, READY, CopyState
+
+NO_ROW = -1
+
+
+class Place:
+    """Arrays by row. ``pins`` counts sequences whose deepest shared block here is that row."""
+
+    def __init__(self, name: str, layout: Layout, pools: tuple[PagePool, ...]) -> None:
+        self.name = name
+        self.pools = pools
+        self.full_groups = layout.full_groups
+        self.window_groups = layout.window_groups
+        self.lead = layout.full_groups[0]
+        self.pins = array("i")
+        self.children = array("i")
+        self.pages = [array("i") for _ in layout.groups]
+        self.states = [bytearray() for _ in layout.groups]
+        self.window_pins = {group: array("i") for group in layout.window_groups}
+        self.leaves = LeafHeap()
+        self.window_leaves = {group: LeafHeap() for group in layout.window_groups}
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` rows."""
+        more = rows - len(self.pins)
+        if more <= 0:
+            return
+        zeros = bytes(4 * more)
+        self.pins.frombytes(zeros)
+        self.children.frombytes(zeros)
+        for pages in self.pages:
+            pages.frombytes(b"\xff" * (4 * more))
+        for states in self.states:
+            states.extend(bytes(more))
+        for pins in self.window_pins.values():
+            pins.frombytes(zeros)
+
+    def state(self, row: int) -> CopyState:
+        """State of the block's full groups here."""
+        return CopyState(self.states[self.lead][row])
+
+    def is_present(self, row: int) -> bool:
+        """True when any group of the block has a copy here, in whatever state."""
+        return any(states[row] for states in self.states)
+
+    def is_hittable(self, row: int) -> bool:
+        """True when the bytes are here and whole: READY, or DRAINING (which a pin turns back)."""
+        return self.states[self.lead][row] >= READY
+
+    def move(self, group: int, row: int, target: CopyState, page: int = NO_PAGE) -> None:
+        """Move one copy along the table; the one place where copy states change. Raises IllegalMove.
+
+        Leaving ABSENT takes ``page``; coming back to it forgets the page (which the caller frees).
+        """
+        states = self.states[group]
+        source = states[row]
+        if (source, target) not in LEGAL_MOVES:
+            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(source), target)
+        states[row] = target
+        if source == ABSENT:
+            self.pages[group][row] = page
+        elif target == ABSENT:
+            self.pages[group][row] = NO_PAGE
+
+    def move_full(self, row: int, target: CopyState) -> None:
+        """``move`` for all groups without a window; for moves that keep their pages."""
+        for group in self.full_groups:
+            self.move(group, row, target)
+
+
+__all__ = ["ABSENT", "DRAINING", "NO_ROW", "READY", "Place"]

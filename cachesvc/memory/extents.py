@@ -1,0 +1,58 @@
+"""Where a pool's page ids lie: extents of consecutive pages, each inside one region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cachesvc.model.errors import InvalidRequest
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """Pages ``[first_page, first_page + pages)``; the first one begins at ``offset`` of ``region``."""
+
+    first_page: int
+    pages: int
+    region: int
+    offset: int
+
+
+class ExtentTable:
+    """An immutable set of extents as columns, sorted by first page. Pages that no extent holds are not
+    usable (yet)."""
+
+    __slots__ = ("ends", "extents", "firsts", "offsets", "regions")
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self.extents = tuple(sorted(extents))
+        columns = np.array(
+            [(e.first_page, e.first_page + e.pages, e.region, e.offset) for e in self.extents], np.int64
+        ).reshape(-1, 4)
+        self.firsts, self.ends, self.regions, self.offsets = (np.ascontiguousarray(column) for column in columns.T)
+
+    @classmethod
+    def whole(cls, region: int, pages: int) -> ExtentTable:
+        """One extent from offset 0 on: a device slab."""
+        return cls([Extent(0, pages, region, 0)])
+
+    @property
+    def pages(self) -> int:
+        """Usable pages."""
+        return int((self.ends - self.firsts).sum())
+
+    def locate(self, pages: Int64s, what: str) -> Int64s:
+        """Index of each page's extent. Raises InvalidRequest that names the first page that lies in none."""
+        found = np.searchsorted(self.firsts, pages, side="right") - 1
+        bad = found < 0
+        if not bad.all():
+            bad |= pages >= self.ends[found]
+        if bad.any():
+            page = int(pages[int(np.argmax(bad))])
+            raise InvalidRequest(f"{what}: page {page} is not in the pool, which has {self.pages} usable pages")
+        return found.astype(np.int64, copy=False)

@@ -1,0 +1,62 @@
+"""Maps memory files and fills them with pages, outside of the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_RETRY = (errno.EINTR, errno.EAGAIN)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+def sealed_memfd(name: str, size_bytes: int) -> int:
+    """A zeroed memory file that can neither shrink nor grow: who maps it can never be hit by SIGBUS for
+    its size."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_memfd(fd: int, size_bytes: int) -> memoryview:
+    """A shared mapping, unmapped when the last view of it goes."""
+    return memoryview(mmap.mmap(fd, size_bytes))
+
+
+def address_of(view: memoryview) -> int:
+    """Address of the first byte; good for as long as the view is held."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def populate(view: memoryview, start: int, size_bytes: int) -> None:
+    """Give bytes of a fresh mapping their pages. Raises OSError where memory has run out."""
+    while _libc.madvise(_address(view, start, size_bytes), size_bytes, _MADV_POPULATE_WRITE):
+        why = ctypes.get_errno()
+        if why == errno.EINVAL:  # an older kernel
+            zero(view, start, size_bytes)
+            return
+        if why not in _RETRY:
+            raise OSError(why, f"populating {size_bytes} bytes of host memory: {os.strerror(why)}")
+
+
+def zero(view: memoryview, start: int, size_bytes: int) -> None:
+    """Write zeros; lets go of the GIL."""
+    ctypes.memset(_address(view, start, size_bytes), 0, size_bytes)
+
+
+def _address(view: memoryview, start: int, size_bytes: int) -> int:
+    assert 0 <= start <= start + size_bytes <= view.nbytes
+    return address_of(view) + start

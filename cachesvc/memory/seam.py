@@ -1,0 +1,131 @@
+"""The seam between the daemon and a kind of device memory. ``shm`` here and CUDA elsewhere fill it.
+
+A region is one piece of memory that a copy may address: a device slab or one chunk of the host pool. No copy crosses
+the border of a region. Copies are data (``CopyBatch``): the planner makes them, any backend executes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", "height", "src_pitch", "dst_pitch")
+"""Columns of a CopyBatch: a pitched copy of ``height`` rows of ``width`` bytes."""
+
+CopyBatch = npt.NDArray[np.int64]
+"""``[copies, len(COPY_FIELDS)]``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """How another process maps a slab: ``kind`` is ``memfd`` (the fd goes over the life socket under ``token``),
+    ``cuda_ipc`` (``token`` is the 64-byte handle) or ``cuda_fd``."""
+
+    kind: str
+    token: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """Copies that belong together; when they have all landed the timeline word becomes ``word_value``."""
+
+    copies: CopyBatch
+    word_value: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyJob:
+    """One rank's share of a ticket, executed in order on one stream.
+
+    ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
+    On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
+    """
+
+    ticket: int
+    steps: tuple[CopyStep, ...]
+    word: int | None
+    failed_word: int | None
+    end_value: int
+    done: Callable[[Exception | None], None]
+
+
+class Slab(Protocol):
+    """Device memory of one group on one rank. ``fd`` is what to pass for handles that travel as descriptors."""
+
+    region: int
+    handle: Handle
+    fd: int | None
+
+    def close(self) -> None:
+        """Give the memory back; mappings that other processes hold stay valid until they close them."""
+
+
+class Timeline(Protocol):
+    """32-bit words in memory that engines map too."""
+
+    handle: Handle
+    fd: int | None
+    words: int
+
+    def read(self, word: int) -> int:
+        """Present value of a word."""
+
+    def write(self, word: int, value: int) -> None:
+        """Set a word and wake whoever waits on it (failure and reset paths; streams write in order by themselves)."""
+
+    def close(self) -> None:
+        """Unmap."""
+
+
+class CopyStream(Protocol):
+    """A FIFO of copy jobs in one direction on one device."""
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job; returns at once. Raises Unavailable after ``close``."""
+
+    def close(self) -> None:
+        """Fail what is queued, finish what runs, and end."""
+
+
+class Backend(Protocol):
+    """A kind of device memory with its copy streams. Nothing runs before ``start``."""
+
+    name: str
+
+    def devices(self) -> tuple[str, ...]:
+        """UUIDs of the devices whose memory this backend can own."""
+
+    def capacity_bytes(self, device: str) -> int:
+        """Bytes that device slabs on ``device`` may take in all."""
+
+    def start(self) -> None:
+        """Acquire what is needed; raises a CacheError that says what is missing."""
+
+    def create_slab(self, device: str, size_bytes: int) -> Slab:
+        """Zeroed device memory. Raises PoolExhausted with the numbers when the device's budget cannot hold it."""
+
+    def timeline(self, device: str) -> Timeline:
+        """The device's timeline (made on first use, kept until ``close``)."""
+
+    def load_stream(self, device: str) -> CopyStream:
+        """The host -> device stream."""
+
+    def store_stream(self, device: str) -> CopyStream:
+        """The device -> host stream."""
+
+    def register_host(self, buffer: memoryview) -> int:
+        """Make a chunk of host memory copyable; returns its region."""
+
+    def read(self, region: int, offset: int, size_bytes: int) -> bytes:
+        """Bytes of a region, for verification: not on any stream, and as slow as it likes.
+
+        Raises NotFound for an unknown region and InvalidRequest for bytes outside of it.
+        """
+
+    def close(self) -> None:
+        """Stop the streams and free everything. Idempotent."""

@@ -1,0 +1,230 @@
+"""Device memory without a device: memfd slabs, threads for copy engines, a shared word for the stream's.
+
+It is the default where there is no GPU, and goes through the same planner, timeline and client as CUDA. Other
+processes map a slab by its descriptor, which travels over the life socket under the handle's token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Callable
+
+from cachesvc.memory.copies import check_bounds, run_copies
+from cachesvc.memory.copy_thread import CopyThread
+from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.memory.seam import CopyBatch, Handle
+from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
+from cachesvc.model.shared_words import WORD_BYTES, store_and_wake, words_of
+
+TOKEN_BYTES = 16
+TIMELINE_WORDS = 8192
+QUEUED_JOBS = 4096
+"""Jobs that one stream holds at most: more than the engine has tickets in flight."""
+
+
+class ShmSlab:
+    """A memfd in place of device memory."""
+
+    def __init__(self, region: int, size_bytes: int, fd: int, on_close: Callable[[ShmSlab], None]) -> None:
+        self.region = region
+        self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), size_bytes)
+        self.fd: int | None = fd
+        self._on_close = on_close
+
+    def close(self) -> None:
+        """Give the memory back. Raises StateConflict when it was given back before."""
+        if self.fd is None:
+            raise StateConflict(f"slab of region {self.region} was closed before")
+        self._on_close(self)
+        os.close(self.fd)
+        self.fd = None
+
+
+class ShmTimeline:
+    """One memfd of 32-bit words; whoever maps it waits by futex."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+        self.fd: int | None = sealed_memfd("kvcache-timeline", words * WORD_BYTES)
+        self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
+        self._array = words_of(map_memfd(self.fd, words * WORD_BYTES))
+
+    def read(self, word: int) -> int:
+        """Present value of a word."""
+        return int(self._array[word])
+
+    def write(self, word: int, value: int) -> None:
+        """Set a word and wake whoever waits on it."""
+        store_and_wake(self._array, word, value)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes with the last reference to this timeline."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+class ShmBackend:
+    """``devices`` pretended devices ``shm-0``, ``shm-1``, ... of ``device_bytes`` each."""
+
+    name = "shm"
+
+    def __init__(
+        self,
+        devices: int,
+        device_bytes: int,
+        *,
+        timeline_words: int = TIMELINE_WORDS,
+        queued_jobs: int = QUEUED_JOBS,
+    ) -> None:
+        self._devices = tuple(f"shm-{i}" for i in range(devices))
+        self._device_bytes = device_bytes
+        self._timeline_words = timeline_words
+        self._queued_jobs = queued_jobs
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._used = dict.fromkeys(self._devices, 0)
+        self._slabs: dict[int, ShmSlab] = {}
+        self._regions: dict[int, memoryview] = {}
+        self._sizes: dict[int, int] = {}
+        self._timelines: dict[str, ShmTimeline] = {}
+        self._streams: dict[tuple[str, str], CopyThread] = {}
+        self._running = False
+
+    def devices(self) -> tuple[str, ...]:
+        """Names of the pretended devices."""
+        return self._devices
+
+    def capacity_bytes(self, device: str) -> int:
+        """Bytes that slabs on ``device`` may take in all."""
+        self._check_device(device)
+        return self._device_bytes
+
+    def free_bytes(self, device: str) -> int:
+        """Bytes that further slabs may take."""
+        self._check_device(device)
+        return self._device_bytes - self._used[device]
+
+    def start(self) -> None:
+        """Make the timelines and start two copy threads for each device."""
+        self._running = True
+        for device in self._devices:
+            self._timelines[device] = ShmTimeline(self._timeline_words)
+            for way in ("load", "store"):
+                stream = CopyThread(f"{way}-{device}", self._copy, self._timelines[device].write, self._queued_jobs)
+                stream.start()
+                self._streams[device, way] = stream
+
+    def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
+        """Zeroed memory. Raises PoolExhausted (in bytes) when the device's budget cannot hold it."""
+        self._check_running()
+        self._check_device(device)
+        with self._lock:
+            free = self._device_bytes - self._used[device]
+            if not 0 < size_bytes <= free:
+                raise PoolExhausted(
+                    pool=f"device {device} (bytes)",
+                    wanted=size_bytes,
+                    free=free,
+                    evictable=0,
+                    pinned=self._used[device],
+                    quarantined=0,
+                    capacity=self._device_bytes,
+                )
+            self._used[device] += size_bytes
+        try:
+            return self._map_slab(device, size_bytes)
+        except OSError:
+            self._give_back(device, size_bytes)
+            raise
+
+    def timeline(self, device: str) -> ShmTimeline:
+        """The device's timeline."""
+        self._check_running()
+        self._check_device(device)
+        return self._timelines[device]
+
+    def load_stream(self, device: str) -> CopyThread:
+        """The host -> device stream."""
+        self._check_running()
+        self._check_device(device)
+        return self._streams[device, "load"]
+
+    def store_stream(self, device: str) -> CopyThread:
+        """The device -> host stream."""
+        self._check_running()
+        self._check_device(device)
+        return self._streams[device, "store"]
+
+    def register_host(self, buffer: memoryview) -> int:
+        """Make host memory copyable; it must stay mapped until ``close``."""
+        self._check_running()
+        return self._add_region(buffer)
+
+    def read(self, region: int, offset: int, size_bytes: int) -> bytes:
+        """Bytes of a region. Raises NotFound for an unknown region and InvalidRequest for bytes outside of
+        it."""
+        with self._lock:
+            if region not in self._regions:
+                raise NotFound("region", region)
+            view = self._regions[region]
+        if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
+            raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
+        return bytes(view[offset : offset + size_bytes])
+
+    def close(self) -> None:
+        """Stop the streams, then free every slab and timeline. Idempotent."""
+        self._running = False
+        for stream in self._streams.values():
+            stream.close()
+        for slab in list(self._slabs.values()):
+            slab.close()
+        for timeline in self._timelines.values():
+            timeline.close()
+        with self._lock:  # nothing may keep a mapping alive: streams and backend know each other
+            for known in (self._streams, self._timelines, self._regions, self._sizes):
+                known.clear()
+
+    def _copy(self, copies: CopyBatch) -> None:
+        check_bounds(copies, self._sizes)
+        run_copies(copies, self._regions)
+
+    def _map_slab(self, device: str, size_bytes: int) -> ShmSlab:
+        fd = sealed_memfd(f"kvcache-{device}", size_bytes)
+        try:
+            region = self._add_region(map_memfd(fd, size_bytes))
+        except OSError:
+            os.close(fd)
+            raise
+
+        def drop(slab: ShmSlab) -> None:
+            with self._lock:
+                del self._slabs[slab.region], self._regions[slab.region], self._sizes[slab.region]
+            self._give_back(device, size_bytes)
+
+        slab = ShmSlab(region, size_bytes, fd, drop)
+        with self._lock:
+            self._slabs[region] = slab
+        return slab
+
+    def _add_region(self, buffer: memoryview) -> int:
+        with self._lock:
+            region = next(self._ids)
+            self._regions[region] = buffer
+            self._sizes[region] = buffer.nbytes
+        return region
+
+    def _give_back(self, device: str, size_bytes: int) -> None:
+        with self._lock:
+            self._used[device] -= size_bytes
+
+    def _check_device(self, device: str) -> None:
+        if device not in self._used:
+            raise NotFound("device", device, f"this backend has {', '.join(self._devices)}")
+
+    def _check_running(self) -> None:
+        if not self._running:
+            raise Unavailable("the shm backend is not running: start it first, and nothing works after close")

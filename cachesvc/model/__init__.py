@@ -1,0 +1,1 @@
+"""The words of the system: layouts, keys, states and errors. Touches nothing outside."""

@@ -1,0 +1,82 @@
+"""What the flows answer, in the model's words; the edge turns these into messages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cachesvc.model.transfer import TimelineSlot
+
+
+class GroupCells(NamedTuple):
+    """Cells of one group's block table from position ``first_block`` on; NO_PAGE where there is none."""
+
+    group: int
+    first_block: int
+    pages: tuple[int, ...]
+    generations: tuple[int, ...] = ()
+
+
+class TicketView(NamedTuple):
+    """A transfer as callers see it. ``state`` is ``running``, ``done`` or ``failed``."""
+
+    id: int
+    state: str
+    reason: str
+    slot: TimelineSlot | None
+    direction: str
+    blocks: int
+    size_bytes: int
+
+
+class Wait(NamedTuple):
+    """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller."""
+
+    tickets: tuple[int, ...]
+
+
+class Matched(NamedTuple):
+    """Blocks in place, blocks to load, blocks that somebody else is computing; tables of those in place."""
+
+    device_blocks: int
+    host_blocks: int
+    computing_blocks: int
+    tables: tuple[GroupCells, ...]
+
+
+class Allocated(NamedTuple):
+    """New table cells, the loads to follow, and how many of the new blocks are loads."""
+
+    tables: tuple[GroupCells, ...]
+    tickets: tuple[TicketView, ...]
+    loading_blocks: int
+
+
+class Published(NamedTuple):
+    """``duplicates`` holds the sealed pages to use at ``duplicate_positions``, ``spares`` the sequence's own there."""
+
+    sealed_blocks: int
+    duplicate_positions: tuple[int, ...]
+    duplicates: tuple[GroupCells, ...]
+    spares: tuple[GroupCells, ...]
+    pending: bool
+
+
+class Swapped(NamedTuple):
+    """Tickets of the transfer; after bringing a sequence back also its whole tables."""
+
+    tickets: tuple[TicketView, ...]
+    tables: tuple[GroupCells, ...]
+
+
+class Recycled(NamedTuple):
+    """Pages given back, and each windowed group's cursor."""
+
+    pages: int
+    cursors: tuple[int, ...]
+
+
+class Prefetched(NamedTuple):
+    """Blocks that will be in place once the tickets are done."""
+
+    device_blocks: int
+    tickets: tuple[TicketView, ...]

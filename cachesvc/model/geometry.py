@@ -1,0 +1,91 @@
+"""Where a page's bytes lie on a tier: offsets and strides as data, so that movers never know a layout.
+
+Device slabs are plane-major (each plane one tensor ``[pages, *page_shape]``; planes of equal width lie at one
+constant stride). Host pages are block-major (all planes of a block one after another, in the same order).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cachesvc.model.layout import Layout, Plane
+
+PLANE_ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpan:
+    """One plane's bytes on one tier: page p's first byte is at ``offset + p * page_stride``."""
+
+    plane: Plane
+    offset: int
+    page_stride: int
+
+    @property
+    def width(self) -> int:
+        """Contiguous bytes of one page in this plane."""
+        return self.plane.page_bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The spans of one group's planes in copy order, and the bytes that ``pages`` pages take.
+
+    ``plane_pitch(i)`` of neighbouring spans of equal width is constant, so that they can be one pitched copy.
+    """
+
+    spans: tuple[PlaneSpan, ...]
+    pages: int
+    total_bytes: int
+
+    @cached_property
+    def clusters(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of spans with the same width."""
+        out: list[tuple[int, int]] = []
+        start = 0
+        for i in range(1, len(self.spans) + 1):
+            if i == len(self.spans) or self.spans[i].width != self.spans[start].width:
+                out.append((start, i))
+                start = i
+        return tuple(out)
+
+    def plane_pitch(self, start: int) -> int:
+        """Bytes from one plane of the cluster that begins at ``start`` to the next (its width where it is alone)."""
+        if start + 1 < len(self.spans) and self.spans[start + 1].width == self.spans[start].width:
+            return self.spans[start + 1].offset - self.spans[start].offset
+        return self.spans[start].width
+
+
+def device_geometry(layout: Layout, group: int, pages: int) -> Geometry:
+    """Plane-major placement of ``pages`` pages of one group in a slab that starts at offset 0."""
+    spans: list[PlaneSpan] = []
+    offset = 0
+    for plane in layout.planes_of(group):
+        spans.append(PlaneSpan(plane, offset, plane.page_bytes))
+        offset += -(-pages * plane.page_bytes // PLANE_ALIGN_BYTES) * PLANE_ALIGN_BYTES
+    return Geometry(tuple(spans), pages, offset)
+
+
+def host_geometry(layout: Layout, group: int, pages: int) -> Geometry:
+    """Block-major placement: a page holds all planes of its block one after another."""
+    stride = layout.page_bytes(group)
+    spans: list[PlaneSpan] = []
+    offset = 0
+    for plane in layout.planes_of(group):
+        spans.append(PlaneSpan(plane, offset, stride))
+        offset += plane.page_bytes
+    return Geometry(tuple(spans), pages, stride * pages)
+
+
+def device_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
+    """Bytes that one rank's device slabs take for ``pages[g]`` pages of each group: exactly what is allocated."""
+    return sum(device_geometry(layout, group, count).total_bytes for group, count in enumerate(pages))
+
+
+def host_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
+    """Bytes that the host slabs of all stored ranks take for ``pages[g]`` pages of each group."""
+    return sum(
+        host_geometry(layout, group, count).total_bytes * layout.host_ranks(group)
+        for group, count in enumerate(pages)
+    )

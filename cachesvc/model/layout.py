@@ -1,0 +1,238 @@
+"""A model's KV cache as data: planes, groups, ranks. Nothing here knows an attention family.
+
+Sizes follow the public definition of each plane: bytes of a page = product(page_shape) x item size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from cachesvc.model.errors import LayoutRejected
+
+ITEM_BYTES = {
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint16": 2,
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+}
+MAX_GROUPS = 16
+MAX_PLANES = 4096
+MAX_RANKS = 64
+MAX_BLOCK_TOKENS = 4096
+MAX_DIMS = 6
+MAX_NAME_BYTES = 64
+MAX_PAGE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One kind of bytes that every token leaves in a layer, as one rank holds them.
+
+    ``page_shape``: shape of one block's page, e.g. ``(kv_heads, block_tokens, head_dim)``.
+    """
+
+    name: str
+    layer: int
+    group: str
+    page_shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one block takes in this plane."""
+        return prod(self.page_shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def label(self) -> str:
+        """The one name of this plane, e.g. ``k.12`` or ``k.12.window``; unique in a layout."""
+        return f"{self.name}.{self.layer}.{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneGroup:
+    """Planes that are kept and dropped together.
+
+    ``window_tokens``: None where attention reaches back without bound; otherwise the window counts the query itself.
+    ``replicated``: every rank holds the same bytes, so one copy serves all of them on the host.
+    """
+
+    name: str
+    window_tokens: int | None = None
+    sink_tokens: int = 0
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every plane of every layer, the groups they belong to, and the number of ranks.
+
+    Raises LayoutRejected when the numbers contradict each other or exceed a limit.
+    """
+
+    block_tokens: int
+    ranks: int
+    groups: tuple[PlaneGroup, ...]
+    planes: tuple[Plane, ...]
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_groups(self)
+        _check_planes(self)
+
+    @cached_property
+    def group_index(self) -> dict[str, int]:
+        """Position of each group by name."""
+        return {group.name: index for index, group in enumerate(self.groups)}
+
+    @cached_property
+    def full_groups(self) -> tuple[int, ...]:
+        """Groups without a window: a hit needs all their blocks."""
+        return tuple(i for i, group in enumerate(self.groups) if group.window_tokens is None)
+
+    @cached_property
+    def window_groups(self) -> tuple[int, ...]:
+        """Groups with a window: a hit needs only the last window and the sinks."""
+        return tuple(i for i, group in enumerate(self.groups) if group.window_tokens is not None)
+
+    @cached_property
+    def layers(self) -> int:
+        """Number of layers, counted by the highest layer index."""
+        return 1 + max(plane.layer for plane in self.planes)
+
+    def planes_of(self, group: int) -> tuple[Plane, ...]:
+        """Planes of a group in copy order: equal widths together, then by layer and name."""
+        name = self.groups[group].name
+        mine = [plane for plane in self.planes if plane.group == name]
+        return tuple(sorted(mine, key=lambda plane: (-plane.page_bytes, plane.layer, plane.name)))
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one block in one group on one rank."""
+        return sum(plane.page_bytes for plane in self.planes_of(group))
+
+    def host_ranks(self, group: int) -> int:
+        """How many copies of a block the host keeps: one where all ranks hold the same bytes."""
+        return 1 if self.groups[group].replicated else self.ranks
+
+    def window_blocks(self, group: int) -> int:
+        """Most blocks that the keys of a window can touch, the newest one included."""
+        window = self.groups[group].window_tokens
+        if window is None:
+            raise ValueError(f"group {self.groups[group].name} has no window")
+        return -(-(window - 1) // self.block_tokens) + 1
+
+    def sink_blocks(self, group: int) -> int:
+        """Leading blocks that never fall out of reach."""
+        return -(-self.groups[group].sink_tokens // self.block_tokens)
+
+    def canonical_bytes(self) -> bytes:
+        """A length-prefixed encoding of everything above; equal layouts give equal bytes."""
+        out = [struct.pack("<BIII", 1, self.block_tokens, self.ranks, len(self.groups))]
+        for group in self.groups:
+            window = 0 if group.window_tokens is None else group.window_tokens
+            out.append(_prefixed(group.name))
+            out.append(struct.pack("<IIB", window, group.sink_tokens, group.replicated))
+        out.append(struct.pack("<I", len(self.planes)))
+        for plane in self.planes:
+            out += [_prefixed(plane.name), struct.pack("<I", plane.layer), _prefixed(plane.group)]
+            out.append(struct.pack(f"<B{len(plane.page_shape)}Q", len(plane.page_shape), *plane.page_shape))
+            out.append(_prefixed(plane.dtype))
+        return b"".join(out)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes that are equal exactly where layouts are."""
+        return hashlib.blake2b(self.canonical_bytes(), digest_size=32, person=b"kv-layout").digest()
+
+
+def _prefixed(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<I", len(raw)) + raw
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise LayoutRejected(message)
+
+
+def _check_numbers(layout: Layout) -> None:
+    _require(
+        1 <= layout.block_tokens <= MAX_BLOCK_TOKENS,
+        f"block_tokens must be in 1..{MAX_BLOCK_TOKENS}, got {layout.block_tokens}",
+    )
+    _require(1 <= layout.ranks <= MAX_RANKS, f"ranks must be in 1..{MAX_RANKS}, got {layout.ranks}")
+    _require(
+        1 <= len(layout.groups) <= MAX_GROUPS, f"groups must be 1..{MAX_GROUPS}, got {len(layout.groups)}"
+    )
+    _require(
+        1 <= len(layout.planes) <= MAX_PLANES, f"planes must be 1..{MAX_PLANES}, got {len(layout.planes)}"
+    )
+
+
+def _check_name(what: str, name: str) -> None:
+    ok = (
+        bool(name)
+        and len(name.encode()) <= MAX_NAME_BYTES
+        and name.replace("_", "a").replace("-", "a").isalnum()
+    )
+    _require(ok, f"{what} name {name!r} must be letters, digits, '_' or '-', at most {MAX_NAME_BYTES} bytes")
+
+
+def _check_groups(layout: Layout) -> None:
+    seen: set[str] = set()
+    for group in layout.groups:
+        _check_name("group", group.name)
+        _require(group.name not in seen, f"group {group.name!r} is listed twice")
+        seen.add(group.name)
+        window = group.window_tokens
+        _require(
+            window is None or 1 <= window < 1 << 31,
+            f"group {group.name!r}: window_tokens {window} out of range",
+        )
+        _require(
+            0 <= group.sink_tokens < 1 << 31,
+            f"group {group.name!r}: sink_tokens {group.sink_tokens} out of range",
+        )
+        _require(
+            window is not None or group.sink_tokens == 0,
+            f"group {group.name!r}: sink_tokens mean nothing without a window",
+        )
+    _require(
+        any(group.window_tokens is None for group in layout.groups),
+        "a layout needs at least one group without a window: its pages are what a prefix is matched by",
+    )
+
+
+def _check_planes(layout: Layout) -> None:
+    names = {group.name for group in layout.groups}
+    used: set[str] = set()
+    labels: set[str] = set()
+    for plane in layout.planes:
+        _check_name("plane", plane.name)
+        _require(plane.group in names, f"plane {plane.label}: unknown group {plane.group!r}")
+        _require(plane.dtype in ITEM_BYTES, f"plane {plane.label}: unknown dtype {plane.dtype!r}")
+        _require(0 <= plane.layer < 1 << 16, f"plane {plane.label}: layer {plane.layer} out of range")
+        _require(_good_shape(plane.page_shape), f"plane {plane.label}: bad page_shape {plane.page_shape}")
+        _require(
+            plane.page_bytes <= MAX_PAGE_BYTES,
+            f"plane {plane.label}: a page of {plane.page_bytes} bytes is too large",
+        )
+        _require(plane.label not in labels, f"plane {plane.label} is listed twice")
+        labels.add(plane.label)
+        used.add(plane.group)
+    _require(used == names, f"groups without planes: {sorted(names - used)}")
+
+
+def _good_shape(shape: Iterable[int]) -> bool:
+    dims = tuple(shape)
+    return 1 <= len(dims) <= MAX_DIMS and all(1 <= dim < 1 << 31 for dim in dims)

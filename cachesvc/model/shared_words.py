@@ -1,0 +1,93 @@
+"""32-bit words in memory that several processes map: set one and wake who waits on it; wait without polling.
+
+The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
+waiter sleeps in the kernel, and whoever sets a word wakes it from any process, container or namespace that
+maps the same file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from cachesvc.model.transfer import has_reached
+
+WORD_BYTES = 4
+Words = npt.NDArray[np.uint32]
+
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_EVERYBODY = (1 << 31) - 1
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_MACHINE = platform.machine()
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _syscall() -> Callable[..., int]:
+    if _MACHINE not in _FUTEX_NUMBERS or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise ImportError(f"no futex on {_MACHINE}: shared words need 64-bit Linux on x86-64 or aarch64")
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
+    return function
+
+
+_call = _syscall()
+_number = _FUTEX_NUMBERS[_MACHINE]
+
+
+def words_of(buffer: memoryview) -> Words:
+    """The words of a mapping; a read-only mapping will do for waiting. Keep the result no longer than the
+    mapping."""
+    return np.frombuffer(buffer, np.uint32)
+
+
+def store_and_wake(words: Words, index: int, value: int) -> None:
+    """Set a word and wake everybody who waits on it. What was written before is visible to who sees the
+    word."""
+    address = _address(words, index)
+    if _MACHINE != "x86_64":
+        _call(
+            _number, address, _FUTEX_WAKE, 0, None
+        )  # x86 keeps stores in order; elsewhere the wake's own barrier does
+    words[index] = value & 0xFFFFFFFF
+    if _call(_number, address, _FUTEX_WAKE, _EVERYBODY, None) < 0:
+        raise OSError(ctypes.get_errno(), f"FUTEX_WAKE of word {index} failed")
+
+
+def wait_reached(words: Words, index: int, target: int, deadline_s: float) -> bool:
+    """True once the word is at or past ``target``, cyclically; False when ``time.monotonic()`` passes
+    ``deadline_s``."""
+    address = _address(words, index)
+    while True:
+        value = int(words[index])
+        if has_reached(value, target):
+            return True
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        _sleep_while(address, value, min(left_s, 1e6))
+
+
+def _sleep_while(address: int, value: int, seconds: float) -> None:
+    """Sleep until woken, ``seconds`` have passed or the word is not ``value``; also on a signal."""
+    limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    if _call(_number, address, _FUTEX_WAIT, value, ctypes.addressof(limit)) < 0:
+        why = ctypes.get_errno()
+        if why not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(why, "FUTEX_WAIT failed")
+
+
+def _address(words: Words, index: int) -> int:
+    if not 0 <= index < len(words):
+        raise IndexError(f"word {index} of {len(words)}")
+    return words.ctypes.data + WORD_BYTES * index

@@ -1,0 +1,61 @@
+"""What is to be moved, said in pages; and how a waiter learns that a layer has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Direction(Enum):
+    """Which way a transfer goes, seen from the device."""
+
+    LOAD = "load"  # host -> device
+    STORE = "store"  # device -> host
+
+
+@dataclass(frozen=True, slots=True)
+class PagePairs:
+    """Pages of one group: ``device_pages[i]`` and ``host_pages[i]`` hold the same block."""
+
+    group: int
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One transfer job between a replica's device pools and the host pool of one model.
+
+    ``layered``: a load whose waiters follow layer by layer; the timeline word then moves after each layer (or few).
+    """
+
+    ticket: int
+    model: int
+    replica: int
+    direction: Direction
+    pages: tuple[PagePairs, ...]
+    layered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSlot:
+    """Where the progress of a transfer can be read: layer l is there once ``word`` has reached ``base + l + 1``.
+
+    Comparison is cyclic over 32 bits: reached means ``(value - target) mod 2^32 < 2^31``. ``failed_word`` holds
+    ``base + layers`` of the last transfer on this slot that failed; ``word`` reaches its end even then.
+    """
+
+    word: int
+    failed_word: int
+    base: int
+    layers: int
+
+    @property
+    def end(self) -> int:
+        """Value of ``word`` once the transfer has ended, well or not."""
+        return (self.base + self.layers) & 0xFFFFFFFF
+
+
+def has_reached(value: int, target: int) -> bool:
+    """True when a 32-bit timeline value is at or past ``target``, cyclically."""
+    return (value - target) & 0xFFFFFFFF < 1 << 31

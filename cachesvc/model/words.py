@@ -1,0 +1,87 @@
+"""The nouns that every floor shares: tiers, copy states, page runs and write policies."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+NO_PAGE = -1
+"""A cell of a block table that holds no page: behind a window, or not granted yet."""
+
+
+class Tier(Enum):
+    """Where bytes can lie, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+class CopyState(IntEnum):
+    """State of one copy: one block's page in one group on one place."""
+
+    ABSENT = 0
+    FILLING = 1
+    READY = 2
+    DRAINING = 3
+
+
+ABSENT, FILLING, READY, DRAINING = CopyState
+
+LEGAL_MOVES = frozenset(
+    {
+        (ABSENT, FILLING),  # a load or a write-back was started towards this copy
+        (ABSENT, READY),  # a private page was published: it was filled before it was known
+        (FILLING, READY),
+        (FILLING, ABSENT),  # the transfer failed
+        (READY, DRAINING),  # its bytes are being written back before it goes
+        (READY, ABSENT),  # evicted with nothing to save
+        (DRAINING, ABSENT),
+        (DRAINING, READY),  # pinned again, or the write-back failed
+    }
+)
+
+
+class PageState(IntEnum):
+    """Where a page is; it is in exactly one of these at any moment."""
+
+    FREE = 0
+    PRIVATE = 1
+    SEALED = 2
+    IN_FLIGHT = 3
+    QUARANTINED = 4
+
+
+class WritePolicy(Enum):
+    """When a sealed block's bytes are copied to the host tier.
+
+    ``WRITE_THROUGH``: as soon as the block is sealed. ``WRITE_THROUGH_SELECTIVE``: once it was hit often enough.
+    ``WRITE_BACK``: only when its last device copy is evicted.
+    """
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class Run(NamedTuple):
+    """``count`` pages whose ids follow one another, from ``first`` on."""
+
+    first: int
+    count: int
+
+
+def runs_of(pages: list[int]) -> list[Run]:
+    """Split ``pages`` into its maximal runs of consecutive rising ids, in order."""
+    runs: list[Run] = []
+    first = previous = None
+    for page in pages:
+        if first is None or previous is None:
+            first = page
+        elif page != previous + 1:
+            runs.append(Run(first, previous - first + 1))
+            first = page
+        previous = page
+    if first is not None and previous is not None:
+        runs.append(Run(first, previous - first + 1))
+    return runs

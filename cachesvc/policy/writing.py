@@ -1,0 +1,44 @@
+"""When sealed blocks are copied to the host tier.
+
+write_through: when sealed. write_through_selective: at the ``threshold``-th reuse (a match that passes through the
+block), counts of dropped blocks being remembered. write_back: only when the last device copy is evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.words import WritePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRule:
+    """``threshold``: reuses after which write_through_selective copies. ``remember``: counts kept of dropped blocks."""
+
+    policy: WritePolicy
+    threshold: int = 2
+    remember: int = 65536
+
+    def __post_init__(self) -> None:
+        if self.threshold < 1:
+            raise InvalidRequest(f"write_through_threshold must be at least 1, got {self.threshold}")
+
+    @property
+    def copies_when_sealed(self) -> bool:
+        """True where a block is backed up as soon as it is published."""
+        return self.policy is WritePolicy.WRITE_THROUGH
+
+    @property
+    def counts_reuse(self) -> bool:
+        """True where matches must be counted block by block."""
+        return self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+
+    @property
+    def copies_when_evicted(self) -> bool:
+        """True where an evicted block's last copy is saved first."""
+        return self.policy is WritePolicy.WRITE_BACK
+
+    def is_due(self, reuses: int) -> bool:
+        """True when a block that was reused so often should have a host copy."""
+        return self.counts_reuse and reuses >= self.threshold

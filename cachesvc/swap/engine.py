@@ -1,0 +1,258 @@
+"""Runs transfers: plans them, gives each a place on the timeline, and hands one job a rank to the copy
+streams.
+
+Every ticket ends exactly once, in ``on_done(ticket, error)``; it ends after its timeline words do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cachesvc.memory.seam import Backend, CopyJob, Slab, Timeline
+from cachesvc.model.errors import InvalidRequest, NotFound, StateConflict, Unavailable
+from cachesvc.model.layout import Layout
+from cachesvc.model.transfer import Direction, TimelineSlot, Transfer
+from cachesvc.swap.attached import (
+    AttachedModel,
+    HostPages,
+    RankMoves,
+    attached_model,
+    attached_replica,
+    rank_moves,
+)
+from cachesvc.swap.planner import GroupMove, LinkCosts, plan
+from cachesvc.swap.planning import Planning, ThreadPlanning
+from cachesvc.swap.slots import SlotPool
+
+log = logging.getLogger(__name__)
+
+OnDone = Callable[[int, Exception | None], None]
+
+
+@dataclass
+class SwapCounters:
+    """Totals since the start; bytes count once they have landed, on every rank."""
+
+    bytes_h2d: int = 0
+    bytes_d2h: int = 0
+    jobs: int = 0
+    failures: int = 0
+
+
+@dataclass
+class _Flight:
+    """A ticket on its way: which ranks have not ended, and the first thing that broke."""
+
+    transfer: Transfer
+    slot: TimelineSlot
+    devices: tuple[str, ...]
+    moves: RankMoves
+    copy_bytes: int
+    left: int
+    error: Exception | None = None
+
+
+class SwapEngine:
+    """Moves pages between the host pool and the devices of each replica. ``on_done`` is called from a
+    backend thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        on_done: OnDone,
+        *,
+        costs: LinkCosts | None = None,
+        planning: Planning | None = None,
+        layers_per_step: int | None = None,
+    ) -> None:
+        """``layers_per_step``: of layered loads; None lets ``costs`` choose. ``planning``: threads unless
+        given."""
+        self._backend = backend
+        self._on_done = on_done
+        self._costs = costs or LinkCosts()
+        self._planning = planning or ThreadPlanning()
+        self._layers_per_step = layers_per_step
+        self._models: dict[int, AttachedModel] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._slots = SlotPool(0)
+        self._timelines: dict[str, Timeline] = {}
+        self._lock = threading.Lock()
+        self._is_open = False
+        self.counters = SwapCounters()
+
+    def start(self) -> None:
+        """Begin to take transfers. The backend runs already, and its timelines are this engine's alone."""
+        self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}
+        self._slots = SlotPool(min((timeline.words for timeline in self._timelines.values()), default=0))
+        self._planning.start()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Refuse what is new and end what is not planned yet; the rest ends with the backend. Idempotent."""
+        with self._lock:
+            self._is_open = False
+        self._planning.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Tickets that have not ended."""
+        return len(self._flights)
+
+    def attach_model(self, model_id: int, layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) -> None:
+        """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, StateConflict
+        when attached."""
+        model = attached_model(layout, host_slabs)
+        with self._lock:
+            if model_id in self._models:
+                raise StateConflict(f"model {model_id} is attached already")
+            self._models[model_id] = model
+
+    def attach_replica(
+        self,
+        model_id: int,
+        replica_id: int,
+        devices: Sequence[str],
+        slabs: Sequence[Sequence[Slab]],
+        pages: Sequence[int],
+    ) -> None:
+        """``slabs[rank][group]`` of ``pages[group]`` pages on ``devices[rank]``. Raises as
+        ``attach_model`` does."""
+        with self._lock:
+            model = self._model(model_id)
+            if replica_id in model.replicas:
+                raise StateConflict(f"replica {replica_id} of model {model_id} is attached already")
+            model.replicas[replica_id] = attached_replica(model.layout, devices, slabs, pages)
+
+    def detach_replica(self, model_id: int, replica_id: int) -> None:
+        """Forget a replica. Raises NotFound, or StateConflict while transfers touch it."""
+        with self._lock:
+            model = self._model(model_id)
+            model.replica(replica_id)
+            self._check_idle(model_id, replica_id)
+            del model.replicas[replica_id]
+
+    def detach_model(self, model_id: int) -> None:
+        """Forget a model with its replicas. Raises NotFound, or StateConflict while transfers touch it."""
+        with self._lock:
+            self._model(model_id)
+            self._check_idle(model_id, None)
+            del self._models[model_id]
+
+    def submit(self, transfer: Transfer) -> TimelineSlot:
+        """Start a transfer and say where it can be followed; returns before anything is planned.
+
+        Raises, with nothing queued: NotFound (model, replica), InvalidRequest (pages, groups),
+        LimitExceeded (too many in flight), StateConflict (ticket in use), Unavailable (closed).
+        """
+        with self._lock:
+            model = self._model(transfer.model)
+            replica = model.replica(transfer.replica)
+        moves = rank_moves(model, replica, transfer)
+        with self._lock:
+            if not self._is_open:
+                raise Unavailable("the swap engine is closed")
+            if transfer.ticket in self._flights:
+                raise StateConflict(f"ticket {transfer.ticket} is in flight already")
+            if model.replicas.get(transfer.replica) is not replica:
+                raise NotFound("replica", transfer.replica)
+            slot = self._slots.acquire(model.layout.layers)
+            copy_bytes = sum(_move_bytes(rank) for rank in moves)
+            flight = _Flight(transfer, slot, replica.devices, moves, copy_bytes, len(replica.devices))
+            self._flights[transfer.ticket] = flight
+            self.counters.jobs += 1
+        self._planning.submit(transfer.direction, lambda error: self._launch(flight, error))
+        return slot
+
+    def page_bytes(self, model_id: int, replica_id: int | None, rank: int, group: int, page: int) -> bytes:
+        """One page in copy order, from a replica or (None) from the host. Raises NotFound and
+        InvalidRequest."""
+        with self._lock:
+            model = self._model(model_id)
+            replica = None if replica_id is None else model.replica(replica_id)
+        if not (0 <= rank < model.layout.ranks and 0 <= group < len(model.layout.groups)):
+            raise InvalidRequest(f"rank {rank} of {model.layout.ranks}, group {group} of {len(model.layout.groups)}")
+        pool = model.host_pool(group, rank) if replica is None else replica.pools[rank][group]
+        return b"".join(self._backend.read(*row) for row in pool.rows_of(page))
+
+    def _launch(self, flight: _Flight, error: Exception | None) -> None:
+        """Plan and submit one job a rank; a rank that cannot be launched ends here, with its waiters
+        released."""
+        for rank in range(len(flight.devices)):
+            try:
+                if error is not None:
+                    raise error
+                self._launch_rank(flight, rank)
+            except Exception as failure:  # noqa: BLE001 - a thread's root: the ticket tells it
+                self._timelines[flight.devices[rank]].write(flight.slot.failed_word, flight.slot.end)
+                self._timelines[flight.devices[rank]].write(flight.slot.word, flight.slot.end)
+                self._end_rank(flight, failure)
+
+    def _launch_rank(self, flight: _Flight, rank: int) -> None:
+        transfer, slot, device = flight.transfer, flight.slot, flight.devices[rank]
+        steps = plan(
+            flight.moves[rank],
+            transfer.direction,
+            layers=slot.layers,
+            base=slot.base,
+            layers_per_step=self._layers_per_step if transfer.layered else 0,
+            costs=self._costs,
+        )
+        job = CopyJob(
+            ticket=transfer.ticket,
+            steps=steps,
+            word=slot.word,
+            failed_word=slot.failed_word,
+            end_value=slot.end,
+            done=lambda error: self._end_rank(flight, error),
+        )
+        is_load = transfer.direction is Direction.LOAD
+        stream = self._backend.load_stream(device) if is_load else self._backend.store_stream(device)
+        stream.submit(job)
+
+    def _end_rank(self, flight: _Flight, error: Exception | None) -> None:
+        with self._lock:
+            flight.left -= 1
+            flight.error = flight.error or error
+            if flight.left:
+                return
+        if flight.error is not None:  # a rank that did well is told too: the ticket as a whole has failed
+            for device in flight.devices:
+                self._timelines[device].write(flight.slot.failed_word, flight.slot.end)
+        with self._lock:
+            self._count(flight)
+            del self._flights[flight.transfer.ticket]
+        self._slots.release(flight.slot)
+        self._planning.ended(flight.transfer.direction)
+        try:
+            self._on_done(flight.transfer.ticket, flight.error)
+        except Exception:
+            log.exception("swap_done_callback_failed ticket=%d", flight.transfer.ticket)
+
+    def _count(self, flight: _Flight) -> None:
+        if flight.error is not None:
+            self.counters.failures += 1
+        elif flight.transfer.direction is Direction.LOAD:
+            self.counters.bytes_h2d += flight.copy_bytes
+        else:
+            self.counters.bytes_d2h += flight.copy_bytes
+
+    def _model(self, model_id: int) -> AttachedModel:
+        if model_id not in self._models:
+            raise NotFound("model", model_id)
+        return self._models[model_id]
+
+    def _check_idle(self, model_id: int, replica_id: int | None) -> None:
+        busy = [
+            ticket
+            for ticket, flight in self._flights.items()
+            if flight.transfer.model == model_id and replica_id in (None, flight.transfer.replica)
+        ]
+        if busy:
+            raise StateConflict(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}; wait")
+
+
+def _move_bytes(moves: Sequence[GroupMove]) -> int:
+    return sum(len(move.device_pages) * move.page_bytes for move in moves)

@@ -1,0 +1,268 @@
+"""Turns pages to be moved into pitched copies. Pure: the same plan runs on NumPy in a test and on a GPU's
+copy engine.
+
+For every run of blocks that is contiguous in both pools there are two ways to copy a cluster of equal planes:
+
+    rows = planes   one copy a block:  height = planes,  pitch = from plane to plane
+    rows = blocks   one copy a plane:  height = blocks,  pitch = from page to page
+
+Every copy costs a submission, so the cheaper way differs from run to run; ``LinkCosts`` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cachesvc.memory.extents import ExtentTable, Int64s
+from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyStep
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.geometry import Geometry
+from cachesvc.model.transfer import Direction
+from cachesvc.swap.pieces import Piece, Same, pieces_of
+
+WORD_MASK = 0xFFFFFFFF
+Float64s = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """What copies cost on a link. The defaults fit an H100 on PCIe 5 x16, measured 2026-11.
+
+    ``min_efficiency``: a layered load takes the smallest step that is estimated to reach this part of the
+    link.
+    """
+
+    per_copy_us: float = 3.1
+    per_row_ns: float = 30.0
+    bytes_per_us: float = 54_700.0
+    per_step_us: float = 2.6
+    max_pitch_bytes: int = (1 << 31) - 1
+    min_efficiency: float = 0.90
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One group's pages on one side of the link: strides from the geometry, places from the extents."""
+
+    geometry: Geometry
+    table: ExtentTable
+
+    def rows_of(self, page: int) -> list[tuple[int, int, int]]:
+        """(region, offset, bytes) of a page's planes in copy order. Raises InvalidRequest for a page that
+        is not here."""
+        at = int(self.table.locate(np.array([page], np.int64), "page")[0])
+        extent = self.table.extents[at]
+        local = page - extent.first_page
+        return [
+            (extent.region, extent.offset + span.offset + local * span.page_stride, span.width)
+            for span in self.geometry.spans
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMove:
+    """Pages of one group to move: ``device_pages[i]`` and ``host_pages[i]`` hold the same block."""
+
+    device: Pool
+    host: Pool
+    device_pages: npt.NDArray[np.int64]
+    host_pages: npt.NDArray[np.int64]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in this group on this rank."""
+        return sum(span.width for span in self.device.geometry.spans)
+
+    def pieces(self, layers: frozenset[int], costs: LinkCosts) -> tuple[tuple[Piece, Piece], ...]:
+        """See ``pieces_of``."""
+        return pieces_of(Same(self.device.geometry), Same(self.host.geometry), layers, costs.max_pitch_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The pairs of a move sorted into runs, and where each pair lies (without a plane's own offset and
+    stride)."""
+
+    lengths: Int64s
+    starts: Int64s
+    device_page: Int64s  # counted from the first page of its extent
+    device_offset: Int64s
+    device_region: Int64s
+    host_page: Int64s
+    host_offset: Int64s
+    host_region: Int64s
+
+
+def check_move(move: GroupMove, direction: Direction) -> None:
+    """Raises InvalidRequest where pages are unpaired, outside of their pool, or written to twice."""
+    if len(move.device_pages) != len(move.host_pages):
+        raise InvalidRequest(f"{len(move.device_pages)} device pages against {len(move.host_pages)} host pages")
+    move.device.table.locate(move.device_pages, "device")
+    move.host.table.locate(move.host_pages, "host")
+    written = move.device_pages if direction is Direction.LOAD else move.host_pages
+    if len(np.unique(written)) != len(written):
+        raise InvalidRequest("a transfer names the same destination page twice")
+
+
+def plan(
+    moves: Sequence[GroupMove],
+    direction: Direction,
+    *,
+    layers: int,
+    base: int,
+    layers_per_step: int | None,
+    costs: LinkCosts,
+) -> tuple[CopyStep, ...]:
+    """Steps that move every page; after each, the timeline may stand at its ``word_value``, at last ``base +
+    layers``.
+
+    ``layers_per_step``: 0 for one step of all layers; None lets ``costs`` choose. Raises what
+    ``check_move`` raises.
+    """
+    for move in moves:
+        check_move(move, direction)
+    runs = [_runs_of(move) for move in moves]
+    present = sorted({span.plane.layer for move in moves for span in move.device.geometry.spans})
+    if layers_per_step is None:
+        layers_per_step = _smallest_good_step(moves, runs, present, costs)
+    size = layers_per_step or max(1, len(present))
+    steps: list[CopyStep] = []
+    if layers_per_step and present and present[0] > 0:  # layers that nothing is moved for are there at once
+        steps.append(CopyStep(np.empty((0, len(COPY_FIELDS)), np.int64), (base + present[0]) & WORD_MASK))
+    memos: list[dict[Piece, CopyBatch]] = [{} for _ in moves]
+    for at in range(0, max(1, len(present)), size):
+        chunk = present[at : at + size]
+        covered = present[at + size] if at + size < len(present) else layers
+        batches = [np.empty((0, len(COPY_FIELDS)), np.int64)]
+        for move, run, memo in zip(moves, runs, memos, strict=True):
+            batches += _copies(move, run, memo, chunk, direction, costs)
+        steps.append(CopyStep(np.concatenate(batches), (base + covered) & WORD_MASK))
+    return tuple(steps)
+
+
+def _runs_of(move: GroupMove) -> _Runs:
+    """Sort pairs by device page: what is contiguous in both pools then lies side by side."""
+    order = np.argsort(move.device_pages, kind="stable")
+    device, host = move.device_pages[order], move.host_pages[order]
+    device_at, host_at = move.device.table.locate(device, "device"), move.host.table.locate(host, "host")
+    broken = (np.diff(device) != 1) | (np.diff(host) != 1) | (np.diff(device_at) != 0) | (np.diff(host_at) != 0)
+    starts = np.flatnonzero(np.concatenate(([True], broken))) if len(device) else np.empty(0, np.int64)
+    lengths = np.diff(np.concatenate((starts, [len(device)])))
+    return _Runs(
+        lengths=lengths.astype(np.int64),
+        starts=starts.astype(np.int64),
+        device_page=device - move.device.table.firsts[device_at],
+        device_offset=move.device.table.offsets[device_at],
+        device_region=move.device.table.regions[device_at],
+        host_page=host - move.host.table.firsts[host_at],
+        host_offset=move.host.table.offsets[host_at],
+        host_region=move.host.table.regions[host_at],
+    )
+
+
+def _copies(
+    move: GroupMove,
+    runs: _Runs,
+    memo: dict[Piece, CopyBatch],
+    chunk: Sequence[int],
+    direction: Direction,
+    costs: LinkCosts,
+) -> list[CopyBatch]:
+    """Copies of the planes whose layers are in ``chunk``. Pieces that differ in their place alone share a
+    template."""
+    batches: list[CopyBatch] = []
+    if not len(runs.lengths):
+        return batches
+    for piece, shape in move.pieces(frozenset(chunk), costs):
+        template = memo.get(shape)
+        if template is None:
+            template = memo[shape] = _template(shape, runs, direction, costs)
+        batch = template.copy()
+        source, target = (piece.host, piece.device) if direction is Direction.LOAD else (piece.device, piece.host)
+        batch[:, 1] += source
+        batch[:, 3] += target
+        batches.append(batch)
+    return batches
+
+
+def _way_costs(piece: Piece, lengths: Int64s, costs: LinkCosts) -> tuple[Float64s, Float64s]:
+    """Microseconds beyond the bytes' own time for each run: rows = planes, rows = blocks."""
+    row_us = costs.per_row_ns / 1e3
+    blocks: Float64s = lengths.astype(np.float64)
+    rows = blocks
+    if piece.is_dense:
+        rows = np.where(blocks * piece.row_width > costs.max_pitch_bytes, blocks, 1.0)
+    by_planes: Float64s = blocks * (costs.per_copy_us + piece.planes * row_us)
+    by_blocks: Float64s = piece.planes * (costs.per_copy_us + rows * row_us)
+    if max(piece.device_stride, piece.host_stride) > costs.max_pitch_bytes:
+        by_blocks = np.where(blocks > 1, np.inf, by_blocks)
+    return by_planes, by_blocks
+
+
+def _template(piece: Piece, runs: _Runs, direction: Direction, costs: LinkCosts) -> CopyBatch:
+    """Copies of a piece at offset 0 of its page, each run in its cheaper way."""
+    by_planes, by_blocks = _way_costs(piece, runs.lengths, costs)
+    as_blocks = by_blocks < by_planes
+    pages = np.flatnonzero(np.repeat(~as_blocks, runs.lengths))
+    upright = _rows(piece, runs, pages, direction)
+    upright[:, 5] = piece.planes
+    upright[:, 6:8] = _pitches(piece.device_pitch, piece.host_pitch, direction)
+    chosen = np.flatnonzero(as_blocks)
+    planes = np.arange(piece.planes, dtype=np.int64)
+    flat = _rows(piece, runs, np.repeat(runs.starts[chosen], piece.planes), direction)
+    pitches = _pitches(piece.device_pitch, piece.host_pitch, direction)
+    flat[:, 1] += np.tile(planes * pitches[0], len(chosen))
+    flat[:, 3] += np.tile(planes * pitches[1], len(chosen))
+    flat[:, 5] = np.repeat(runs.lengths[chosen], piece.planes)
+    flat[:, 6:8] = _pitches(piece.device_stride, piece.host_stride, direction)
+    if piece.is_dense:
+        whole = flat[:, 4] * flat[:, 5] <= costs.max_pitch_bytes
+        flat[whole, 4] *= flat[whole, 5]
+        flat[whole, 5] = 1
+    batch = np.concatenate((upright, flat))
+    batch[batch[:, 5] == 1, 6:8] = batch[batch[:, 5] == 1, 4:5]
+    return batch
+
+
+def _rows(piece: Piece, runs: _Runs, pages: Int64s, direction: Direction) -> CopyBatch:
+    """One copy for each of ``pages`` with regions, offsets and width; height and pitches are the caller's."""
+    device = runs.device_offset[pages] + runs.device_page[pages] * piece.device_stride
+    host = runs.host_offset[pages] + runs.host_page[pages] * piece.host_stride
+    rows = np.empty((len(pages), len(COPY_FIELDS)), np.int64)
+    device_columns, host_columns = ((2, 3), (0, 1)) if direction is Direction.LOAD else ((0, 1), (2, 3))
+    rows[:, device_columns[0]], rows[:, device_columns[1]] = runs.device_region[pages], device
+    rows[:, host_columns[0]], rows[:, host_columns[1]] = runs.host_region[pages], host
+    rows[:, 4] = piece.row_width
+    return rows
+
+
+def _pitches(device: int, host: int, direction: Direction) -> tuple[int, int]:
+    return (host, device) if direction is Direction.LOAD else (device, host)
+
+
+def _smallest_good_step(
+    moves: Sequence[GroupMove], runs: Sequence[_Runs], present: Sequence[int], costs: LinkCosts
+) -> int:
+    """Fewest layers a step (1, 2, 4, ...) with which the link is estimated to run at ``min_efficiency``."""
+    moved_bytes = sum(len(move.device_pages) * move.page_bytes for move in moves)
+    ideal_us = moved_bytes / costs.bytes_per_us
+    memo: dict[tuple[int, Piece], float] = {}
+    size = 1
+    while size < len(present):
+        spent_us = 0.0
+        for at in range(0, len(present), size):
+            chunk = frozenset(present[at : at + size])
+            spent_us += costs.per_step_us
+            for index, (move, run) in enumerate(zip(moves, runs, strict=True)):
+                for _, shape in move.pieces(chunk, costs):
+                    if (index, shape) not in memo:
+                        memo[index, shape] = float(np.minimum(*_way_costs(shape, run.lengths, costs)).sum())
+                    spent_us += memo[index, shape]
+        if ideal_us >= costs.min_efficiency * (ideal_us + spent_us):
+            return size
+        size *= 2
+    return max(1, len(present))

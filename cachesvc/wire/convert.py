@@ -1,0 +1,201 @@
+"""Messages to the model's words and back. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from kvcache.v1 import cache_pb2, common_pb2, engine_pb2
+
+from cachesvc.model.answers import (
+    Allocated,
+    GroupCells,
+    Matched,
+    Prefetched,
+    Published,
+    Recycled,
+    Swapped,
+    TicketView,
+)
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.geometry import Geometry
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+
+TICKET_STATES = {
+    "running": common_pb2.TICKET_STATE_RUNNING,
+    "done": common_pb2.TICKET_STATE_DONE,
+    "failed": common_pb2.TICKET_STATE_FAILED,
+}
+
+
+def pack_pages(pages: Iterable[int]) -> bytes:
+    """Page ids as little-endian int32."""
+    return array("i", pages).tobytes()
+
+
+def unpack_pages(raw: bytes) -> list[int]:
+    """Page ids of a packed field. Raises InvalidRequest for a ragged length."""
+    return _unpack("i", raw)
+
+
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Generations or positions as little-endian uint32."""
+    return array("I", numbers).tobytes()
+
+
+def unpack_numbers(raw: bytes) -> list[int]:
+    """Numbers of a packed uint32 field. Raises InvalidRequest for a ragged length."""
+    return _unpack("I", raw)
+
+
+def _unpack(code: str, raw: bytes) -> list[int]:
+    if len(raw) % 4:
+        raise InvalidRequest(f"a packed list of 32-bit numbers has {len(raw)} bytes, which is no multiple of 4")
+    numbers = array(code)
+    numbers.frombytes(raw)
+    return numbers.tolist()
+
+
+def layout_to_proto(layout: Layout) -> common_pb2.Layout:
+    """A layout as a message."""
+    groups = [
+        common_pb2.PlaneGroup(
+            name=group.name,
+            window_tokens=group.window_tokens,
+            sink_tokens=group.sink_tokens,
+            replicated=group.replicated,
+        )
+        for group in layout.groups
+    ]
+    planes = [
+        common_pb2.Plane(
+            name=plane.name, layer=plane.layer, group=plane.group, page_shape=plane.page_shape, dtype=plane.dtype
+        )
+        for plane in layout.planes
+    ]
+    return common_pb2.Layout(block_tokens=layout.block_tokens, ranks=layout.ranks, groups=groups, planes=planes)
+
+
+def layout_from_proto(message: common_pb2.Layout) -> Layout:
+    """A message as a checked layout. Raises LayoutRejected."""
+    groups = tuple(
+        PlaneGroup(
+            group.name,
+            group.window_tokens if group.HasField("window_tokens") else None,
+            group.sink_tokens,
+            group.replicated,
+        )
+        for group in message.groups
+    )
+    planes = tuple(
+        Plane(plane.name, plane.layer, plane.group, tuple(plane.page_shape), plane.dtype) for plane in message.planes
+    )
+    return Layout(message.block_tokens, message.ranks, groups, planes)
+
+
+def cells_to_proto(tables: Sequence[GroupCells]) -> list[common_pb2.GroupPages]:
+    """Table cells as messages."""
+    return [
+        common_pb2.GroupPages(
+            group=cells.group,
+            first_block=cells.first_block,
+            pages=pack_pages(cells.pages),
+            generations=pack_numbers(cells.generations),
+        )
+        for cells in tables
+    ]
+
+
+def cells_from_proto(messages: Iterable[common_pb2.GroupPages]) -> tuple[GroupCells, ...]:
+    """Messages as table cells. Raises InvalidRequest for ragged bytes."""
+    return tuple(
+        GroupCells(
+            message.group,
+            message.first_block,
+            tuple(unpack_pages(message.pages)),
+            tuple(unpack_numbers(message.generations)),
+        )
+        for message in messages
+    )
+
+
+def ticket_to_proto(ticket: TicketView) -> common_pb2.Ticket:
+    """A ticket as a message."""
+    message = common_pb2.Ticket(
+        id=ticket.id,
+        state=TICKET_STATES[ticket.state],
+        reason=ticket.reason,
+        direction=ticket.direction,
+        blocks=ticket.blocks,
+        size_bytes=ticket.size_bytes,
+    )
+    if ticket.slot is not None:
+        slot = ticket.slot
+        message.slot.word = slot.word
+        message.slot.failed_word = slot.failed_word
+        message.slot.base = slot.base
+        message.slot.layers = slot.layers
+    return message
+
+
+def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
+    """Where each plane of a slab lies."""
+    return [
+        engine_pb2.PlanePlacement(
+            name=span.plane.name,
+            layer=span.plane.layer,
+            group=span.plane.group,
+            offset=span.offset,
+            page_stride=span.page_stride,
+        )
+        for span in geometry.spans
+    ]
+
+
+def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
+    """Answer of Match."""
+    return cache_pb2.MatchResponse(
+        device_blocks=answer.device_blocks,
+        host_blocks=answer.host_blocks,
+        computing_blocks=answer.computing_blocks,
+        tables=cells_to_proto(answer.tables),
+    )
+
+
+def allocated_to_proto(answer: Allocated) -> cache_pb2.AllocateResponse:
+    """Answer of Allocate."""
+    return cache_pb2.AllocateResponse(
+        tables=cells_to_proto(answer.tables),
+        tickets=[ticket_to_proto(ticket) for ticket in answer.tickets],
+        loading_blocks=answer.loading_blocks,
+    )
+
+
+def published_to_proto(answer: Published) -> cache_pb2.PublishResponse:
+    """Answer of Publish."""
+    return cache_pb2.PublishResponse(
+        sealed_blocks=answer.sealed_blocks,
+        duplicate_positions=pack_numbers(answer.duplicate_positions),
+        duplicates=cells_to_proto(answer.duplicates),
+        spares=cells_to_proto(answer.spares),
+        pending=answer.pending,
+    )
+
+
+def swapped_to_proto(answer: Swapped) -> cache_pb2.SwapResponse:
+    """Answer of Swap."""
+    return cache_pb2.SwapResponse(
+        tickets=[ticket_to_proto(ticket) for ticket in answer.tickets], tables=cells_to_proto(answer.tables)
+    )
+
+
+def recycled_to_proto(answer: Recycled) -> cache_pb2.RecycleResponse:
+    """Answer of Recycle."""
+    return cache_pb2.RecycleResponse(recycled_pages=answer.pages, cursors=answer.cursors)
+
+
+def prefetched_to_proto(answer: Prefetched) -> cache_pb2.PrefetchResponse:
+    """Answer of Prefetch."""
+    return cache_pb2.PrefetchResponse(
+        device_blocks=answer.device_blocks, tickets=[ticket_to_proto(ticket) for ticket in answer.tickets]
+    )

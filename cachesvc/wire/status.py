@@ -1,0 +1,30 @@
+"""Which gRPC status each kind of failure becomes, and the metadata key that names the kind itself."""
+
+from __future__ import annotations
+
+import grpc
+
+from cachesvc.model.errors import ErrorCode
+
+ERROR_METADATA_KEY = "kv-error-code"
+
+GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
+    ErrorCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorCode.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.LEASE_LOST: grpc.StatusCode.ABORTED,
+    ErrorCode.NOT_OWNED: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorCode.LOAD_FAILED: grpc.StatusCode.DATA_LOSS,
+    ErrorCode.EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.LIMIT: grpc.StatusCode.OUT_OF_RANGE,
+    ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Largest message either way: keys of 65,536 blocks are 2 MiB."""
+
+LIFE_SUFFIX = ".life"
+LIFE_GREETING = b"KVL1"
+"""The life socket beside the gRPC socket: greeting, 16-byte process token, epoch as little-endian u64."""

@@ -1,0 +1,76 @@
+"""What a caller may choose about time, retries and the connection: plain values, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long each kind of call may take, in seconds. Raises ValueError unless all are positive.
+
+    ``register_s`` is long because a register may zero a whole device pool.
+    """
+
+    connect_s: float = 2.0
+    register_s: float = 120.0
+    attach_s: float = 10.0
+    call_s: float = 5.0
+    step_s: float = 5.0
+    wait_s: float = 30.0
+    close_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not getattr(self, each.name) > 0:
+                raise ValueError(f"{each.name} must be more than 0 seconds, got {getattr(self, each.name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a call that broke on its way is sent again, under the same request_id, while the daemon lives.
+
+    ``pause_s`` doubles from one attempt to the next. A refusal that the daemon itself gave is never sent again.
+    """
+
+    attempts: int = 3
+    pause_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.pause_s < 0:
+            raise ValueError(f"retries need at least 1 attempt and no negative pause, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """gRPC's own settings.
+
+    ``keepalive_ms`` 0 sends no pings: the life socket tells at once when the daemon goes, deadlines when it hangs, and
+    a server that was not told to expect pings hangs up on them.
+    """
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    keepalive_ms: int = 0
+    first_reconnect_ms: int = 50
+    longest_reconnect_ms: int = 1000
+
+    def as_grpc(self) -> list[tuple[str, int]]:
+        """The settings under gRPC's names."""
+        options = [
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.use_local_subchannel_pool", 1),  # two clients of one process must not share a broken connection
+            ("grpc.initial_reconnect_backoff_ms", self.first_reconnect_ms),
+            ("grpc.min_reconnect_backoff_ms", self.first_reconnect_ms),
+            ("grpc.max_reconnect_backoff_ms", self.longest_reconnect_ms),
+            ("grpc.enable_retries", 0),  # retries are ours: they know the request_id and whether the daemon lives
+        ]
+        if self.keepalive_ms:
+            options += [
+                ("grpc.keepalive_time_ms", self.keepalive_ms),
+                ("grpc.keepalive_timeout_ms", self.keepalive_ms),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ]
+        return options

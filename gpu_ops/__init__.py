@@ -1,0 +1,1 @@
+"""CUDA memory, streams, IPC and copies, and the kernels that engines run."""

@@ -1,0 +1,1 @@
+"""One suite for each seam that every implementation behind it must pass."""

@@ -1,0 +1,1 @@
+"""The whole daemon under one seed, with faults at every seam."""

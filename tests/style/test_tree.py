@@ -1,0 +1,39 @@
+"""The rules judge what people wrote, and a wheel carries all of it that users need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from tests.style.tree import ROOT, list_files, walk
+
+# Where a package lies in the tree, and where in a wheel.
+PACKAGES = {"cachesvc/": "cachesvc/", "client/cachesvc_client/": "cachesvc_client/", "gpu_ops/": "gpu_ops/"}
+STUBS = {"proto/gen/kvcache/": "kvcache/"}
+
+
+def test_without_git_the_files_are_those_not_ignored(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("out/\n*.egg-info/\n")
+    for name in ("a/b.py", "a/out/c.py", "x.egg-info/d", ".git/config"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert list_files(tmp_path) == walk(tmp_path) == [".gitignore", "a/b.py"]
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
+    files = list_files()
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True
+    )
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    wanted = {
+        inside + name.removeprefix(outside)
+        for name in files
+        for outside, inside in (PACKAGES | STUBS).items()
+        if name.startswith(outside)
+    }
+    assert packed == wanted
+    assert {f"{inside}py.typed" for inside in PACKAGES.values()} <= packed

@@ -1,0 +1,1 @@
+"""Programs for developing this repository; not installed."""
