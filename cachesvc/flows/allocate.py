@@ -96,27 +96,16 @@ def _window_loads(model: Model, replica: Replica, sequence: Sequence, group: int
 def _pages_wanted(model: Model, replica: Replica, sequence: Sequence, loads: _Loads, fresh: int) -> list[int]:
     windowed = replica.place.window_groups
     return [
-        fresh
-        + (
-            len(_window_loads(model, replica, sequence, group, loads))
-            if group in windowed
-            else len(loads.absent)
-        )
+        fresh + (len(_window_loads(model, replica, sequence, group, loads)) if group in windowed else len(loads.absent))
         for group in range(len(model.layout.groups))
     ]
 
 
-def _start_loads(
-    core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads
-) -> list[Ticket]:
+def _start_loads(core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads) -> list[Ticket]:
     """Fill what is absent from the host, join what is being filled, and write both into the tables."""
     place = replica.place
     book = core.ledger.tickets
-    joined = [
-        t
-        for t in book.running.values()
-        if _fills(t, replica.id, model.id) and set(t.rows) & set(loads.joined)
-    ]
+    joined = [t for t in book.running.values() if _fills(t, replica.id, model.id) and set(t.rows) & set(loads.joined)]
     tickets = list(joined)
     if loads.absent:
         ticket = book.open(model.id, replica.id, Direction.LOAD)
@@ -141,9 +130,7 @@ def _fills(ticket: Ticket, replica: int, model: int) -> bool:
     return ticket.direction is Direction.LOAD and ticket.replica == replica and ticket.model == model
 
 
-def _fill(
-    core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads, ticket: Ticket
-) -> None:
+def _fill(core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads, ticket: Ticket) -> None:
     place, host = replica.place, model.blocks.host
     rows_of: list[list[int]] = []
     pages_of: list[dict[int, int]] = []
@@ -155,9 +142,7 @@ def _fill(
     for row in loads.absent:
         model.blocks.start_fill(place, row, [pages.get(row, NO_PAGE) for pages in pages_of])
     pairs = tuple(
-        PagePairs(
-            group, tuple(pages_of[group][row] for row in rows), tuple(host.pages[group][row] for row in rows)
-        )
+        PagePairs(group, tuple(pages_of[group][row] for row in rows), tuple(host.pages[group][row] for row in rows))
         for group, rows in enumerate(rows_of)
         if rows
     )
@@ -177,11 +162,7 @@ def settle_loads(model: Model, replica: Replica, sequence: Sequence) -> None:
         held = sequence.window_rows.setdefault(group, {})
         for position in range(sequence.sealed, sequence.hit_blocks):
             row = path[position]
-            if (
-                place.states[group][row] == READY
-                and position not in held
-                and sequence.tables[group][position] >= 0
-            ):
+            if place.states[group][row] == READY and position not in held and sequence.tables[group][position] >= 0:
                 place.window_pins[group][row] += 1
                 held[position] = row
     sequence.anchor = sequence.host_anchor

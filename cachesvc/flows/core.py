@@ -80,9 +80,7 @@ def open_sequence(core: Core, lease_id: str, sequence_id: int) -> tuple[Lease, S
 def require_on_device(sequence: Sequence) -> None:
     """Raises StateConflict while a sequence is swapped out or on its way."""
     if sequence.swap_ticket:
-        raise StateConflict(
-            f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it"
-        )
+        raise StateConflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
     if sequence.swapped_out:
         raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")
 

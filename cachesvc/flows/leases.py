@@ -63,9 +63,7 @@ def attach(core: Core, lease_id: str, rank: int, token: bytes, now: float) -> tu
     lease.last_heard = now
     model = core.ledger.model(lease.model)
     if rank >= model.layout.ranks:
-        raise InvalidRequest(
-            f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks"
-        )
+        raise InvalidRequest(f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks")
     process = _process(core, token)
     _bind(lease, process)
     lease.attached.setdefault(token, set()).add(rank)
@@ -151,9 +149,7 @@ def free_quarantine(core: Core, lease: Lease) -> None:
 def _process(core: Core, token: bytes) -> Process:
     process = core.ledger.processes.get(token)
     if process is None:
-        raise NotFound(
-            "process", token.hex(), "connect to the life socket first and keep the connection open"
-        )
+        raise NotFound("process", token.hex(), "connect to the life socket first and keep the connection open")
     return process
 
 

@@ -26,9 +26,7 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
     if sequence_id in lease.sequences:
         raise StateConflict(f"sequence {sequence_id} is open already; release it first or use another id")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
-        raise LimitExceeded(
-            "open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease
-        )
+        raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
     model, replica = replica_of(core, lease)
     lease.last_heard = now
     model.last_used = now
@@ -53,9 +51,7 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
     core.count("match_blocks", len(keys) // KEY_BYTES)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
-    return Matched(
-        hit.device_blocks, hit.blocks - hit.device_blocks, _computing(model, keys, hit.blocks), tables
-    )
+    return Matched(hit.device_blocks, hit.blocks - hit.device_blocks, _computing(model, keys, hit.blocks), tables)
 
 
 def check_keys(core: Core, keys: bytes) -> None:
@@ -117,9 +113,7 @@ def _in_place(model: Model, place: Place, sequence: Sequence, hit: Hit) -> tuple
 def _computing(model: Model, keys: bytes, first: int) -> int:
     """How many blocks after the hit somebody is computing now."""
     count = first
-    while (count + 1) * KEY_BYTES <= len(keys) and keys[
-        count * KEY_BYTES : (count + 1) * KEY_BYTES
-    ] in model.computing:
+    while (count + 1) * KEY_BYTES <= len(keys) and keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in model.computing:
         count += 1
     return count - first
 

@@ -103,9 +103,7 @@ def _check(core: Core, name: str, salt: bytes, wishes: tuple[PoolWish, ...], lay
         raise LimitExceeded("tenant_salt bytes", len(salt), MAX_SALT_BYTES)
     for wish in wishes:
         if wish.pages and len(wish.pages) != len(layout.groups):
-            raise InvalidRequest(
-                f"{len(wish.pages)} page counts for {len(layout.groups)} groups; give one for each"
-            )
+            raise InvalidRequest(f"{len(wish.pages)} page counts for {len(layout.groups)} groups; give one for each")
         if not 0 <= wish.share <= 1:
             raise InvalidRequest(f"a pool share must be between 0 and 1, got {wish.share}")
 
@@ -161,9 +159,7 @@ def _dismiss_idle(core: Core, vault: Vault, devices: tuple[str, ...], keep: int 
     idle = [
         model
         for model in core.ledger.models.values()
-        if model.id not in busy
-        and model.id != keep
-        and any(set(r.devices) & set(devices) for r in model.replicas)
+        if model.id not in busy and model.id != keep and any(set(r.devices) & set(devices) for r in model.replicas)
     ]
     if not idle:
         return False
@@ -174,17 +170,14 @@ def _dismiss_idle(core: Core, vault: Vault, devices: tuple[str, ...], keep: int 
     return True
 
 
-def _new_model(
-    core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, wish: PoolWish
-) -> Model:
+def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, wish: PoolWish) -> Model:
     model_id = core.next_model
     groups = len(layout.groups)
     pages = wish.pages or (vault.host_pages_for(layout, wish.share),) * groups
     ready = vault.open_host(model_id, layout, pages)
     core.next_model += 1
     pools = tuple(
-        PagePool(f"host pool of model {model_id}, group {g.name}", n)
-        for g, n in zip(layout.groups, pages, strict=True)
+        PagePool(f"host pool of model {model_id}, group {g.name}", n) for g, n in zip(layout.groups, pages, strict=True)
     )
     for pool, runs in zip(pools, ready, strict=True):
         for run in runs:
@@ -195,9 +188,7 @@ def _new_model(
     return model
 
 
-def _new_replica(
-    core: Core, vault: Vault, model: Model, devices: tuple[str, ...], pages: tuple[int, ...]
-) -> Replica:
+def _new_replica(core: Core, vault: Vault, model: Model, devices: tuple[str, ...], pages: tuple[int, ...]) -> Replica:
     replica_id = len(model.replicas)
     try:
         vault.open_replica(model.id, replica_id, model.layout, devices, pages)

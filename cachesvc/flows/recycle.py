@@ -35,9 +35,7 @@ def recycle(
     sequence = lease.sequences.get(sequence_id)
     if sequence is None and (computed_tokens or not pages):
         sequence = core.ledger.sequence(lease, sequence_id)
-    found = [
-        _owner(lease, sequence, group, page) for group, _, group_pages, _ in pages for page in group_pages
-    ]
+    found = [_owner(lease, sequence, group, page) for group, _, group_pages, _ in pages for page in group_pages]
     if len({(group, page) for group, page, _ in found}) != len(found):
         raise InvalidRequest("a page is named twice in one recycle; name each once")
     freed = 0
@@ -60,9 +58,7 @@ def _owner(lease: Lease, sequence: Sequence | None, group: int, page: int) -> tu
     if sequence is None or page not in sequence.own[group]:
         raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
     if page in sequence.tables[group]:
-        raise InvalidRequest(
-            f"page {page} of group {group} is still in the block table; release the sequence instead"
-        )
+        raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")
     return group, page, sequence.own[group]
 
 
@@ -119,9 +115,7 @@ def extend(core: Core, lease_id: str, sequence_id: int, pages: tuple[GroupCells,
             raise InvalidRequest("extend needs distinct pages, each with its generation")
         for page, generation in zip(cells.pages, cells.generations, strict=True):
             if page not in lease.stock[cells.group] or not pool.owns(page, generation):
-                raise NotOwned(
-                    f"page {page} (generation {generation}) of group {cells.group} is not in the stock"
-                )
+                raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
     for cells in pages:
         lease.stock[cells.group].difference_update(cells.pages)
         sequence.own[cells.group].update(cells.pages)
@@ -151,9 +145,7 @@ def refill_stock(core: Core, lease_id: str, targets: tuple[int, ...]) -> tuple[G
         pages = pool.take(min(count, pool.free), PageState.PRIVATE)
         lease.stock[group].update(pages)
         if pages:
-            granted.append(
-                GroupCells(group, 0, tuple(pages), tuple(pool.generations[page] for page in pages))
-            )
+            granted.append(GroupCells(group, 0, tuple(pages), tuple(pool.generations[page] for page in pages)))
     if wait is not None:
         core.count("stock_short")
     return tuple(granted)

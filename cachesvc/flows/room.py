@@ -29,16 +29,12 @@ def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> 
     return None
 
 
-def _evict_blocks(
-    core: Core, model: Model, replica: Replica, shortage: int, wanted: list[int]
-) -> Wait | None:
+def _evict_blocks(core: Core, model: Model, replica: Replica, shortage: int, wanted: list[int]) -> Wait | None:
     place = replica.place
     draining = [
         ticket
         for ticket in core.ledger.tickets.running.values()
-        if ticket.model == model.id
-        and ticket.replica == replica.id
-        and (ticket.drains or _swaps_out(ticket.moves))
+        if ticket.model == model.id and ticket.replica == replica.id and (ticket.drains or _swaps_out(ticket.moves))
     ]
     coming = sum(len(ticket.drains) for ticket in draining)
     if shortage > coming:

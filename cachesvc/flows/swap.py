@@ -202,9 +202,7 @@ def _off_device(model: Model, replica: Replica, sequence: Sequence) -> None:
 
 def _require_still(sequence: Sequence) -> None:
     if sequence.swap_ticket:
-        raise StateConflict(
-            f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it"
-        )
+        raise StateConflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
 
 
 def _own_moves(sequence: Sequence, replica: Replica) -> list[PageMove]:
@@ -225,11 +223,7 @@ def _tickets_filling(core: Core, model: Model, rows: list[int]) -> list[int]:
     if not wanted:
         return []
     running = core.ledger.tickets.running.values()
-    return [
-        t.id
-        for t in running
-        if t.model == model.id and (wanted & {*t.rows, *(drain.row for drain in t.drains)})
-    ]
+    return [t.id for t in running if t.model == model.id and (wanted & {*t.rows, *(drain.row for drain in t.drains)})]
 
 
 def _host_room(core: Core, model: Model, rows: list[int], moves: list[PageMove]) -> None:

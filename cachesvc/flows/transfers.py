@@ -45,9 +45,7 @@ def _verdict(core: Core, ticket: Ticket) -> str | None:
         other = book.running.get(above)
         if other is not None and not other.landed:
             return None
-        broken = (
-            other.landed if other is not None else book.ended[above].reason if above in book.ended else ""
-        )
+        broken = other.landed if other is not None else book.ended[above].reason if above in book.ended else ""
         if broken and not reason:
             reason = f"ticket {above} above it failed: {broken}"
     if reason and any(ticket.id in other.after for other in book.running.values()):

@@ -56,9 +56,7 @@ def _tree(model: Model) -> list[str]:
                 out.append(f"{where}: depth {index.depth[row]} below {index.depth[parent]}")
     for row in index.rows.values():
         if index.children[row] != children[row]:
-            out.append(
-                f"model {model.id} row {row}: {index.children[row]} children counted, {children[row]} there"
-            )
+            out.append(f"model {model.id} row {row}: {index.children[row]} children counted, {children[row]} there")
     for place in index.places:
         out += _closure(model, place)
     return out
@@ -83,9 +81,7 @@ def _closure(model: Model, place: Place) -> list[str]:
                 out.append(f"{place.name} row {row}: here without its parent {parent}")
     for row in index.rows.values():
         if place.children[row] != children[row]:
-            out.append(
-                f"{place.name} row {row}: {place.children[row]} children counted, {children[row]} there"
-            )
+            out.append(f"{place.name} row {row}: {place.children[row]} children counted, {children[row]} there")
     return out
 
 
@@ -111,9 +107,7 @@ def _pins(ledger: Ledger, model: Model) -> list[str]:
                 out.append(f"{place.name} row {row}: {place.pins[row]} pins, {pins[position, row]} holders")
             for group, counts in place.window_pins.items():
                 if counts[row] != windows[position, group, row]:
-                    out.append(
-                        f"{place.name} row {row} group {group}: {counts[row]} window pins do not add up"
-                    )
+                    out.append(f"{place.name} row {row} group {group}: {counts[row]} window pins do not add up")
     return out
 
 

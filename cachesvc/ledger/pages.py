@@ -97,11 +97,7 @@ class PagePool:
 
     def owns(self, page: int, generation: int) -> bool:
         """True when ``page`` is private and still in the generation that was granted."""
-        return (
-            0 <= page < self.capacity
-            and self.states[page] == PRIVATE
-            and self.generations[page] == generation
-        )
+        return 0 <= page < self.capacity and self.states[page] == PRIVATE and self.generations[page] == generation
 
     def problems(self) -> list[str]:
         """What does not add up; empty when the pool is whole."""

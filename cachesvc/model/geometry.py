@@ -86,6 +86,5 @@ def device_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
 def host_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
     """Bytes that the host slabs of all stored ranks take for ``pages[g]`` pages of each group."""
     return sum(
-        host_geometry(layout, group, count).total_bytes * layout.host_ranks(group)
-        for group, count in enumerate(pages)
+        host_geometry(layout, group, count).total_bytes * layout.host_ranks(group) for group, count in enumerate(pages)
     )

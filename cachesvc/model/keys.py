@@ -130,9 +130,7 @@ class BlockHasher:
             return
         for i in range(count):
             start = (first + i) * self.block_tokens
-            digests, self._cursor = extras_for_block(
-                self.extras, start, start + self.block_tokens, self._cursor
-            )
+            digests, self._cursor = extras_for_block(self.extras, start, start + self.block_tokens, self._cursor)
             tail = struct.pack("<I", len(digests)) + b"".join(struct.pack("<I", len(d)) + d for d in digests)
             body = parent + head + raw[i * step : (i + 1) * step] + tail
             parent = blake2b(body, digest_size=KEY_BYTES, person=_PERSON).digest()
@@ -156,9 +154,7 @@ def _as_u32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.u
     if array.size == 0:
         return np.empty(0, np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(
-            f"tokens must be a flat list of integers, got {array.dtype} of shape {array.shape}"
-        )
+        raise InvalidRequest(f"tokens must be a flat list of integers, got {array.dtype} of shape {array.shape}")
     if array.dtype != np.uint32:
         if int(array.min()) < 0 or int(array.max()) >= 1 << 32:
             raise InvalidRequest("a token is outside of 0 .. 2^32 - 1")

@@ -171,20 +171,12 @@ def _check_numbers(layout: Layout) -> None:
         f"block_tokens must be in 1..{MAX_BLOCK_TOKENS}, got {layout.block_tokens}",
     )
     _require(1 <= layout.ranks <= MAX_RANKS, f"ranks must be in 1..{MAX_RANKS}, got {layout.ranks}")
-    _require(
-        1 <= len(layout.groups) <= MAX_GROUPS, f"groups must be 1..{MAX_GROUPS}, got {len(layout.groups)}"
-    )
-    _require(
-        1 <= len(layout.planes) <= MAX_PLANES, f"planes must be 1..{MAX_PLANES}, got {len(layout.planes)}"
-    )
+    _require(1 <= len(layout.groups) <= MAX_GROUPS, f"groups must be 1..{MAX_GROUPS}, got {len(layout.groups)}")
+    _require(1 <= len(layout.planes) <= MAX_PLANES, f"planes must be 1..{MAX_PLANES}, got {len(layout.planes)}")
 
 
 def _check_name(what: str, name: str) -> None:
-    ok = (
-        bool(name)
-        and len(name.encode()) <= MAX_NAME_BYTES
-        and name.replace("_", "a").replace("-", "a").isalnum()
-    )
+    ok = bool(name) and len(name.encode()) <= MAX_NAME_BYTES and name.replace("_", "a").replace("-", "a").isalnum()
     _require(ok, f"{what} name {name!r} must be letters, digits, '_' or '-', at most {MAX_NAME_BYTES} bytes")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple
 
 NO_PAGE = -1
 """A cell of a block table that holds no page: behind a window, or not granted yet."""
@@ -64,7 +64,8 @@ class WritePolicy(Enum):
     WRITE_BACK = "write_back"
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Run:
     """``count`` pages whose ids follow one another, from ``first`` on."""
 
     first: int

@@ -35,7 +35,5 @@ def rank_rule(name: str) -> RankRule:
     """The rule of that name. Raises InvalidRequest that lists the names."""
     rule = RANK_RULES.get(name)
     if rule is None:
-        raise InvalidRequest(
-            f"unknown eviction policy {name!r}; choose one of {', '.join(sorted(RANK_RULES))}"
-        )
+        raise InvalidRequest(f"unknown eviction policy {name!r}; choose one of {', '.join(sorted(RANK_RULES))}")
     return rule

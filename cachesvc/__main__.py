@@ -1,0 +1,62 @@
+"""``cachesvcd``: read the configuration, run the daemon, exit 0 when it was asked to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from cachesvc.config import BACKENDS, LOG_LEVELS, load_config
+from cachesvc.daemon import Daemon
+from cachesvc.model.errors import CacheError
+from cachesvc.model.words import WritePolicy
+from cachesvc.policy.eviction import RANK_RULES
+from cachesvc.telemetry.events import start_logging
+
+
+def main() -> None:
+    """Entry point of the console script. Exit codes: 0 stopped, 2 bad configuration or start."""
+    flags = vars(_parser().parse_args())
+    path = flags.pop("config")
+    try:
+        config = load_config(path, flags)
+        start_logging(config.log_level)
+        asyncio.run(_run(config))
+    except CacheError as error:
+        print(f"cachesvcd: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+async def _run(config: Any) -> None:
+    await Daemon(config).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cachesvcd",
+        description="Owns the KV cache of all inference engines on this node.",
+        epilog="Sizes take B, KiB, MiB, GiB or TiB. Flags win over the file of --config, which uses the same names.",
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="TOML file with the same names as these flags")
+    add("--socket", metavar="PATH", help="unix socket to serve on (default /run/cachesvc/cachesvc.sock)")
+    add("--listen", metavar="HOST:PORT", help="also serve on TCP: loopback only, unless TLS is configured")
+    add("--tls-certificate", metavar="FILE", help="PEM certificate chain for --listen")
+    add("--tls-key", metavar="FILE", help="PEM private key for --listen")
+    add("--backend", choices=BACKENDS, help="memory: auto takes shm where there is no GPU")
+    add("--device-pool", metavar="SIZE", help="bytes of each device that the daemon owns (default 1GiB)")
+    add("--host-pool", metavar="SIZE", help="bytes of the host tier (default 1GiB; 0: none)")
+    add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 2)")
+    add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
+    add("--write-policy", choices=[policy.value for policy in WritePolicy], help="default write_back")
+    add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
+    add("--eviction", choices=sorted(RANK_RULES), help="default lru")
+    add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
+    add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
+    add("--log-level", choices=LOG_LEVELS, help="default info")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""AdminService on the wire: what operators see through grpcurl and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import islice
+
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
+
+from cachesvc import __version__
+from cachesvc.flows import admin
+from cachesvc.flows.core import ticket_view
+from cachesvc.ledger.conservation import audit
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.model.words import PageState
+from cachesvc.service.calls import CallGate, Context
+from cachesvc.service.node import Node
+from cachesvc.telemetry import events
+from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
+
+DEFAULT_LISTED = 1024
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Reads the ledger on the loop's thread; nothing here waits."""
+
+    def __init__(
+        self,
+        node: Node,
+        gate: CallGate,
+        host_pool: HostPool,
+        config: dict[str, str],
+        on_drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._node = node
+        self._gate = gate
+        self._host_pool = host_pool
+        self._config = config
+        self._on_drain = on_drain
+        self._evictions: dict[int, int] = {}
+
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
+        return await self._gate.serve(context, self._status)
+
+    async def _status(self) -> admin_pb2.GetStatusResponse:
+        node = self._node
+        core = node.core
+        counters = dict(core.counters)
+        counters["tickets_running"] = len(core.ledger.tickets.running)
+        counters["blocks"] = sum(len(model.blocks.index) for model in core.ledger.models.values())
+        for tier in ("device", "host", "storage"):
+            counters[f"hit_blocks_{tier}"] = sum(model.hit_blocks[tier] for model in core.ledger.models.values())
+        return admin_pb2.GetStatusResponse(
+            version=__version__,
+            epoch=node.epoch,
+            uptime_seconds=node.now() - node.started,
+            backend=self._config["backend"],
+            draining=core.ledger.draining,
+            config=self._config,
+            pools=[
+                admin_pb2.PoolStatus(
+                    model_id=line.model,
+                    place=line.place,
+                    group=line.group,
+                    capacity=line.capacity,
+                    free=line.counts[PageState.FREE],
+                    private=line.counts[PageState.PRIVATE],
+                    sealed=line.counts[PageState.SEALED],
+                    in_flight=line.counts[PageState.IN_FLIGHT],
+                    quarantined=line.counts[PageState.QUARANTINED],
+                    page_bytes=line.page_bytes,
+                )
+                for line in admin.pools(core)
+            ],
+            counters=counters,
+            host_pool_bytes=int(self._config["host_pool"]),
+            host_pool_ready_bytes=min(
+                int(self._config["host_pool"]), self._host_pool.ready_chunks * int(self._config["host_chunk"])
+            ),
+        )
+
+    async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> admin_pb2.ListModelsResponse:
+        return await self._gate.serve(context, self._models)
+
+    async def _models(self) -> admin_pb2.ListModelsResponse:
+        ledger = self._node.core.ledger
+        models = []
+        for model in ledger.models.values():
+            replicas = [
+                admin_pb2.ReplicaStatus(
+                    replica=replica.id,
+                    devices=replica.devices,
+                    leases=sum(
+                        lease.model == model.id and lease.replica == replica.id for lease in ledger.leases.values()
+                    ),
+                )
+                for replica in model.replicas
+            ]
+            models.append(
+                admin_pb2.ModelStatus(
+                    model_id=model.id,
+                    model=model.name,
+                    namespace=model.namespace,
+                    layout=layout_to_proto(model.layout),
+                    replicas=replicas,
+                    blocks=len(model.blocks.index),
+                    host_pages=model.host_pages,
+                    device_pages=model.replicas[0].device_pages if model.replicas else (),
+                )
+            )
+        return admin_pb2.ListModelsResponse(models=models)
+
+    async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> admin_pb2.ListLeasesResponse:
+        return await self._gate.serve(context, self._leases)
+
+    async def _leases(self) -> admin_pb2.ListLeasesResponse:
+        ledger = self._node.core.ledger
+        now = self._node.now()
+        leases = []
+        for lease in ledger.leases.values():
+            private = sum(len(own) for sequence in lease.sequences.values() for own in sequence.own)
+            private += sum(len(pages) for pages in lease.stock) + len(lease.quarantine)
+            pids = [ledger.processes[token].pid for token in lease.processes if token in ledger.processes]
+            leases.append(
+                admin_pb2.LeaseStatus(
+                    lease_id=lease.id,
+                    engine=lease.engine,
+                    model_id=lease.model,
+                    replica=lease.replica,
+                    state=lease.state.value,
+                    silent_seconds=now - lease.last_heard,
+                    sequences=len(lease.sequences),
+                    private_pages=private,
+                    process_ids=sorted(pids),
+                )
+            )
+        return admin_pb2.ListLeasesResponse(leases=leases)
+
+    async def ListSequences(
+        self, request: admin_pb2.ListSequencesRequest, context: Context
+    ) -> admin_pb2.ListSequencesResponse:
+        return await self._gate.serve(context, partial(self._sequences, request))
+
+    async def _sequences(self, request: admin_pb2.ListSequencesRequest) -> admin_pb2.ListSequencesResponse:
+        limit = min(request.limit or DEFAULT_LISTED, admin.MAX_LISTED)
+        every = (
+            sequence
+            for lease in self._node.core.ledger.leases.values()
+            if request.lease_id in ("", lease.id)
+            for sequence in lease.sequences.values()
+            if sequence.id >= 0
+        )
+        listed = list(islice(every, limit + 1))
+        lines = [
+            admin_pb2.SequenceStatus(
+                lease_id=sequence.lease,
+                sequence_id=sequence.id,
+                blocks=sequence.blocks,
+                sealed_blocks=sequence.sealed,
+                private_pages=sum(len(own) for own in sequence.own),
+                swapped_out=sequence.swapped_out,
+                failed=sequence.failed,
+            )
+            for sequence in listed[:limit]
+        ]
+        return admin_pb2.ListSequencesResponse(sequences=lines, truncated=len(listed) > limit)
+
+    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
+        return await self._gate.serve(context, partial(self._blocks, request))
+
+    async def _blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
+        lines, more = admin.blocks(self._node.core, request.model_id, request.keys, request.limit)
+        blocks = [
+            admin_pb2.BlockStatus(
+                copies=[admin_pb2.BlockCopy(**copy._asdict()) for copy in line.copies],
+                **{name: value for name, value in line._asdict().items() if name != "copies"},
+            )
+            for line in lines
+        ]
+        return admin_pb2.ListBlocksResponse(blocks=blocks, truncated=more)
+
+    async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
+        return await self._gate.serve(context, partial(self._tree, request))
+
+    async def _tree(self, request: admin_pb2.GetTreeRequest) -> admin_pb2.GetTreeResponse:
+        lines, more = admin.tree(self._node.core, request.model_id, request.key, request.depth, request.limit)
+        return admin_pb2.GetTreeResponse(nodes=[admin_pb2.TreeNode(**line._asdict()) for line in lines], truncated=more)
+
+    async def ListTickets(
+        self, request: admin_pb2.ListTicketsRequest, context: Context
+    ) -> admin_pb2.ListTicketsResponse:
+        return await self._gate.serve(context, partial(self._tickets, request))
+
+    async def _tickets(self, request: admin_pb2.ListTicketsRequest) -> admin_pb2.ListTicketsResponse:
+        book = self._node.core.ledger.tickets
+        newest_first = [*book.running.values(), *reversed(book.ended.values())]
+        limit = min(request.limit or 64, admin.MAX_LISTED)
+        return admin_pb2.ListTicketsResponse(
+            tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in newest_first[:limit]]
+        )
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        return await self._gate.serve(context, self._drain)
+
+    async def _drain(self) -> admin_pb2.DrainResponse:
+        live = admin.drain(self._node.core)
+        await self._on_drain()
+        events.event("draining", live_leases=live)
+        return admin_pb2.DrainResponse(live_leases=live)
+
+    async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
+        return await self._gate.serve(context, partial(self._evict, request))
+
+    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        if request.request_id and request.request_id in self._evictions:
+            return admin_pb2.EvictResponse(evicted=self._evictions[request.request_id])
+        flow = partial(admin.evict, self._node.core, request.model_id, request.tier, request.blocks)
+        evicted = self._node.run(flow)
+        if request.request_id:
+            self._evictions[request.request_id] = evicted
+            while len(self._evictions) > DEFAULT_LISTED:
+                self._evictions.pop(next(iter(self._evictions)))
+        events.event("evicted_by_operator", model=request.model_id, tier=request.tier, blocks=evicted)
+        return admin_pb2.EvictResponse(evicted=evicted)
+
+    async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
+        return await self._gate.serve(context, self._verify)
+
+    async def _verify(self) -> admin_pb2.VerifyResponse:
+        found = audit(self._node.core.ledger)
+        return admin_pb2.VerifyResponse(
+            ok=not found.problems,
+            problems=found.problems[:DEFAULT_LISTED],
+            pages_checked=found.pages,
+            blocks_checked=found.blocks,
+        )

@@ -1,0 +1,85 @@
+"""What every RPC shares: errors become statuses, a repeated request_id gets its first answer, load is shed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded
+from cachesvc.telemetry import events
+from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES
+
+Reply = TypeVar("Reply", bound=Message)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Repeats:
+    """The last ``keep`` answers of a lease by request_id, so that a retried call is not carried out twice."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._known: OrderedDict[int, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
+
+    async def answer(self, request_id: int, contents: bytes, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The answer to this id, from memory if it was given before. Id 0 is never remembered.
+
+        A call that failed changed nothing and is forgotten. Raises KeyReused for an id with other contents.
+        """
+        if request_id == 0:
+            return await call()
+        known = self._known.get(request_id)
+        if known is not None:
+            if known[0] != contents:
+                raise KeyReused(request_id)
+            return await asyncio.shield(known[1])
+        future = asyncio.ensure_future(call())
+        self._known[request_id] = (contents, future)
+        while len(self._known) > self._keep:
+            self._known.popitem(last=False)
+        try:
+            return await asyncio.shield(future)
+        except CacheError:
+            self._known.pop(request_id, None)
+            raise
+
+
+class CallGate:
+    """Counts calls in flight; one too many is refused at once instead of queueing without end."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_flight = 0
+
+    async def serve(self, context: Context, call: Callable[[], Awaitable[Reply]]) -> Reply:
+        """Run one call and turn a CacheError into its status with ``kv-error-code`` in the trailing metadata."""
+        self.in_flight += 1
+        try:
+            if self.in_flight > self.limit:
+                await refuse(context, LimitExceeded("calls in flight", self.in_flight, self.limit))
+            return await call()
+        except CacheError as error:
+            await refuse(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            events.failure("call_broke")
+            await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
+        finally:
+            self.in_flight -= 1
+
+
+async def refuse(context: Context, error: CacheError) -> NoReturn:
+    """End the call with the error's status."""
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+    await context.abort(GRPC_CODES[error.code], str(error))
+
+
+def seconds_left(context: Context) -> float | None:
+    """What is left of the caller's deadline; None when it set none."""
+    left: float | None = context.time_remaining()
+    return left

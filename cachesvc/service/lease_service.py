@@ -1,0 +1,64 @@
+"""LeaseService on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+
+from kvcache.v1 import lease_pb2, lease_pb2_grpc
+
+from cachesvc.flows.leases import close_lease, keep_alive, open_lease
+from cachesvc.model.errors import CacheError
+from cachesvc.service.calls import CallGate, Context, refuse
+from cachesvc.service.node import Node
+from cachesvc.telemetry import events
+
+
+class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
+    """Open, KeepAlive, Close."""
+
+    def __init__(self, node: Node, gate: CallGate) -> None:
+        self._node = node
+        self._gate = gate
+
+    async def Open(self, request: lease_pb2.OpenRequest, context: Context) -> lease_pb2.OpenResponse:
+        return await self._gate.serve(context, partial(self._open, request))
+
+    async def _open(self, request: lease_pb2.OpenRequest) -> lease_pb2.OpenResponse:
+        node = self._node
+        flow = partial(
+            open_lease,
+            node.core,
+            request.model_id,
+            request.replica,
+            request.engine,
+            request.process_token,
+            request.request_id,
+            node.now(),
+        )
+        lease = node.run(flow)
+        events.event("lease_opened", lease=lease.id, engine=lease.engine, model=lease.model, replica=lease.replica)
+        return lease_pb2.OpenResponse(
+            lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
+        )
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
+    ) -> AsyncIterator[lease_pb2.KeepAliveResponse]:
+        node = self._node
+        try:
+            async for request in request_iterator:
+                keep_alive(node.core, request.lease_id, node.now())
+                yield lease_pb2.KeepAliveResponse(
+                    lease_id=request.lease_id, epoch=node.epoch, draining=node.core.ledger.draining
+                )
+        except CacheError as error:
+            await refuse(context, error)
+
+    async def Close(self, request: lease_pb2.CloseRequest, context: Context) -> lease_pb2.CloseResponse:
+        return await self._gate.serve(context, partial(self._close, request))
+
+    async def _close(self, request: lease_pb2.CloseRequest) -> lease_pb2.CloseResponse:
+        self._node.run(partial(close_lease, self._node.core, request.lease_id, quiesced=request.quiesced))
+        events.event("lease_closed", lease=request.lease_id, quiesced=request.quiesced)
+        return lease_pb2.CloseResponse()

@@ -1,0 +1,180 @@
+"""The life socket: who is there, told by the kernel, and file descriptors for those who may map memory.
+
+gRPC for Python does not tell the peer of a unix socket, so every process that attaches also connects here. The daemon
+reads the peer's uid and, where the kernel has SO_PEERPIDFD (Linux 6.5), a pidfd that signals when the process has
+ended, also across pid namespaces. On older kernels a pidfd is opened by pid; without a pid the end of the connection
+counts, after a grace.
+
+Greeting to the peer: ``KVL1``, 16-byte process token, epoch as little-endian u64. Then the peer may ask
+``FD`` + 16-byte handle token and gets ``OK`` with one descriptor, or ``NO`` and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cachesvc.telemetry import events
+from cachesvc.wire.status import LIFE_GREETING
+
+SO_PEERPIDFD = 77
+TOKEN_BYTES = 16
+MAX_CONNECTIONS = 4096
+
+
+@dataclass(slots=True)
+class _Peer:
+    connection: socket.socket
+    token: bytes
+    pid: int
+    pidfd: int
+    is_connected: bool = True
+
+
+class LifeServer:
+    """Runs on the event loop; tells ``arrived(token, pid, uid)`` and ``gone(token)``.
+
+    ``descriptor(token)`` finds the fd of a handle. ``allowed_uids`` may connect; others are turned away.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        epoch: int,
+        allowed_uids: frozenset[int],
+        grace_seconds: float,
+        arrived: Callable[[bytes, int, int], None],
+        gone: Callable[[bytes], None],
+        descriptor: Callable[[bytes], int | None],
+    ) -> None:
+        self._path = path
+        self._epoch = epoch
+        self._allowed = allowed_uids
+        self._grace_seconds = grace_seconds
+        self._arrived = arrived
+        self._gone = gone
+        self._descriptor = descriptor
+        self._peers: dict[bytes, _Peer] = {}
+        self._listener: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Listen; the socket file has mode 0600."""
+        self._loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(self._path)
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+        self._listener = listener
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """End all connections, which tells every engine at once that the daemon is gone."""
+        if self._listener is None or self._loop is None:
+            return
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        assert self._loop is not None
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        connection.setblocking(False)
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", raw)
+        if uid not in self._allowed or len(self._peers) >= MAX_CONNECTIONS:
+            events.warning("life_connection_refused", uid=uid, connections=len(self._peers))
+            connection.close()
+            return
+        peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), pid, _pidfd_of(connection, pid))
+        self._peers[peer.token] = peer
+        self._arrived(peer.token, pid, uid)
+        self._loop.add_reader(connection, partial(self._serve, peer))
+        if peer.pidfd >= 0:
+            self._loop.add_reader(peer.pidfd, partial(self._ended, peer, "process_ended"))
+        try:
+            connection.send(LIFE_GREETING + peer.token + struct.pack("<Q", self._epoch))
+        except OSError:
+            self._hang_up(peer)
+
+    def _serve(self, peer: _Peer) -> None:
+        try:
+            message = peer.connection.recv(256)
+            if message:
+                self._answer(peer, message)
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            events.event("life_connection_broke", pid=peer.pid)
+        self._hang_up(peer)
+
+    def _answer(self, peer: _Peer, message: bytes) -> None:
+        if len(message) != 2 + TOKEN_BYTES or not message.startswith(b"FD"):
+            peer.connection.send(b"NO: ask FD and a 16-byte token")
+            return
+        descriptor = self._descriptor(message[2:])
+        if descriptor is None:
+            peer.connection.send(b"NO: no memory of this daemon has that token; attach again")
+            return
+        socket.send_fds(peer.connection, [b"OK"], [descriptor])
+
+    def _hang_up(self, peer: _Peer) -> None:
+        """The connection ended. The process counts as gone when its pidfd says so, or after the grace without one."""
+        assert self._loop is not None
+        if not peer.is_connected:
+            return
+        peer.is_connected = False
+        self._loop.remove_reader(peer.connection)
+        peer.connection.close()
+        if peer.pidfd < 0:
+            self._loop.call_later(self._grace_seconds, self._ended, peer, "connection_ended")
+
+    def _ended(self, peer: _Peer, why: str) -> None:
+        if peer.token in self._peers:
+            events.event(why, pid=peer.pid)
+            self._forget(peer)
+            self._gone(peer.token)
+
+    def _forget(self, peer: _Peer) -> None:
+        assert self._loop is not None
+        self._peers.pop(peer.token, None)
+        if peer.is_connected:
+            peer.is_connected = False
+            self._loop.remove_reader(peer.connection)
+            peer.connection.close()
+        if peer.pidfd >= 0:
+            self._loop.remove_reader(peer.pidfd)
+            os.close(peer.pidfd)
+            peer.pidfd = -1
+
+
+def _pidfd_of(connection: socket.socket, pid: int) -> int:
+    """A pidfd of the peer, or -1 where the kernel cannot give one."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
+        return int(struct.unpack("i", raw)[0])
+    except OSError:
+        pass  # an older kernel: by pid, which is 0 across pid namespaces
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except OSError:
+        return -1

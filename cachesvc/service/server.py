@@ -1,0 +1,141 @@
+"""The gRPC server: all services on one aio server, on the unix socket and, if wanted, on loopback TCP or TLS."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvcache.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    lease_pb2,
+    lease_pb2_grpc,
+)
+
+from cachesvc.model.errors import Unavailable
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """One servicer for each service."""
+
+    engine: engine_pb2_grpc.EngineServiceServicer
+    lease: lease_pb2_grpc.LeaseServiceServicer
+    cache: cache_pb2_grpc.CacheServiceServicer
+    event: event_pb2_grpc.EventServiceServicer
+    admin: admin_pb2_grpc.AdminServiceServicer
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS."""
+
+    unix: str
+    tcp: str = ""
+    certificate: str = ""
+    key: str = ""
+
+
+class Server:
+    """Serves until ``close``. Raises Unavailable from ``start`` when an address is in use."""
+
+    def __init__(self, services: Services, listening: Listening) -> None:
+        self._services = services
+        self._listening = listening
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Listen and serve; returns the TCP port (0: none)."""
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+        server = grpc.aio.server(options=options)
+        self._register(server)
+        make_way(self._listening.unix)
+        mask = os.umask(0o177)  # the socket must not be open to others for a moment either
+        try:
+            server.add_insecure_port(f"unix:{self._listening.unix}")
+        finally:
+            os.umask(mask)
+        port = self._add_tcp(server)
+        await server.start()
+        self._server = server
+        await self.tell(serving=True)
+        return port
+
+    def _add_tcp(self, server: grpc.aio.Server) -> int:
+        if not self._listening.tcp:
+            return 0
+        try:
+            if not self._listening.key:
+                return int(server.add_insecure_port(self._listening.tcp))
+            pair = (Path(self._listening.key).read_bytes(), Path(self._listening.certificate).read_bytes())
+            return int(server.add_secure_port(self._listening.tcp, grpc.ssl_server_credentials([pair])))
+        except (RuntimeError, OSError) as error:
+            raise Unavailable(f"cannot listen on {self._listening.tcp}: {error}; is another daemon running?") from error
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        services = self._services
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(services.engine, server)
+        lease_pb2_grpc.add_LeaseServiceServicer_to_server(services.lease, server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(services.cache, server)
+        event_pb2_grpc.add_EventServiceServicer_to_server(services.event, server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(services.admin, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        channelz.add_channelz_servicer(server)
+        reflection.enable_server_reflection([*service_names(), *_STANDARD, reflection.SERVICE_NAME], server)
+
+    async def tell(self, *, serving: bool) -> None:
+        """What health checks answer from now on, for the whole and for each service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *service_names()):
+            await self._health.set(name, status)
+
+    async def close(self, grace_seconds: float) -> None:
+        """Take no new calls, give running ones ``grace_seconds``, and remove the socket."""
+        if self._server is None:
+            return
+        await self._server.stop(grace_seconds)
+        self._server = None
+        Path(self._listening.unix).unlink(missing_ok=True)
+
+
+_STANDARD = ("grpc.health.v1.Health", "grpc.channelz.v1.Channelz")
+
+
+def service_names() -> tuple[str, ...]:
+    """Full names of our own services."""
+    modules = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
+    return tuple(service.full_name for m in modules for service in m.DESCRIPTOR.services_by_name.values())
+
+
+def make_way(path: str) -> None:
+    """Remove a socket file that nobody listens on. Raises Unavailable when somebody does, or the folder is missing."""
+    if not Path(path).parent.is_dir():
+        raise Unavailable(f"the folder of the socket {path} does not exist; make it or choose another --socket")
+    if not os.path.lexists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        result = probe.connect_ex(path)
+    if result == 0:
+        raise Unavailable(f"socket {path} is in use by a running daemon; stop it or choose another --socket")
+    if result not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise Unavailable(f"{path} exists and is no socket of ours ({os.strerror(result)}); choose another --socket")
+    Path(path).unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""What a client knows of one lease: its name, its ids, its stock, and whether it still lives. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+from kvcache.v1 import lease_pb2
+
+from cachesvc.model.answers import Prefetched
+from cachesvc_client.errors import AlreadyClosed, CacheClientError, LeaseLost
+from cachesvc_client.messages import build_prefetch, parse_prefetch
+from cachesvc_client.methods import PREFETCH, Operation, no_action
+from cachesvc_client.registration import Registration
+from cachesvc_client.sequence_record import SequenceRecord
+from cachesvc_client.stock import Stock
+
+BEATS_WITHIN_SILENCE = 3
+"""A beat may be late or lost twice before the daemon takes the engine for silent."""
+
+
+class LeaseRecord:
+    """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
+
+    ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match never got an
+    answer; they are looked after before the next one.
+    """
+
+    def __init__(self, opened: lease_pb2.OpenResponse, registration: Registration) -> None:
+        self.id = opened.lease_id
+        self.epoch = opened.epoch
+        self.silence_limit_s = opened.silence_limit_ms / 1000
+        self.registration = registration
+        self.stock: Stock | None = None
+        self.growing: dict[int, SequenceRecord] = {}
+        self.orphans: list[SequenceRecord] = []
+        self.is_draining = False
+        self.is_closed = False
+        self.loss: LeaseLost | None = None
+        self._request_ids = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
+        self._used_ids: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def beat_interval_s(self) -> float:
+        """Seconds from one beat to the next."""
+        return self.silence_limit_s / BEATS_WITHIN_SILENCE
+
+    def check(self) -> None:
+        """Raises AlreadyClosed or LeaseLost once the lease is over."""
+        if self.is_closed:
+            raise AlreadyClosed(f"lease {self.id} was closed; open another one")
+        if self.loss is not None:
+            raise LeaseLost(str(self.loss))
+
+    def lose(self, error: CacheClientError) -> bool:
+        """Note that the lease is over for the daemon; True for the first to tell."""
+        with self._lock:
+            is_first = self.loss is None and not self.is_closed
+            if is_first:
+                self.loss = error if isinstance(error, LeaseLost) else LeaseLost(str(error))
+        return is_first
+
+    def next_request_id(self) -> int:
+        """A request_id above all before it."""
+        with self._lock:
+            return next(self._request_ids)
+
+    def address(self, operation: Operation[Any]) -> None:
+        """Put the lease and a fresh request_id into a request that is to be sent by itself."""
+        self.check()
+        operation.request.lease_id = self.id
+        operation.request.request_id = self.next_request_id()
+
+    def new_sequence(self, sequence_id: int | None) -> SequenceRecord:
+        """A sequence under the caller's id (positive), or under the next one that is free."""
+        with self._lock:
+            if sequence_id is None:
+                sequence_id = next(number for number in self._sequence_ids if number not in self._used_ids)
+            elif sequence_id < 1:
+                raise ValueError(f"a sequence_id is positive, got {sequence_id}")
+            else:
+                self._used_ids.add(sequence_id)
+        return SequenceRecord(sequence_id, self.registration.layout)
+
+    def forget(self, sequence: SequenceRecord) -> None:
+        """A sequence has ended."""
+        with self._lock:
+            self._used_ids.discard(sequence.id)
+        self.growing.pop(sequence.id, None)
+
+    def prefetch(self, keys: bytes) -> Operation[Prefetched]:
+        """Load a prefix towards the device."""
+        self.check()
+        return Operation(PREFETCH, build_prefetch(keys), parse_prefetch, no_action)

@@ -1,0 +1,148 @@
+"""The connection by which the daemon and a process know that the other one lives.
+
+A SOCK_SEQPACKET connection beside the gRPC socket. The daemon greets with a process token and its epoch; a process asks
+for memory descriptors over it (``FD`` + handle token -> ``OK`` with a descriptor, or ``NO`` + reason). Nothing else is
+said. Its end is the end of the other side, so one thread reads it for as long as it is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+from cachesvc.wire.status import LIFE_GREETING, LIFE_SUFFIX
+from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, NotFound
+
+TOKEN_BYTES = 16
+_EPOCH = struct.Struct("<Q")
+_GREETING_BYTES = len(LIFE_GREETING) + TOKEN_BYTES + _EPOCH.size
+_MESSAGE_BYTES = 4096
+_FD_BYTES = struct.calcsize("i")
+
+log = logging.getLogger(__name__)
+
+
+class LifeConnection:
+    """One process's life connection. ``lost`` is set for good once either side has ended it.
+
+    ``start`` connects; ``on_lost`` is then called once, from the reading thread, unless ``close`` was called first.
+    """
+
+    def __init__(self, socket_path: str, timeout_s: float, on_lost: Callable[[], None]) -> None:
+        self.process_token = b""
+        self.epoch = 0
+        self.lost = threading.Event()
+        self._path = socket_path + LIFE_SUFFIX
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._socket: socket.socket | None = None
+        self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="kvcache-life", daemon=True)
+
+    def start(self) -> None:
+        """Connect and take the greeting. Raises DaemonUnavailable."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(self._timeout_s)
+            connection.connect(self._path)
+            greeting = connection.recv(_MESSAGE_BYTES)
+        except OSError as error:
+            connection.close()
+            raise DaemonUnavailable(
+                f"no daemon at {self._path} ({error}); go on without the cache and reconnect later"
+            ) from error
+        if len(greeting) != _GREETING_BYTES or not greeting.startswith(LIFE_GREETING):
+            connection.close()
+            raise DaemonUnavailable(f"{self._path} greets like no daemon that this client knows: {greeting[:8]!r}")
+        connection.settimeout(None)
+        self.process_token = greeting[len(LIFE_GREETING) : -_EPOCH.size]
+        (self.epoch,) = _EPOCH.unpack(greeting[-_EPOCH.size :])
+        self._socket = connection
+        self._reader.start()
+
+    def fetch_fd(self, token: bytes) -> int:
+        """A descriptor of the memory behind a handle; the caller closes it.
+
+        Raises NotFound (the daemon does not give it), DaemonUnavailable, DeadlineExceeded.
+        """
+        with self._asking:
+            connection = self._socket
+            if connection is None or self.lost.is_set():
+                raise DaemonUnavailable("the daemon went away; go on without the cache and reconnect later")
+            try:
+                connection.send(b"FD" + token)
+                answer = self._answers.get(timeout=self._timeout_s)
+            except OSError as error:
+                raise DaemonUnavailable(f"the daemon went away while memory was asked for ({error})") from error
+            except queue.Empty:
+                self._hang_up()  # a late answer must not be taken for the next one
+                raise DeadlineExceeded(f"no descriptor within {self._timeout_s} s; the connection was ended") from None
+        if answer is None:
+            raise DaemonUnavailable("the daemon went away while memory was asked for")
+        message, descriptors = answer
+        if message == b"OK" and len(descriptors) == 1:
+            return descriptors[0]
+        _close_all(descriptors)
+        raise NotFound(f"the daemon gives no memory for this handle: {message[2:].decode(errors='replace')}")
+
+    def close(self) -> None:
+        """End the connection: to the daemon this process is gone. Idempotent."""
+        self._closing = True
+        if self._socket is None:
+            self.lost.set()
+            return
+        self._hang_up()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def _hang_up(self) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended already, which is what was wanted
+            log.debug("life_shutdown_late path=%s", self._path)
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            while True:
+                message, descriptors = _receive(self._socket)
+                if not message:
+                    break
+                self._answers.put((message, descriptors))
+        except OSError as error:
+            log.debug("life_broken path=%s error=%s", self._path, error)
+        self.lost.set()
+        self._answers.put(None)
+        self._socket.close()
+        if self._closing:
+            return
+        log.warning("daemon_lost path=%s", self._path)
+        try:
+            self._on_lost()
+        except Exception:
+            log.exception("on_lost_failed path=%s", self._path)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """One message with the descriptors that came along; an empty one at the end."""
+    message, ancillary, _, _ = connection.recvmsg(
+        _MESSAGE_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors: list[int] = []
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors += struct.unpack(f"{len(raw) // _FD_BYTES}i", raw[: len(raw) // _FD_BYTES * _FD_BYTES])
+    return message, descriptors
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""Requests built and answers read: pure functions that the blocking and the awaited client share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
+
+from cachesvc.model.answers import Allocated, GroupCells, Matched, Prefetched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.layout import Layout
+from cachesvc.model.transfer import TimelineSlot
+from cachesvc.wire.convert import TICKET_STATES, cells_from_proto, cells_to_proto, layout_to_proto, unpack_numbers
+from cachesvc_client.registration import Registration
+
+_STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
+
+SWAP_OUT = cache_pb2.SWAP_DIRECTION_OUT
+SWAP_IN = cache_pb2.SWAP_DIRECTION_IN
+
+
+def build_register(
+    model: str,
+    layout: Layout,
+    *,
+    tenant_salt: bytes = b"",
+    devices: Sequence[str] = (),
+    device_pages: Sequence[int] | None = None,
+    device_share: float | None = None,
+    host_pages: Sequence[int] | None = None,
+    host_share: float | None = None,
+) -> engine_pb2.RegisterRequest:
+    """Raises ValueError where a pool is given both as pages and as a share."""
+    return engine_pb2.RegisterRequest(
+        model=model,
+        layout=layout_to_proto(layout),
+        tenant_salt=tenant_salt,
+        devices=devices,
+        device_pool=_pool_share("device", device_pages, device_share),
+        host_pool=_pool_share("host", host_pages, host_share),
+    )
+
+
+def _pool_share(pool: str, pages: Sequence[int] | None, share: float | None) -> engine_pb2.PoolShare | None:
+    if pages is not None and share is not None:
+        raise ValueError(f"give {pool}_pages or {pool}_share, not both")
+    if pages is not None:
+        return engine_pb2.PoolShare(pages=engine_pb2.PageCounts(pages=pages))
+    return engine_pb2.PoolShare(share=share) if share is not None else None
+
+
+def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout) -> Registration:
+    """What the daemon granted."""
+    return Registration(
+        model_id=response.model_id,
+        replica=response.replica,
+        namespace=response.namespace,
+        device_pages=tuple(response.device_pages),
+        host_pages=tuple(response.host_pages),
+        devices=tuple(response.devices),
+        epoch=response.epoch,
+        layout=layout,
+        existed=response.existed,
+    )
+
+
+def build_open(
+    registration: Registration, engine: str, process_token: bytes, request_id: int
+) -> lease_pb2.OpenRequest:
+    """A lease on the replica that was registered."""
+    return lease_pb2.OpenRequest(
+        model_id=registration.model_id,
+        replica=registration.replica,
+        engine=engine,
+        process_token=process_token,
+        request_id=request_id,
+    )
+
+
+def build_match(sequence_id: int, keys: bytes, max_blocks: int) -> cache_pb2.MatchRequest:
+    """``keys``: packed 32-byte block keys; ``max_blocks`` 0: reuse all that there is."""
+    return cache_pb2.MatchRequest(sequence_id=sequence_id, keys=keys, max_blocks=max_blocks)
+
+
+def parse_match(response: cache_pb2.MatchResponse) -> Matched:
+    """The hit, and the pages of what is in place."""
+    return Matched(
+        response.device_blocks, response.host_blocks, response.computing_blocks, cells_from_proto(response.tables)
+    )
+
+
+def build_allocate(sequence_id: int, blocks: int) -> cache_pb2.AllocateRequest:
+    """``blocks``: length of the table that is wanted."""
+    return cache_pb2.AllocateRequest(sequence_id=sequence_id, blocks=blocks)
+
+
+def parse_allocate(response: cache_pb2.AllocateResponse) -> Allocated:
+    """The new cells and the loads to wait for."""
+    return Allocated(cells_from_proto(response.tables), parse_tickets(response.tickets), response.loading_blocks)
+
+
+def build_publish(sequence_id: int, first_block: int, blocks: int, keys: bytes) -> cache_pb2.PublishRequest:
+    """``keys`` of exactly ``blocks`` blocks, or empty where Match has told them."""
+    return cache_pb2.PublishRequest(sequence_id=sequence_id, first_block=first_block, blocks=blocks, keys=keys)
+
+
+def parse_publish(response: cache_pb2.PublishResponse) -> Published:
+    """How far the sequence is sealed, and the pages that were there before."""
+    return Published(
+        response.sealed_blocks,
+        tuple(unpack_numbers(response.duplicate_positions)),
+        cells_from_proto(response.duplicates),
+        cells_from_proto(response.spares),
+        response.pending,
+    )
+
+
+def build_swap(
+    sequence_id: int, direction: cache_pb2.SwapDirection.ValueType
+) -> cache_pb2.SwapRequest:
+    """``direction``: SWAP_OUT or SWAP_IN."""
+    return cache_pb2.SwapRequest(sequence_id=sequence_id, direction=direction)
+
+
+def parse_swap(response: cache_pb2.SwapResponse) -> Swapped:
+    """The transfer; after IN also the whole tables."""
+    return Swapped(parse_tickets(response.tickets), cells_from_proto(response.tables))
+
+
+def build_recycle(
+    sequence_id: int, computed_tokens: int, pages: Sequence[GroupCells] = ()
+) -> cache_pb2.RecycleRequest:
+    """``pages``: spare or stock pages to give back; a sequence_id of 0 gives back stock alone."""
+    return cache_pb2.RecycleRequest(
+        sequence_id=sequence_id, computed_tokens=computed_tokens, pages=cells_to_proto(pages)
+    )
+
+
+def parse_recycle(response: cache_pb2.RecycleResponse) -> Recycled:
+    """Pages that came back, and the cursor of each windowed group."""
+    return Recycled(response.recycled_pages, tuple(response.cursors))
+
+
+def build_release(sequence_id: int) -> cache_pb2.ReleaseRequest:
+    """The end of a sequence."""
+    return cache_pb2.ReleaseRequest(sequence_id=sequence_id)
+
+
+def build_prefetch(keys: bytes) -> cache_pb2.PrefetchRequest:
+    """``keys``: packed 32-byte block keys of the prefix."""
+    return cache_pb2.PrefetchRequest(keys=keys)
+
+
+def parse_prefetch(response: cache_pb2.PrefetchResponse) -> Prefetched:
+    """What will be in place once the tickets are done."""
+    return Prefetched(response.device_blocks, parse_tickets(response.tickets))
+
+
+def build_extend(sequence_id: int, pages: Sequence[GroupCells]) -> cache_pb2.ExtendRequest:
+    """Stock pages, with their generations, as the sequence's next cells."""
+    return cache_pb2.ExtendRequest(sequence_id=sequence_id, pages=cells_to_proto(pages))
+
+
+def build_wait_tickets(lease_id: str, tickets: Sequence[int], wait_ms: int) -> cache_pb2.WaitTicketsRequest:
+    """Waits up to ``wait_ms`` for all of ``tickets`` to end."""
+    return cache_pb2.WaitTicketsRequest(lease_id=lease_id, tickets=tickets, wait_ms=wait_ms)
+
+
+def parse_tickets(tickets: Iterable[common_pb2.Ticket]) -> tuple[TicketView, ...]:
+    """Transfers as callers see them."""
+    return tuple(parse_ticket(ticket) for ticket in tickets)
+
+
+def parse_ticket(ticket: common_pb2.Ticket) -> TicketView:
+    """One transfer. A state that this client does not know counts as running: its end is yet to be told."""
+    slot = ticket.slot
+    return TicketView(
+        ticket.id,
+        _STATE_NAMES.get(ticket.state, "running"),
+        ticket.reason,
+        TimelineSlot(slot.word, slot.failed_word, slot.base, slot.layers) if ticket.HasField("slot") else None,
+        ticket.direction,
+        ticket.blocks,
+        ticket.size_bytes,
+    )

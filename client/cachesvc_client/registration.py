@@ -1,0 +1,27 @@
+"""What the daemon grants to a registered model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachesvc.model.layout import Layout
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A model's pools on one replica. Plain data: hand it to worker processes.
+
+    ``namespace`` (32 bytes) is the root of every block key. ``device_pages[g]`` and ``host_pages[g]`` count the pages
+    of each group, in the layout's order; ``devices`` are UUIDs, one a rank. ``epoch`` changes whenever the daemon
+    starts anew: what was registered in another epoch is gone. ``existed``: the pools were there, perhaps with blocks.
+    """
+
+    model_id: int
+    replica: int
+    namespace: bytes
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+    devices: tuple[str, ...]
+    epoch: int
+    layout: Layout
+    existed: bool = False

@@ -1,0 +1,62 @@
+"""Pages that the daemon granted ahead of need, so that a sequence grows by a block without a round trip."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from cachesvc.model.answers import GroupCells
+from cachesvc_client.errors import StockEmpty
+
+
+class Stock:
+    """Granted pages of each group, oldest first. ``targets[g]``: how many the daemon is to keep it filled up to.
+
+    Used from one thread, like the step stream that fills it.
+    """
+
+    def __init__(self, targets: Sequence[int]) -> None:
+        if any(target < 0 for target in targets):
+            raise ValueError(f"a stock's targets cannot be negative, got {list(targets)}")
+        self.targets = tuple(targets)
+        self._pages: list[deque[tuple[int, int]]] = [deque() for _ in targets]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks could be taken now: the least of all groups."""
+        return min((len(pages) for pages in self._pages), default=0)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """How many pages of each group are here."""
+        return tuple(len(pages) for pages in self._pages)
+
+    def add(self, granted: Iterable[GroupCells]) -> None:
+        """Take in pages that the daemon granted, or that came back unused."""
+        for cells in granted:
+            self._pages[cells.group].extend(zip(cells.pages, cells.generations, strict=True))
+
+    def take(self, blocks: int, first_block: int) -> tuple[GroupCells, ...]:
+        """Pages of every group for ``blocks`` blocks. Raises StockEmpty and takes nothing where one group lacks them."""
+        if blocks < 1:
+            raise ValueError(f"take at least 1 block, got {blocks}")
+        if self.blocks < blocks:
+            raise StockEmpty(
+                f"wanted {blocks} blocks of the stock, which has {list(self.pages)} pages by group (targets "
+                f"{list(self.targets)}); allocate, or go on after the next step"
+            )
+        taken = []
+        for group, pages in enumerate(self._pages):
+            ids, generations = zip(*(pages.popleft() for _ in range(blocks)), strict=True)
+            taken.append(GroupCells(group, first_block, ids, generations))
+        return tuple(taken)
+
+    def drain(self) -> tuple[GroupCells, ...]:
+        """All that is here; the stock is empty then."""
+        drained = []
+        for group, pages in enumerate(self._pages):
+            if pages:
+                ids, generations = zip(*pages, strict=True)
+                drained.append(GroupCells(group, 0, ids, generations))
+                pages.clear()
+        return tuple(drained)
