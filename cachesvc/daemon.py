@@ -86,7 +86,7 @@ class Daemon:
         self._stack.callback(engine.close)
         host_pool = HostPool(
             config.host_pool,
-            min(config.host_chunk, max(config.host_pool, 1)),
+            config.host_chunk,
             config.host_threads,
             HOST_POOL_NODE if len(numa.nodes()) > 1 else None,
             backend,

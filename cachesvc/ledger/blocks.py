@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cachesvc.ledger.index import BlockIndex
-from cachesvc.ledger.leaves import Rank
+from cachesvc.ledger.leaves import Rank, RankNow
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import StateConflict
@@ -103,21 +103,23 @@ class BlockLedger:
         return Hit(device, path[device - 1] if device else NO_ROW, blocks, row)
 
     def _covered(self, path: list[int], device_blocks: int, place: Place) -> int:
-        """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs."""
+        """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs.
+
+        What is in place must have its window pages in place; what is still to be loaded, on the host.
+        """
+        needs = [(group, hit_window_blocks(self.layout, group)) for group in place.window_groups]
         runs = dict.fromkeys(place.window_groups, 0)
-        best = 0
         sinks_whole = dict.fromkeys(place.window_groups, True)
+        best = 0
         for position, row in enumerate(path):
-            on_device = position < device_blocks
+            source = place if position < device_blocks else self.host
             whole = True
-            for group in place.window_groups:
-                there = place.states[group][row] >= READY or self.host.states[group][row] == READY
-                there = there and (on_device or self.host.states[group][row] == READY)
+            for group, window in needs:
+                there = source.states[group][row] == READY
                 runs[group] = runs[group] + 1 if there else 0
                 if position < self.layout.sink_blocks(group) and not there:
                     sinks_whole[group] = False
-                need = min(position + 1, self.layout.window_blocks(group))
-                whole = whole and sinks_whole[group] and runs[group] >= need
+                whole = whole and sinks_whole[group] and runs[group] >= min(position + 1, window)
             if whole:
                 best = position + 1
         return best
@@ -135,6 +137,18 @@ class BlockLedger:
         place.pins[row] -= 1
         self.offer(place, row)
 
+    def pin_window(self, place: Place, group: int, row: int) -> None:
+        """Keep one windowed copy; its block is protected by a pin of its own."""
+        place.window_pins[group][row] += 1
+
+    def unpin_window(self, place: Place, group: int, row: int) -> None:
+        """Take one window pin back. Raises StateConflict where there is none."""
+        pins = place.window_pins[group]
+        if pins[row] <= 0:
+            raise StateConflict(f"row {row} has no window pin in group {group} of {place.name}")
+        pins[row] -= 1
+        self._offer_window(place, group, row)
+
     def is_evictable(self, place: Place, row: int) -> bool:
         """True for a leaf of ``place`` that nobody uses and nothing moves."""
         return (
@@ -149,14 +163,34 @@ class BlockLedger:
         index = self.index
         return self.rank(index.stamp[row], index.hits[row], index.depth[row])
 
-    def offer(self, place: Place, row: int) -> None:
-        """Make a row a candidate for eviction if it is one now."""
-        if self.is_evictable(place, row):
-            place.leaves.push(self.rank_of(row), row, self.candidate_check(place))
+    def rank_now(self, place: Place) -> RankNow:
+        """Ranks of the rows that may leave ``place`` now."""
+        return lambda row: self.rank_of(row) if self.is_evictable(place, row) else None
 
-    def candidate_check(self, place: Place) -> Callable[[Rank, int], bool]:
-        """The test that a heap entry of ``place`` is still true."""
-        return lambda rank, row: self.is_evictable(place, row) and self.rank_of(row) == rank
+    def window_rank_now(self, place: Place, group: int) -> RankNow:
+        """Ranks of the windowed copies that may go by themselves: oldest first, a prompt's front before its end."""
+        index, states, pins = self.index, place.states[group], place.window_pins[group]
+
+        def rank(row: int) -> Rank | None:
+            idle = states[row] == READY and pins[row] == 0 and index.flights[row] == 0
+            return (index.stamp[row], index.depth[row]) if idle else None
+
+        return rank
+
+    def offer(self, place: Place, row: int) -> None:
+        """Make a row a candidate for eviction if it is one now, and its windowed copies too."""
+        if self.is_evictable(place, row):
+            place.leaves.push(self.rank_of(row), row, self.rank_now(place))
+        for group in place.window_groups:
+            self._offer_window(place, group, row)
+
+    def _offer_window(self, place: Place, group: int, row: int) -> None:
+        if place is self.host:
+            return  # the host's windowed copies go with their blocks
+        rank_now = self.window_rank_now(place, group)
+        rank = rank_now(row)
+        if rank is not None:
+            place.window_leaves[group].push(rank, row, rank_now)
 
     # -- copies ------------------------------------------------------------------------------------------------
 
@@ -207,12 +241,23 @@ class BlockLedger:
             self.offer(place, row)
 
     def start_fill(self, place: Place, row: int, pages: Iterable[int]) -> None:
-        """A transfer towards ``place`` begins: the copies are FILLING and the row is in flight."""
-        self.add_copy(place, row, pages, FILLING)
+        """A transfer towards ``place`` begins: the copies are FILLING and the row is in flight.
+
+        Where the block is there already, ``pages`` holds only windowed copies that are not.
+        """
+        if place.states[place.lead][row] == ABSENT:
+            self.add_copy(place, row, pages, FILLING)
+        else:
+            for group, page in enumerate(pages):
+                if page != NO_PAGE:
+                    place.move(group, row, FILLING, page)
         self.begin_flight(row)
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
-        """The transfer has ended: FILLING copies become READY and their pages sealed, or go with their pages freed."""
+        """The transfer has ended: FILLING copies become READY and their pages sealed, or go with their pages freed.
+
+        One transfer at a time fills copies of a row on one place.
+        """
         for group, states in enumerate(place.states):
             if states[row] != FILLING:
                 continue
@@ -220,11 +265,15 @@ class BlockLedger:
             place.move(group, row, READY if arrived else ABSENT)
             place.pools[group].move(page, PageState.SEALED if arrived else PageState.FREE)
         self.index.flights[row] -= 1
-        if arrived:
+        if place.states[place.lead][row] == ABSENT:
+            self._after_leaving(place, row)
+        if self.index.keys[row] is not None:
             for each in self.index.places:
                 self.offer(each, row)
-        else:
-            self._after_leaving(place, row)
-            if self.index.keys[row] is not None:
-                for each in self.index.places:
-                    self.offer(each, row)
+
+
+def hit_window_blocks(layout: Layout, group: int) -> int:
+    """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again."""
+    window = layout.groups[group].window_tokens
+    assert window is not None, f"group {group} has no window"
+    return -(-window // layout.block_tokens)

@@ -15,10 +15,12 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.leaves import Rank
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.words import DRAINING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, DRAINING, NO_PAGE, READY, PageState
 
 
 class Drain(NamedTuple):
@@ -59,13 +61,13 @@ class _Walk:
         self._stamps: dict[int, int] = {}
         self._exposed: list[tuple[Rank, int]] = []
         self._visited: set[int] = set()
-        self._current = ledger.candidate_check(place)
+        self._rank_now = ledger.rank_now(place)
 
     def next(self) -> int | None:
         """The next candidate, or None. Heap entries that were taken out come back with ``restore``."""
         while True:
             if self._held is None:
-                self._held = self.place.leaves.pop(self._current)
+                self._held = self.place.leaves.pop(self._rank_now)
                 if self._held is not None:
                     self._seen.append(self._held)
             if self._held is not None and (not self._exposed or self._held <= self._exposed[0]):
@@ -104,8 +106,8 @@ class _Walk:
 
     def restore(self) -> None:
         """Put every heap entry back that was taken out."""
-        for rank, row in self._seen:
-            self.place.leaves.push(rank, row, self._current)
+        for rank, row in set(self._seen):
+            self.place.leaves.push(rank, row, self._rank_now)
 
 
 class Evictor:
@@ -252,17 +254,20 @@ def host_pages_for(ledger: BlockLedger, source: Place, row: int) -> tuple[int, .
     return tuple(pages)
 
 
-def evictable_pages(ledger: BlockLedger, place: Place) -> int:
-    """How many blocks of ``place`` could be dropped one after another; walks the place, so only for messages."""
+def evictable_pages(ledger: BlockLedger, place: Place, *, after_flights: bool = False) -> int:
+    """How many blocks of ``place`` could be dropped one after another; ``after_flights``: once all transfers are over.
+
+    Looks at every row, though quickly: for refusals only.
+    """
     index = ledger.index
+    states = np.frombuffer(place.states[place.lead], np.uint8)
+    held = np.frombuffer(place.pins, np.int32) > 0
+    if not after_flights:
+        held = held | (np.frombuffer(index.flights, np.uint16) > 0) | (states != READY)
     protected: set[int] = set()
-    present = 0
-    for row in index.rows.values():
-        if not place.states[place.lead][row]:
-            continue
-        present += 1
-        held = place.pins[row] > 0 or index.flights[row] > 0 or place.states[place.lead][row] != READY
-        while held and row != NO_ROW and row not in protected:
+    for start in np.flatnonzero(held & (states != ABSENT)).tolist():
+        row = start
+        while row != NO_ROW and row not in protected:
             protected.add(row)
             row = index.parent[row]
-    return present - len(protected)
+    return int(np.count_nonzero(states)) - len(protected)

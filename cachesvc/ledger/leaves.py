@@ -1,4 +1,8 @@
-"""Candidates for eviction, lowest rank first, kept lazily: a stale entry is thrown away when it comes up."""
+"""Candidates for eviction, lowest rank first, kept lazily: an entry is put right or thrown away when it comes up.
+
+Whoever may go now must have an entry whose rank is not above its own. Ranks only rise with use, so an entry of a block
+that was used since comes up too early, never too late, and is then put back where it belongs.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,39 @@ import heapq
 from collections.abc import Callable
 
 Rank = tuple[int, ...]
+RankNow = Callable[[int], Rank | None]
+"""A row's rank, or None while it may not go."""
+
+_SMALL = 1024
 
 
 class LeafHeap:
-    """``(rank, row)`` entries. An entry counts only while ``is_current(rank, row)`` says so; duplicates are harmless."""
+    """``(rank, row)`` entries; duplicates are harmless."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, int]] = []
-        self._limit = 1024
+        self._limit = _SMALL
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, rank: Rank, row: int, is_current: Callable[[Rank, int], bool]) -> None:
+    def push(self, rank: Rank, row: int, rank_now: RankNow) -> None:
         """Add a candidate; drops stale entries when they have come to outweigh the live ones."""
         heapq.heappush(self._heap, (rank, row))
         if len(self._heap) > self._limit:
-            live = {entry for entry in self._heap if is_current(*entry)}
-            self._heap = list(live)
+            ranks = {row: rank_now(row) for _, row in self._heap}
+            self._heap = [(now, row) for row, now in ranks.items() if now is not None]
             heapq.heapify(self._heap)
-            self._limit = max(1024, 2 * len(live))
+            self._limit = max(_SMALL, 2 * len(self._heap))
 
-    def pop(self, is_current: Callable[[Rank, int], bool]) -> tuple[Rank, int] | None:
+    def pop(self, rank_now: RankNow) -> tuple[Rank, int] | None:
         """Remove and return the lowest current entry, or None."""
-        while self._heap:
-            entry = heapq.heappop(self._heap)
-            if is_current(*entry):
+        heap = self._heap
+        while heap:
+            entry = heapq.heappop(heap)
+            now = rank_now(entry[1])
+            if now == entry[0]:
                 return entry
+            if now is not None:
+                heapq.heappush(heap, (now, entry[1]))
         return None

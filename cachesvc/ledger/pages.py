@@ -53,12 +53,12 @@ class PagePool:
 
     def add(self, first: int, count: int) -> None:
         """Make pages usable (their memory has arrived). Raises ValueError for a page that is there already."""
-        if first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
+        if count < 1 or first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
             raise ValueError(f"{self.name}: pages {first}+{count} are not new pages of this pool")
         self._added[first : first + count] = b"\x01" * count
         self.usable += count
         self.counts[FREE] += count
-        self._insert_run(first, count)
+        self._give_back(first, count)
 
     def take(self, count: int, state: PageState) -> list[int]:
         """``count`` free pages in as few runs as can be had cheaply. The caller has checked ``free``."""
@@ -88,7 +88,7 @@ class PagePool:
         self.counts[source] -= 1
         self.counts[target] += 1
         if target == FREE:
-            self._give_back(page)
+            self._give_back(page, 1)
 
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
         """``move`` for each page."""
@@ -108,6 +108,8 @@ class PagePool:
         for start, count in self._count_at.items():
             if any(self.states[start : start + count]) or not all(self._added[start : start + count]):
                 out.append(f"{self.name}: run {start}+{count} holds pages that are not free")
+            if start + count in self._count_at or self._start_before.get(start + count) != start:
+                out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
         if sum(self.counts) != self.usable:
             out.append(f"{self.name}: counts {self.counts} do not add up to {self.usable}")
         for state in PageState:
@@ -117,17 +119,16 @@ class PagePool:
                 out.append(f"{self.name}: {seen} pages are {state.name}, {expected} are counted")
         return out
 
-    def _give_back(self, page: int) -> None:
-        start, count = page, 1
-        before = self._start_before.get(page)
+    def _give_back(self, start: int, count: int) -> None:
+        after = self._count_at.get(start + count)
+        if after is not None:
+            self._remove_run(start + count, after)
+            count += after
+        before = self._start_before.get(start)
         if before is not None:
             length = self._count_at[before]
             self._remove_run(before, length)
             start, count = before, count + length
-        after = self._count_at.get(page + 1)
-        if after is not None:
-            self._remove_run(page + 1, after)
-            count += after
         self._insert_run(start, count)
 
     def _insert_run(self, start: int, count: int) -> None:

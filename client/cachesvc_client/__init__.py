@@ -1,0 +1,95 @@
+"""The client of the node cache daemon: what an inference engine imports.
+
+    with CacheClient("/run/cachesvc/cachesvc.sock", engine="my-engine") as client:
+        registration = client.register("model@revision", gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=64))
+        with client.open_lease(registration) as lease, lease.attach() as pool:
+            keys = block_keys(registration.namespace, prompt, 64)
+            with lease.match(keys, max_blocks=(len(prompt) - 1) // 64) as sequence:
+                sequence.allocate(blocks)         # pages for the rest; what lies on the host starts to load
+                for ticket in sequence.tickets:   # before layer l's attention
+                    pool.wait_layer(ticket, l, timeout_s=5)
+                ...                               # compute from block sequence.hit_blocks on, into sequence.tables
+                sequence.publish(len(keys) // 32)
+
+Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them an engine can go on without the cache.
+"""
+
+from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.families import gqa, gqa_windowed, mla, opaque
+from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import NO_PAGE
+from cachesvc_client.client import CacheClient
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    Conflict,
+    DaemonFault,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidRequest,
+    LeaseLost,
+    LimitExceeded,
+    LoadFailed,
+    NotFound,
+    NotOwned,
+    NotSupported,
+    PoolExhausted,
+    StockEmpty,
+)
+from cachesvc_client.lease import Lease
+from cachesvc_client.pool import AttachedPool
+from cachesvc_client.registration import Registration
+from cachesvc_client.sequence import Sequence
+from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.stepping import PendingStep, StepStream
+from cachesvc_client.steps import StepBatch
+from cachesvc_client.stock import Stock
+
+__all__ = [
+    "KEY_BYTES",
+    "NO_PAGE",
+    "Allocated",
+    "AlreadyClosed",
+    "AttachedPool",
+    "BlockHasher",
+    "CacheClient",
+    "CacheClientError",
+    "ChannelOptions",
+    "Conflict",
+    "DaemonFault",
+    "DaemonUnavailable",
+    "DeadlineExceeded",
+    "ExtraKey",
+    "InvalidRequest",
+    "Layout",
+    "Lease",
+    "LeaseLost",
+    "LimitExceeded",
+    "LoadFailed",
+    "NotFound",
+    "NotOwned",
+    "NotSupported",
+    "PendingStep",
+    "Plane",
+    "PlaneGroup",
+    "PoolExhausted",
+    "Prefetched",
+    "Published",
+    "Recycled",
+    "Registration",
+    "Retries",
+    "Sequence",
+    "StepBatch",
+    "StepStream",
+    "Stock",
+    "StockEmpty",
+    "Swapped",
+    "TicketView",
+    "Timeouts",
+    "block_keys",
+    "gqa",
+    "gqa_windowed",
+    "mla",
+    "opaque",
+]

@@ -86,18 +86,17 @@ class Connection:
                 return answer
             self.lost.wait(pause_s)
 
-    def open_stream(self, method: Method[Q, R], requests: Iterator[Q]) -> grpc.Call:
-        """A stream both ways; iterate over it for the answers. Raises DaemonUnavailable."""
+    def open_stream(self, method: Method[Q, R], requests: Iterator[Q]) -> Any:
+        """A stream both ways: a grpc.Call to iterate over for the answers. Raises DaemonUnavailable."""
         channel = self._require_channel()
         try:
-            stream: grpc.Call = channel.stream_stream(
+            return channel.stream_stream(
                 method.path,
                 request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString,
             )(requests, wait_for_ready=False)
         except ValueError as failure:
             raise self.gone() from failure
-        return stream
 
     def gone(self) -> CacheClientError:
         """Why nothing can be asked here any more."""

@@ -168,6 +168,8 @@ def _error_of_call(failure: grpc.RpcError) -> CacheClientError:
         return named
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("no answer in time; the call may have taken effect")
+    if status is grpc.StatusCode.OK:
+        return DaemonUnavailable("the daemon ended the stream; go on without the cache and reconnect later")
     if status is grpc.StatusCode.CANCELLED or status is grpc.StatusCode.UNAVAILABLE:
         return DaemonUnavailable(f"no way to the daemon ({details}); go on without the cache and reconnect later")
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own: a message over the size limit

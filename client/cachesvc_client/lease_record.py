@@ -9,7 +9,7 @@ from typing import Any
 from kvcache.v1 import lease_pb2
 
 from cachesvc.model.answers import Prefetched
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, LeaseLost
+from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.messages import build_prefetch, parse_prefetch
 from cachesvc_client.methods import PREFETCH, Operation, no_action
 from cachesvc_client.registration import Registration
@@ -37,7 +37,7 @@ class LeaseRecord:
         self.orphans: list[SequenceRecord] = []
         self.is_draining = False
         self.is_closed = False
-        self.loss: LeaseLost | None = None
+        self.loss: LeaseLost | DaemonUnavailable | None = None
         self._request_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
         self._used_ids: set[int] = set()
@@ -49,18 +49,18 @@ class LeaseRecord:
         return self.silence_limit_s / BEATS_WITHIN_SILENCE
 
     def check(self) -> None:
-        """Raises AlreadyClosed or LeaseLost once the lease is over."""
+        """Raises AlreadyClosed, LeaseLost or DaemonUnavailable once the lease is over."""
         if self.is_closed:
             raise AlreadyClosed(f"lease {self.id} was closed; open another one")
         if self.loss is not None:
-            raise LeaseLost(str(self.loss))
+            raise type(self.loss)(str(self.loss))
 
     def lose(self, error: CacheClientError) -> bool:
         """Note that the lease is over for the daemon; True for the first to tell."""
         with self._lock:
             is_first = self.loss is None and not self.is_closed
             if is_first:
-                self.loss = error if isinstance(error, LeaseLost) else LeaseLost(str(error))
+                self.loss = error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost(str(error))
         return is_first
 
     def next_request_id(self) -> int:

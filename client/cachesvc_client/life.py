@@ -133,9 +133,7 @@ class LifeConnection:
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """One message with the descriptors that came along; an empty one at the end."""
-    message, ancillary, _, _ = connection.recvmsg(
-        _MESSAGE_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
-    )
+    message, ancillary, _, _ = connection.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC)
     descriptors: list[int] = []
     for level, kind, raw in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

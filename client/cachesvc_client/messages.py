@@ -63,9 +63,7 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout) ->
     )
 
 
-def build_open(
-    registration: Registration, engine: str, process_token: bytes, request_id: int
-) -> lease_pb2.OpenRequest:
+def build_open(registration: Registration, engine: str, process_token: bytes, request_id: int) -> lease_pb2.OpenRequest:
     """A lease on the replica that was registered."""
     return lease_pb2.OpenRequest(
         model_id=registration.model_id,
@@ -114,9 +112,7 @@ def parse_publish(response: cache_pb2.PublishResponse) -> Published:
     )
 
 
-def build_swap(
-    sequence_id: int, direction: cache_pb2.SwapDirection.ValueType
-) -> cache_pb2.SwapRequest:
+def build_swap(sequence_id: int, direction: cache_pb2.SwapDirection.ValueType) -> cache_pb2.SwapRequest:
     """``direction``: SWAP_OUT or SWAP_IN."""
     return cache_pb2.SwapRequest(sequence_id=sequence_id, direction=direction)
 
@@ -126,9 +122,7 @@ def parse_swap(response: cache_pb2.SwapResponse) -> Swapped:
     return Swapped(parse_tickets(response.tickets), cells_from_proto(response.tables))
 
 
-def build_recycle(
-    sequence_id: int, computed_tokens: int, pages: Sequence[GroupCells] = ()
-) -> cache_pb2.RecycleRequest:
+def build_recycle(sequence_id: int, computed_tokens: int, pages: Sequence[GroupCells] = ()) -> cache_pb2.RecycleRequest:
     """``pages``: spare or stock pages to give back; a sequence_id of 0 gives back stock alone."""
     return cache_pb2.RecycleRequest(
         sequence_id=sequence_id, computed_tokens=computed_tokens, pages=cells_to_proto(pages)

@@ -11,7 +11,6 @@ from kvcache.v1 import cache_pb2, engine_pb2, lease_pb2
 
 from cachesvc_client.errors import CacheClientError, DeadlineExceeded
 
-
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -46,9 +45,7 @@ SWAP = Method("CacheService", "Swap", cache_pb2.SwapRequest, cache_pb2.SwapRespo
 RECYCLE = Method("CacheService", "Recycle", cache_pb2.RecycleRequest, cache_pb2.RecycleResponse, "recycle")
 RELEASE = Method("CacheService", "Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseResponse, "release")
 PREFETCH = Method("CacheService", "Prefetch", cache_pb2.PrefetchRequest, cache_pb2.PrefetchResponse, "prefetch")
-WAIT_TICKETS = Method(
-    "CacheService", "WaitTickets", cache_pb2.WaitTicketsRequest, cache_pb2.WaitTicketsResponse
-)
+WAIT_TICKETS = Method("CacheService", "WaitTickets", cache_pb2.WaitTicketsRequest, cache_pb2.WaitTicketsResponse)
 EXTEND = Method("CacheService", "Step", cache_pb2.ExtendRequest, cache_pb2.ExtendResponse, "extend")
 """Travels in a Step only."""
 STEP = Method("CacheService", "Step", cache_pb2.StepRequest, cache_pb2.StepResponse)
@@ -84,5 +81,5 @@ class Owner(Protocol):
     unanswered: Operation[Any] | None
 
 
-def no_action(error: CacheClientError) -> None:
+def no_action(_: CacheClientError) -> None:
     """Where a failure leaves nothing to put right."""

@@ -1,4 +1,4 @@
-"""What a client knows of one sequence, and the operations on it. No I/O: whoever sends them is somebody else's choice."""
+"""What a client knows of one sequence, and the operations on it. No I/O: others send them and bring the answers."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ class SequenceRecord:
             self.asked_blocks = max(self.asked_blocks, hit)
             return answer
 
-        def fail(error: CacheClientError) -> None:
+        def fail(_: CacheClientError) -> None:
             self.allocations -= 1
 
         return self._operation(ALLOCATE, build_allocate(self.id, blocks), apply, fail)
 
     def publish(self, upto_blocks: int, keys: bytes) -> Operation[Published]:
-        """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where they are known."""
+        """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
         self._require_usable()
         first = self.asked_blocks
         if upto_blocks < first:
@@ -147,12 +147,10 @@ class SequenceRecord:
             self.tickets = ()  # the daemon publishes only what has been loaded
             return answer
 
-        def fail(error: CacheClientError) -> None:
+        def fail(_: CacheClientError) -> None:
             self.asked_blocks = self.sealed_blocks
 
-        return self._operation(
-            PUBLISH, build_publish(self.id, first, upto_blocks - first, wanted), apply, fail
-        )
+        return self._operation(PUBLISH, build_publish(self.id, first, upto_blocks - first, wanted), apply, fail)
 
     def recycle(self, computed_tokens: int) -> Operation[Recycled]:
         """Give back the spares, and what fell out of every window."""
@@ -165,12 +163,10 @@ class SequenceRecord:
                 self.tables[group].clear(self.layout.sink_blocks(group), cursor)
             return answer
 
-        def fail(error: CacheClientError) -> None:
+        def fail(_: CacheClientError) -> None:
             self.spares = spares + self.spares
 
-        return self._operation(
-            RECYCLE, build_recycle(self.id, computed_tokens, _as_cells(spares)), apply, fail
-        )
+        return self._operation(RECYCLE, build_recycle(self.id, computed_tokens, _as_cells(spares)), apply, fail)
 
     def swap_out(self) -> Operation[Swapped]:
         """Take the sequence off the device."""
@@ -267,7 +263,7 @@ class SequenceRecord:
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
-    def _end(self, error: CacheClientError | None = None) -> None:
+    def _end(self, _: CacheClientError | None = None) -> None:
         self.is_released = True
 
     def _operation(

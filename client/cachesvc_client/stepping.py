@@ -27,13 +27,18 @@ log = logging.getLogger(__name__)
 class StepLease(Protocol):
     """What a step stream needs of its lease."""
 
-    record: LeaseRecord
+    @property
+    def record(self) -> LeaseRecord:
+        """What is known of the lease."""
 
     def handle(self, record: SequenceRecord) -> Sequence:
         """A handle for a sequence that a step opened."""
 
     def settle(self, record: SequenceRecord) -> None:
         """Learn what became of a call whose answer never came."""
+
+    def end_step(self) -> None:
+        """The stream was closed: give the stock back."""
 
 
 class PendingStep:
@@ -105,13 +110,25 @@ class StepStream:
         return step.outcome()
 
     def close(self) -> None:
-        """End the stream and give the stock back; steps whose answers were not collected are forgotten. Idempotent."""
+        """Take in the answers that are still to come, end the stream and give the stock back. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
+        try:
+            if self._book.under_way:
+                self.collect(self._book.under_way[-1], self._connection.timeouts.close_s)
+        except CacheClientError as error:  # what it held goes with the lease
+            log.debug("steps_closed_early why=%s", error)
         if self._line is not None:
             self._line.close()
         self._book.refuse(AlreadyClosed("the step stream was closed before the answer was collected"))
+        self._lease.end_step()
+
+    def __enter__(self) -> StepStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _renew(self, attempts: Attempts, failure: grpc.RpcError) -> None:
         """The stream broke: open it again and send what has no answer under the same ids, or give up."""

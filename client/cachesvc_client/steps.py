@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvcache.v1 import cache_pb2
 
+from cachesvc.wire.convert import cells_from_proto
 from cachesvc_client.errors import (
     CacheClientError,
     DaemonFault,
@@ -20,7 +21,6 @@ from cachesvc_client.errors import (
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import Operation
 from cachesvc_client.sequence_record import SequenceRecord
-from cachesvc.wire.convert import cells_from_proto
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""
@@ -29,7 +29,9 @@ STEPS_UNDER_WAY = 16
 class Recorded(Protocol):
     """A handle of a sequence, of either client."""
 
-    record: SequenceRecord
+    @property
+    def record(self) -> SequenceRecord:
+        """What is known of the sequence."""
 
 
 H = TypeVar("H", bound=Recorded)
@@ -45,7 +47,7 @@ class StepBatch(Generic[H]):
 
     def match(self, keys: bytes, *, max_blocks: int = 0, sequence_id: int | None = None) -> int:
         """Open a sequence; the result is its handle."""
-        operation = self._lease.new_sequence(sequence_id).open(keys, max_blocks)
+        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
@@ -86,7 +88,7 @@ class StepBatch(Generic[H]):
 
 @dataclass(slots=True)
 class SentStep:
-    """A step on its way. ``results`` is filled when the answer is in; ``hidden`` operations come before the caller's."""
+    """A step on its way. ``results`` is filled by the answer; ``hidden`` operations come before the caller's."""
 
     request: cache_pb2.StepRequest
     operations: list[Operation[Any]]

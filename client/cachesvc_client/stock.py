@@ -37,7 +37,7 @@ class Stock:
             self._pages[cells.group].extend(zip(cells.pages, cells.generations, strict=True))
 
     def take(self, blocks: int, first_block: int) -> tuple[GroupCells, ...]:
-        """Pages of every group for ``blocks`` blocks. Raises StockEmpty and takes nothing where one group lacks them."""
+        """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, where one group is short."""
         if blocks < 1:
             raise ValueError(f"take at least 1 block, got {blocks}")
         if self.blocks < blocks:

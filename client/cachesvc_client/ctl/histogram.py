@@ -104,9 +104,7 @@ class LatencyHistogram:
         histogram = cls()
         _fill(histogram._counts, data["counts"])
         if sum(histogram._counts) != data["count"]:
-            raise ValueError(
-                f"the buckets hold {sum(histogram._counts)} values, but {data['count']} are said"
-            )
+            raise ValueError(f"the buckets hold {sum(histogram._counts)} values, but {data['count']} are said")
         histogram.count = data["count"]
         if histogram.count:
             histogram.sum_ms = data["sum_ms"]

@@ -134,9 +134,7 @@ def _draw_ratios(axes: Axes, columns: Sequence[Sample], column_seconds: int, rep
 
 
 def _draw_latencies(axes: Axes, report: ReplayReport) -> None:
-    _write_titles(
-        axes, "Latency of each RPC: share of the calls that were done", "within so many milliseconds"
-    )
+    _write_titles(axes, "Latency of each RPC: share of the calls that were done", "within so many milliseconds")
     called = [(name, histogram) for name, histogram in report.rpc.items() if histogram.count]
     if not called:
         _say_empty(axes, "no RPC was timed")
@@ -242,9 +240,7 @@ def _write_titles(axes: Axes, title: str, x_label: str) -> None:
 
 
 def _say_empty(axes: Axes, words: str) -> None:
-    axes.text(
-        0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=FAINT_INK, fontsize=11
-    )
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=FAINT_INK, fontsize=11)
     axes.set_xlabel("")
     axes.set_xticks([])
     axes.set_yticks([])

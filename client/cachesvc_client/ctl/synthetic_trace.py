@@ -89,9 +89,7 @@ def write_synthetic_trace(path: Path | str, spec: SyntheticTraceSpec) -> int:
     """Writes plain `.jsonl` over what was there and returns its bytes. TraceError for another suffix."""
     path = Path(path)
     if path.suffix != ".jsonl":
-        raise TraceError(
-            path, None, "a synthetic trace is written as plain .jsonl", "Name a file that ends in .jsonl"
-        )
+        raise TraceError(path, None, "a synthetic trace is written as plain .jsonl", "Name a file that ends in .jsonl")
     with path.open("w", encoding="utf-8", newline="\n") as file:
         return sum(file.write(json.dumps(line) + "\n") for line in generate_trace(spec))
 
@@ -101,9 +99,7 @@ def generate_trace(spec: SyntheticTraceSpec) -> Iterator[TraceLine]:
     dice = random.Random(spec.seed)
     new_ids = itertools.count()
     prompts = _system_prompts(spec, dice, new_ids)
-    popularity = list(
-        itertools.accumulate(rank**-spec.zipf_exponent for rank in range(1, spec.system_prompts + 1))
-    )
+    popularity = list(itertools.accumulate(rank**-spec.zipf_exponent for rank in range(1, spec.system_prompts + 1)))
     order = itertools.count()  # turns of the same instant go in the order in which they were planned
     # (seconds, order, whose turn it is: None is the arrival of a new conversation)
     turns: list[tuple[float, int, _History | None]] = [(0.0, next(order), None)]
@@ -115,9 +111,7 @@ def generate_trace(spec: SyntheticTraceSpec) -> Iterator[TraceLine]:
             prompt = dice.choices(prompts, cum_weights=popularity)[0]
             history = _History(prompt.tokens, list(prompt.block_ids))
         message_tokens = _lognormal_tokens(dice, spec.message_tokens_median)
-        history.extend(
-            min(message_tokens, spec.max_prompt_tokens - history.tokens), spec.block_tokens, new_ids
-        )
+        history.extend(min(message_tokens, spec.max_prompt_tokens - history.tokens), spec.block_tokens, new_ids)
         answer_tokens = _lognormal_tokens(dice, spec.answer_tokens_median)
         yield _line(now_seconds, history, answer_tokens, spec.block_tokens, new_ids)
         history.extend(answer_tokens, spec.block_tokens, new_ids)
@@ -129,9 +123,7 @@ def generate_trace(spec: SyntheticTraceSpec) -> Iterator[TraceLine]:
 def _system_prompts(spec: SyntheticTraceSpec, dice: random.Random, new_ids: Iterator[int]) -> list[_History]:
     prompts = [_History(0, []) for _ in range(spec.system_prompts)]
     for prompt in prompts:
-        prompt.extend(
-            dice.randint(spec.system_tokens_min, spec.system_tokens_max), spec.block_tokens, new_ids
-        )
+        prompt.extend(dice.randint(spec.system_tokens_min, spec.system_tokens_max), spec.block_tokens, new_ids)
     return prompts
 
 

@@ -24,9 +24,7 @@ MAX_NUMBER = 2**63 - 1
 """Numbers of a trace fit a signed 64-bit integer, so that whoever packs them needs no check of its own."""
 
 _FILE_CHUNK_BYTES = 256 * 1024
-_ZSTD_CHUNK_BYTES = (
-    16 * 1024
-)  # compressed bytes fed at once: bounds what a highly compressible file unfolds to
+_ZSTD_CHUNK_BYTES = 16 * 1024  # compressed bytes fed at once: bounds what a highly compressible file unfolds to
 _ROOT = -1
 _FORMAT = "Each line must be a JSON object with timestamp, input_length, output_length and hash_ids"
 
@@ -93,9 +91,7 @@ def read_trace(
     return _requests(path, block_tokens, limit, check_parents)
 
 
-def _requests(
-    path: Path, block_tokens: int, limit: int | None, check_parents: bool
-) -> Iterator[TraceRequest]:
+def _requests(path: Path, block_tokens: int, limit: int | None, check_parents: bool) -> Iterator[TraceRequest]:
     parents: dict[int, int] = {}
     line_number = 0
     index = 0
@@ -117,9 +113,7 @@ def _requests(
     except _Fault as fault:  # the stream itself broke, in the line after the last one that came whole
         raise TraceError(path, line_number + 1, fault.reason, fault.remedy) from fault.__cause__
     if index == 0:
-        raise TraceError(
-            path, None, "the file holds no request", "Check that it was written or copied in full"
-        )
+        raise TraceError(path, None, "the file holds no request", "Check that it was written or copied in full")
 
 
 def _parse_request(line: bytes, index: int, block_tokens: int) -> TraceRequest:
@@ -203,9 +197,7 @@ def _file_chunks(path: Path, chunk_bytes: int) -> Iterator[bytes]:
             while chunk := file.read(chunk_bytes):
                 yield chunk
     except OSError as error:
-        raise _Fault(
-            f"the file cannot be read ({error.strerror})", "Check the file and its permissions"
-        ) from error
+        raise _Fault(f"the file cannot be read ({error.strerror})", "Check the file and its permissions") from error
 
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
@@ -222,9 +214,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
             try:
                 unfolded = frame.decompress(rest)
             except zstandard.ZstdError as error:
-                raise _Fault(
-                    f"the zstd stream is broken ({error})", "Copy or compress the file again"
-                ) from error
+                raise _Fault(f"the zstd stream is broken ({error})", "Copy or compress the file again") from error
             rest = frame.unused_data if frame.eof else b""
             is_frame_open = not frame.eof
             yield unfolded

@@ -1,0 +1,188 @@
+"""Cost of the ledger's moves a block, with 10^4 to 10^6 resident blocks: ``python -m benchmarks.ledger --json OUT``.
+
+One model, one replica, one group. The index holds chains of 2,048 blocks (a prompt of 128k tokens at 64 tokens a
+block) that share their first 64; look-ups hit to a random depth with a cold second-level cache. Everything runs through the ledger's own calls, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import random
+import statistics
+import time
+import tracemalloc
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.machine import describe_machine
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.evict import Evictor
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import READY, PageState
+from cachesvc.policy.eviction import lru
+
+PROMPT_BLOCKS = 2048
+SHARED_BLOCKS = 64
+LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (64,), "uint8"),))
+
+
+class Filled(NamedTuple):
+    """A ledger with resident chains, and what it took to build."""
+
+    ledger: BlockLedger
+    place: Place
+    prompts: list[bytes]
+    publish_us: float
+    bytes_per_block: float
+
+
+def main() -> None:
+    """Print the table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    arguments = parser.parse_args()
+    rows = {str(size): measure(size) for size in arguments.sizes}
+    names = list(next(iter(rows.values())))
+    print(f"{'':28}" + "".join(f"{int(size):>14,}" for size in rows))
+    for name in names:
+        print(f"{name:28}" + "".join(f"{row[name]:14.2f}" for row in rows.values()))
+    result = {name: {size: row[name] for size, row in rows.items()} for name in names}
+    flat: dict[str, object] = {**result, "bytes_per_block_by_size": result["bytes_per_block"]}
+    flat["bytes_per_block"] = max(row["bytes_per_block"] for row in rows.values())
+    flat["machine"] = describe_machine()
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(size: int) -> dict[str, float]:
+    """Figures for one number of resident blocks, in microseconds (medians) unless the name says otherwise."""
+    bytes_per_block = fill(size, traced=True).bytes_per_block
+    filled = fill(size, traced=False)
+    ledger, place = filled.ledger, filled.place
+    gc.collect()
+    rng = random.Random(1)
+    asked = [prompt for prompt in filled.prompts * (1 + 200 // len(filled.prompts))][:300]
+    match_pin = [_match_and_pin(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
+    table = [_timed(lambda p=prompt: _table(ledger, place, p)) for prompt in filled.prompts]  # type: ignore[misc]
+    count = min(size // 2, 4096)
+    evictor = Evictor(ledger)
+    began = time.perf_counter()
+    plan, met = evictor.plan_device(place, count, to_host=False)
+    evictor.carry_out(plan)
+    evict = (time.perf_counter() - began) / count * 1e6
+    assert met
+    began = time.perf_counter()
+    pages = place.pools[0].take(count, PageState.PRIVATE)
+    allocate = (time.perf_counter() - began) / count * 1e6
+    place.pools[0].move_all(pages, PageState.FREE)
+    return {
+        "match_pin_us": statistics.median(match_pin),
+        "match_pin_p99_us": sorted(match_pin)[int(len(match_pin) * 0.99)],
+        "block_table_us": statistics.median(table),
+        "publish_us_per_block": filled.publish_us,
+        "evict_us_per_block": evict,
+        "allocate_us_per_page": allocate,
+        "bytes_per_block": bytes_per_block,
+    }
+
+
+def fill(size: int, *, traced: bool) -> Filled:
+    """A ledger with ``size`` resident blocks; with ``traced`` its memory is measured (and its times mean nothing)."""
+    if traced:
+        tracemalloc.start()
+    pool = PagePool("device", size)
+    pool.add(0, size)
+    before = tracemalloc.get_traced_memory()[0] if traced else 0
+    ledger = BlockLedger(LAYOUT, (PagePool("host", 0),), lru)
+    place = ledger.add_replica("replica 0", (pool,))
+    prompts: list[bytes] = []
+    seconds = 0.0
+    published = 0
+    while published < size:
+        keys = chain_keys(len(prompts))
+        began = time.perf_counter()
+        published += _publish(ledger, place, keys, size - published)
+        seconds += time.perf_counter() - began
+        prompts.append(keys)
+    after = tracemalloc.get_traced_memory()[0] if traced else 0
+    if traced:
+        tracemalloc.stop()
+        after -= sum(len(keys) + 33 for keys in prompts)  # the prompts are the caller's
+    whole = [keys for keys in prompts[:-1]] or prompts
+    return Filled(ledger, place, whole[:200], seconds / size * 1e6, (after - before) / size)
+
+
+def chain_keys(prompt: int) -> bytes:
+    """Packed keys of one prompt; the first SHARED_BLOCKS are the same for all."""
+    shared = [_key("shared", i) for i in range(SHARED_BLOCKS)]
+    return b"".join(shared + [_key(f"prompt {prompt}", i) for i in range(SHARED_BLOCKS, PROMPT_BLOCKS)])
+
+
+def _key(name: str, position: int) -> bytes:
+    return hashlib.blake2b(f"{name} {position}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
+    hit = ledger.find(keys, place)
+    tip = hit.device_row
+    missing = min(PROMPT_BLOCKS - hit.device_blocks, limit)
+    pages = place.pools[0].take(missing, PageState.PRIVATE)
+    for i, page in enumerate(pages):
+        at = (hit.device_blocks + i) * KEY_BYTES
+        row = ledger.index.insert(keys[at : at + KEY_BYTES], tip, 1)
+        ledger.add_copy(place, row, (page,), READY)
+        place.pools[0].move(page, PageState.SEALED)
+        tip = row
+    ledger.index.touch(tip, len(ledger.index))
+    ledger.offer(place, tip)
+    return missing
+
+
+def _partly_known(keys: bytes, rng: random.Random) -> bytes:
+    """A prompt of as many blocks whose hit ends at a random depth.
+
+    The processor's second-level cache is flushed: between two look-ups a daemon does other work.
+    """
+    known = rng.randrange(SHARED_BLOCKS, PROMPT_BLOCKS + 1)
+    _CACHE[:] += 1
+    return keys[: known * KEY_BYTES] + bytes((PROMPT_BLOCKS - known) * KEY_BYTES)
+
+
+_CACHE = np.zeros(1 << 20, np.uint8)
+
+
+def _match_and_pin(ledger: BlockLedger, place: Place, keys: bytes) -> float:
+    began = time.perf_counter()
+    hit = ledger.find(keys, place)
+    ledger.index.touch(hit.device_row, 1 << 40)
+    ledger.pin(place, hit.device_row)
+    elapsed = time.perf_counter() - began
+    assert hit.device_blocks >= SHARED_BLOCKS
+    ledger.unpin(place, hit.device_row)
+    return elapsed * 1e6
+
+
+def _table(ledger: BlockLedger, place: Place, keys: bytes) -> list[int]:
+    row = ledger.find(keys, place).device_row
+    pages = place.pages[0]
+    return [pages[each] for each in ledger.index.path(row, NO_ROW)]
+
+
+def _timed(call: object) -> float:
+    assert callable(call)
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The way in for an engine: connect to the node's daemon, register a model, open leases, and come back after a loss."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from types import TracebackType
+
+from kvcache.v1 import engine_pb2
+
+from cachesvc.model.layout import Layout
+from cachesvc_client.channel import ChannelMaker, open_channel
+from cachesvc_client.connection import Connection
+from cachesvc_client.errors import AlreadyClosed, CacheClientError, Conflict, DaemonUnavailable
+from cachesvc_client.lease import Lease, attach_pool
+from cachesvc_client.messages import build_register, parse_registration
+from cachesvc_client.methods import REGISTER
+from cachesvc_client.pool import AttachedPool
+from cachesvc_client.registration import Registration
+from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+
+DEFAULT_TIMEOUTS = Timeouts()
+DEFAULT_RETRIES = Retries()
+DEFAULT_OPTIONS = ChannelOptions()
+
+log = logging.getLogger(__name__)
+
+
+class CacheClient:
+    """A client of the daemon behind ``socket_path``. ``engine`` is the name that operators see.
+
+    Once the daemon goes, every call raises DaemonUnavailable at once, until ``reconnect``. Safe to use from several
+    threads. A process that forks must connect after the fork.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        retries: Retries = DEFAULT_RETRIES,
+        options: ChannelOptions = DEFAULT_OPTIONS,
+        engine: str = "engine",
+        make_channel: ChannelMaker = open_channel,
+    ) -> None:
+        self.socket_path = socket_path
+        self.engine = engine
+        self._timeouts = timeouts
+        self._retries = retries
+        self._options = options
+        self._make_channel = make_channel
+        self._connection: Connection | None = None
+        self._is_closed = False
+        self._registered: dict[tuple[int, int], tuple[engine_pb2.RegisterRequest, Layout]] = {}
+        self._leases: list[Lease] = []
+        self._pools: list[AttachedPool] = []
+        self._on_lost: list[Callable[[], None]] = []
+        self._open_ids = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @property
+    def connected(self) -> bool:
+        """True while the daemon is there."""
+        return self._connection is not None and not self._connection.lost.is_set()
+
+    @property
+    def epoch(self) -> int:
+        """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
+        return self._require_connection().life.epoch
+
+    def connect(self) -> CacheClient:
+        """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
+        with self._lock:
+            if self._is_closed:
+                raise AlreadyClosed("this client was closed; make another one")
+            if not self.connected:
+                self._connection = self._new_connection()
+        return self
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` whenever the daemon goes, from the thread that notices it: it must not block."""
+        self._on_lost.append(callback)
+
+    def register(
+        self,
+        model: str,
+        layout: Layout,
+        *,
+        tenant_salt: bytes = b"",
+        devices: Seq[str] = (),
+        device_pages: Seq[int] | None = None,
+        device_share: float | None = None,
+        host_pages: Seq[int] | None = None,
+        host_share: float | None = None,
+    ) -> Registration:
+        """Make or find the pools of a model.
+
+        ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
+        rank (empty: the daemon's first). Each pool is asked for as pages for each group or as a share in (0, 1] of what
+        is left (neither: all that is left); pools that are there already stay as they are. Raises PoolExhausted with
+        the numbers, InvalidRequest, LimitExceeded, DaemonUnavailable, DeadlineExceeded.
+        """
+        request = build_register(
+            model,
+            layout,
+            tenant_salt=tenant_salt,
+            devices=devices,
+            device_pages=device_pages,
+            device_share=device_share,
+            host_pages=host_pages,
+            host_share=host_share,
+        )
+        return self._register(request, layout)
+
+    def open_lease(self, registration: Registration) -> Lease:
+        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
+        connection = self._require_connection()
+        lease = Lease(connection, registration, self.engine, next(self._open_ids))
+        lease.start()
+        with self._lock:
+            self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
+        return lease
+
+    def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> AttachedPool:
+        """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
+        pool = attach_pool(self._require_connection(), registration, lease_id, rank)
+        self._pools.append(pool)
+        return pool
+
+    def reconnect(self) -> tuple[Lease, ...]:
+        """Connect anew after the daemon went; register again, and open a lease for each that was open, in that order.
+
+        Returns the new leases; the old ones and all made under them stay lost, and the engine recomputes what it had
+        there. Attach again under the new ones. Raises DaemonUnavailable (not back yet), PoolExhausted (it came back
+        smaller), and what ``register`` raises; call it again then.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise AlreadyClosed("this client was closed; make another one")
+            if self.connected:
+                raise Conflict("the daemon is connected; there is nothing to come back from")
+            lost = [lease for lease in self._leases if not lease.record.is_closed]
+            registered = dict(self._registered)
+            before, connection = self._connection, self._new_connection()
+            self._connection = connection
+            self._leases = []
+        try:
+            renewed: dict[tuple[int, int], Registration] = {}
+            for key, (request, layout) in registered.items():
+                renewed[key] = self._register(request, layout)
+            self._registered = {(fresh.model_id, fresh.replica): registered[key] for key, fresh in renewed.items()}
+            return tuple(self.open_lease(renewed[_key(lease.registration)]) for lease in lost)
+        except CacheClientError:
+            connection.close()
+            with self._lock:
+                self._connection = before
+                self._leases = lost
+                self._registered = registered
+            raise
+
+    def wait_lost(self, timeout_s: float | None = None) -> bool:
+        """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
+        return self._require_connection().lost.wait(timeout_s)
+
+    def close(self, *, quiesced: bool = True) -> None:
+        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            leases, pools, connection = self._leases, self._pools, self._connection
+        for lease in leases:
+            lease.close(quiesced=quiesced)
+        for pool in pools:
+            pool.close()
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> CacheClient:
+        return self.connect()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(quiesced=kind is None)
+
+    def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
+        connection = self._require_connection()
+        registration = parse_registration(connection.ask(REGISTER, request, self._timeouts.register_s), layout)
+        self._registered[_key(registration)] = (request, layout)
+        return registration
+
+    def _new_connection(self) -> Connection:
+        connection = Connection(
+            self.socket_path,
+            timeouts=self._timeouts,
+            retries=self._retries,
+            options=self._options,
+            make_channel=self._make_channel,
+            on_lost=self._lose,
+        )
+        started = time.monotonic()
+        connection.start()
+        log.info("connected path=%s seconds=%.3f", self.socket_path, time.monotonic() - started)
+        return connection
+
+    def _require_connection(self) -> Connection:
+        connection = self._connection
+        if connection is None:
+            raise AlreadyClosed("closed") if self._is_closed else DaemonUnavailable("connect() first")
+        if connection.lost.is_set():
+            raise connection.gone()
+        return connection
+
+    def _lose(self) -> None:
+        for callback in list(self._on_lost):
+            callback()
+
+
+def _key(registration: Registration) -> tuple[int, int]:
+    return registration.model_id, registration.replica

@@ -1,0 +1,249 @@
+"""The commands that look into a daemon (and the few that act on it): each one RPC of AdminService."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+
+from cachesvc_client.ctl.report import describe_bytes
+
+DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
+DEADLINE_SECONDS = 30.0
+Admin = admin_pb2_grpc.AdminServiceStub
+Show = Callable[[Admin, argparse.Namespace], tuple[Message, str, int]]
+
+
+def add_commands(commands: Any) -> None:
+    """Add them to the parser."""
+    rows: list[tuple[str, str, Show]] = [
+        ("status", "configuration, pools and counters", _status),
+        ("models", "models, layouts and replicas", _models),
+        ("leases", "who holds what", _leases),
+        ("sequences", "open sequences", _sequences),
+        ("blocks", "resident blocks, the most recently used first", _blocks),
+        ("tickets", "transfers, the newest first", _tickets),
+        ("tree", "the prefix index as a tree, the biggest branches first", _tree),
+        ("evict", "drop unpinned blocks from a tier", _evict),
+        ("drain", "open nothing new from now on", _drain),
+        ("verify", "check that every page and count adds up; exit code 1 if not", _verify),
+    ]
+    for name, text, show in rows:
+        parser = commands.add_parser(name, help=text, description=text)
+        parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
+        parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+        parser.set_defaults(command=_runner(show))
+        if name in ("blocks", "tree", "evict"):
+            parser.add_argument("--model", type=int, default=1, metavar="ID", help="default 1")
+        if name in ("sequences", "blocks", "tickets", "tree"):
+            parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
+        if name == "tree":
+            parser.add_argument("--key", default="", metavar="HEX", help="start below this block")
+            parser.add_argument("--depth", type=int, default=6, metavar="N", help="levels at most (default 6)")
+        if name == "evict":
+            parser.add_argument("--tier", choices=("device", "host"), default="device")
+            parser.add_argument("--blocks", type=int, default=0, metavar="N", help="0: all that can go (default)")
+
+
+def _runner(show: Show) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+            message, text, code = show(Admin(channel), arguments)
+        if arguments.json:
+            print(json.dumps(MessageToDict(message, preserving_proto_field_name=True), indent=2))
+        else:
+            print(text)
+        return code
+
+    return run
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns; numbers to the right."""
+    if not rows:
+        return "none"
+    cells = [list(head), *([f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    right = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=DEADLINE_SECONDS)
+    head = (
+        f"cachesvcd {answer.version}, backend {answer.backend}, up {answer.uptime_seconds:.0f} s, epoch {answer.epoch}"
+        f"{', DRAINING' if answer.draining else ''}\n"
+        f"host pool: {describe_bytes(answer.host_pool_ready_bytes)} of {describe_bytes(answer.host_pool_bytes)} ready"
+    )
+    pools = table(
+        ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page"),
+        [
+            (
+                p.model_id,
+                p.place,
+                p.group,
+                p.capacity,
+                p.free,
+                p.private,
+                p.sealed,
+                p.in_flight,
+                p.quarantined,
+                describe_bytes(p.page_bytes),
+            )
+            for p in answer.pools
+        ],
+    )
+    counters = table(("counter", "value"), sorted(answer.counters.items()))
+    config = table(("setting", "value"), sorted(answer.config.items()))
+    return answer, f"{head}\n\n{pools}\n\n{counters}\n\n{config}", 0
+
+
+def _models(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.ListModels(admin_pb2.ListModelsRequest(), timeout=DEADLINE_SECONDS)
+    rows = [
+        (
+            m.model_id,
+            m.model,
+            m.namespace.hex()[:12],
+            m.layout.block_tokens,
+            m.layout.ranks,
+            len(m.layout.planes),
+            ",".join(g.name for g in m.layout.groups),
+            m.blocks,
+            " ".join(map(str, m.device_pages)),
+            " ".join(map(str, m.host_pages)),
+            sum(r.leases for r in m.replicas),
+        )
+        for m in answer.models
+    ]
+    head = (
+        "id",
+        "model",
+        "namespace",
+        "block tokens",
+        "ranks",
+        "planes",
+        "groups",
+        "blocks",
+        "device pages",
+        "host pages",
+        "leases",
+    )
+    return answer, table(head, rows), 0
+
+
+def _leases(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.ListLeases(admin_pb2.ListLeasesRequest(), timeout=DEADLINE_SECONDS)
+    rows = [
+        (
+            le.lease_id[:12],
+            le.engine,
+            le.model_id,
+            le.replica,
+            le.state,
+            f"{le.silent_seconds:.1f}",
+            le.sequences,
+            le.private_pages,
+            " ".join(map(str, le.process_ids)),
+        )
+        for le in answer.leases
+    ]
+    head = ("lease", "engine", "model", "replica", "state", "silent s", "sequences", "private pages", "processes")
+    return answer, table(head, rows), 0
+
+
+def _sequences(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
+    request = admin_pb2.ListSequencesRequest(limit=arguments.limit)
+    answer = admin.ListSequences(request, timeout=DEADLINE_SECONDS)
+    rows = [
+        (
+            s.lease_id[:12],
+            s.sequence_id,
+            s.blocks,
+            s.sealed_blocks,
+            s.private_pages,
+            "out" if s.swapped_out else "device",
+            s.failed or "-",
+        )
+        for s in answer.sequences
+    ]
+    head = ("lease", "sequence", "blocks", "sealed", "private pages", "where", "failed")
+    return answer, table(head, rows) + _more(answer.truncated), 0
+
+
+def _blocks(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
+    request = admin_pb2.ListBlocksRequest(model_id=arguments.model, limit=arguments.limit)
+    answer = admin.ListBlocks(request, timeout=DEADLINE_SECONDS)
+    rows = [
+        (
+            b.key.hex()[:16],
+            b.position,
+            b.children,
+            b.pins,
+            b.hits,
+            "  ".join(f"{c.place}/{c.group} {c.state} page {c.page}" for c in b.copies),
+        )
+        for b in answer.blocks
+    ]
+    return answer, table(("key", "position", "children", "pins", "hits", "copies"), rows) + _more(answer.truncated), 0
+
+
+def _tickets(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.ListTickets(admin_pb2.ListTicketsRequest(limit=arguments.limit), timeout=DEADLINE_SECONDS)
+    rows = [
+        (
+            t.id,
+            t.direction,
+            common_pb2.TicketState.Name(t.state).removeprefix("TICKET_STATE_").lower(),
+            t.blocks,
+            describe_bytes(t.size_bytes),
+            t.reason or "-",
+        )
+        for t in answer.tickets
+    ]
+    return answer, table(("ticket", "direction", "state", "blocks", "bytes", "reason"), rows), 0
+
+
+def _tree(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
+    request = admin_pb2.GetTreeRequest(
+        model_id=arguments.model, key=bytes.fromhex(arguments.key), depth=arguments.depth, limit=arguments.limit
+    )
+    answer = admin.GetTree(request, timeout=DEADLINE_SECONDS)
+    lines = [
+        f"{'  ' * n.depth}{n.key.hex()[:16]}  block {n.position}, {n.tiers}, {n.children} children, {n.descendants:,} below"
+        for n in answer.nodes
+    ]
+    return answer, ("\n".join(lines) or "none") + _more(answer.truncated), 0
+
+
+def _evict(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
+    request = admin_pb2.EvictRequest(model_id=arguments.model, tier=arguments.tier, blocks=arguments.blocks)
+    answer = admin.Evict(request, timeout=DEADLINE_SECONDS)
+    return answer, f"evicted {answer.evicted:,} blocks", 0
+
+
+def _drain(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.Drain(admin_pb2.DrainRequest(), timeout=DEADLINE_SECONDS)
+    return answer, f"draining; {answer.live_leases} leases are still live", 0
+
+
+def _verify(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.Verify(admin_pb2.VerifyRequest(), timeout=DEADLINE_SECONDS)
+    looked = f"{answer.pages_checked:,} pages and {answer.blocks_checked:,} blocks checked"
+    if answer.ok:
+        return answer, f"ok: {looked}", 0
+    return answer, f"NOT ok: {looked}\n" + "\n".join(answer.problems), 1
+
+
+def _more(truncated: bool) -> str:
+    return "\n(more are there; raise --limit)" if truncated else ""

@@ -1,0 +1,51 @@
+"""``cachesvc``: everything that an operator or a researcher does from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import grpc
+
+from cachesvc.model.errors import CacheError
+from cachesvc_client.ctl import inspect, replaying
+from cachesvc_client.ctl.daemon_process import DaemonFailed
+from cachesvc_client.ctl.extras import MissingExtraError
+from cachesvc_client.ctl.replay import ReplayFailed
+from cachesvc_client.ctl.trace import TraceError
+from cachesvc_client.errors import CacheClientError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main() -> None:
+    """Entry point of the console script. Exit codes: 0 well, 1 a check failed, 2 the call could not be carried out."""
+    parser = argparse.ArgumentParser(prog="cachesvc", description="Looks into a cache daemon, and replays traces.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    replaying.add_commands(commands)
+    inspect.add_commands(commands)
+    arguments = parser.parse_args()
+    command: Command = arguments.command
+    try:
+        sys.exit(command(arguments))
+    except (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, CacheError, CacheClientError, OSError) as error:
+        _fail(str(error))
+    except grpc.RpcError as error:
+        assert isinstance(error, grpc.Call)
+        code = error.code()
+        hint = "; is the daemon running on that --socket?" if code is grpc.StatusCode.UNAVAILABLE else ""
+        _fail(f"{code.name}: {error.details()}{hint}")
+    except KeyboardInterrupt:
+        _fail("stopped")
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+def _fail(message: str) -> None:
+    print(f"cachesvc: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Keeps a lease alive: a beat every third of the silence limit, and word at once when the lease is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+from kvcache.v1 import lease_pb2
+
+from cachesvc_client.connection import Connection
+from cachesvc_client.errors import CacheClientError, DaemonUnavailable, LeaseLost, NotFound, error_of, is_refusal
+from cachesvc_client.lease_record import LeaseRecord
+from cachesvc_client.methods import KEEP_ALIVE
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """One thread for one lease. ``on_lost(error)`` is called from it, once, when the lease is over for the daemon."""
+
+    def __init__(
+        self, connection: Connection, record: LeaseRecord, on_lost: Callable[[CacheClientError], None]
+    ) -> None:
+        self._connection = connection
+        self._record = record
+        self._on_lost = on_lost
+        self._stopped = threading.Event()
+        self._call: grpc.Call | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"kvcache-keeper-{record.id}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop beating. Idempotent."""
+        with self._lock:
+            self._stopped.set()
+            if self._call is not None:
+                self._call.cancel()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            error = self._keep()
+            if error is not None:
+                self._on_lost(error)
+        except Exception:
+            log.exception("keeper_failed lease=%s", self._record.id)
+
+    def _keep(self) -> CacheClientError | None:
+        """Beat until stopped (None) or until the lease is over (why)."""
+        heard_s = time.monotonic()
+        pause_s = self._connection.retries.pause_s
+        while True:
+            error: CacheClientError | None = None
+            try:
+                for answer in self._open():
+                    heard_s = time.monotonic()
+                    self._record.is_draining = answer.draining
+                    if answer.epoch != self._record.epoch:
+                        return LeaseLost(f"lease {self._record.id} is of another life of the daemon; open a new one")
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                if is_refusal(failure) and isinstance(error, LeaseLost | NotFound):
+                    return error
+            except DaemonUnavailable as gone:
+                error = gone
+            if self._stopped.is_set():
+                return None
+            if self._connection.lost.is_set():
+                return self._connection.gone()
+            if time.monotonic() - heard_s > self._record.silence_limit_s:
+                return error or LeaseLost(f"lease {self._record.id}: the daemon answers no beats")
+            log.info("keeper_reconnects lease=%s why=%s", self._record.id, error)
+            self._stopped.wait(max(pause_s, 0.01))
+
+    def _open(self) -> Iterator[lease_pb2.KeepAliveResponse]:
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            call = self._connection.open_stream(KEEP_ALIVE, self._beats())
+            self._call = call
+        yield from call
+
+    def _beats(self) -> Iterator[lease_pb2.KeepAliveRequest]:
+        beat = lease_pb2.KeepAliveRequest(lease_id=self._record.id)
+        yield beat
+        while not self._stopped.wait(self._record.beat_interval_s):
+            yield beat

@@ -1,0 +1,44 @@
+"""Planes as tensors of the engine's framework, over the same bytes. Frameworks are imported where they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NUMPY_DTYPES: dict[str, type[np.generic]] = {
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "float8_e4m3fn": np.uint8,
+    "float8_e5m2": np.uint8,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "uint16": np.uint16,
+    "float32": np.float32,
+    "int32": np.int32,
+    "uint32": np.uint32,
+}
+"""The layout's dtypes as NumPy has them: what NumPy lacks is plain bits of the same width."""
+
+_CARRIERS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32}
+"""Types that every release of every framework takes over DLPack; the right name is given afterwards."""
+
+
+def as_carrier(plane: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same bytes under a type of that width which can cross DLPack."""
+    return plane.view(_CARRIERS[plane.dtype.itemsize])
+
+
+def to_torch(plane: npt.NDArray[Any], dtype: str) -> Any:
+    """A torch tensor over the plane's bytes, of the layout's dtype. Raises ImportError without torch."""
+    import torch
+
+    return torch.from_dlpack(as_carrier(plane)).view(getattr(torch, dtype))
+
+
+def to_paddle(plane: npt.NDArray[Any], dtype: str) -> Any:
+    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises ImportError without paddle."""
+    import paddle
+
+    return paddle.from_dlpack(as_carrier(plane)).view(dtype)
