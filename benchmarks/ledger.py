@@ -72,7 +72,7 @@ def measure(size: int) -> dict[str, float]:
     rng = random.Random(1)
     asked = [prompt for prompt in filled.prompts * (1 + 200 // len(filled.prompts))][:300]
     match_pin = [_match_and_pin(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
-    table = [_timed(lambda p=prompt: _table(ledger, place, p)) for prompt in filled.prompts]  # type: ignore[misc]
+    table = [_timed(lambda p=prompt: _table(ledger, place, p)) for prompt in filled.prompts]
     count = min(size // 2, 4096)
     evictor = Evictor(ledger)
     began = time.perf_counter()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from typing import Any
 
-from cachesvc.config import BACKENDS, LOG_LEVELS, load_config
+from cachesvc.config import BACKENDS, LOG_LEVELS, Config, load_config
 from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import RANK_RULES
 from cachesvc.telemetry.events import start_logging
+
+
+SWITCH_SECONDS = 0.0002
+"""How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
 
 
 def main() -> None:
@@ -22,13 +25,25 @@ def main() -> None:
     try:
         config = load_config(path, flags)
         start_logging(config.log_level)
-        asyncio.run(_run(config))
+        _run(config)
     except CacheError as error:
         print(f"cachesvcd: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-async def _run(config: Any) -> None:
+def _run(config: Config) -> None:
+    """Run on uvloop where it is installed: its round trips are shorter."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        from uvloop import Loop
+    except ImportError:
+        asyncio.run(_serve(config))
+        return
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(_serve(config))
+
+
+async def _serve(config: Config) -> None:
     await Daemon(config).run()
 
 

@@ -8,24 +8,33 @@ from dataclasses import dataclass
 
 from cachesvc.flows.backup import submit
 from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_on_device, ticket_view
-from cachesvc.flows.match import window_positions
 from cachesvc.flows.room import make_room
+from cachesvc.ledger.blocks import window_positions
 from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Direction, PagePairs
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
 
 
 @dataclass(slots=True)
 class _Loads:
-    """The part of a sequence's hit that is not on the device: rows to load, rows somebody else is loading."""
+    """The part of a sequence's hit that is not in its tables yet.
+
+    ``rows``: its blocks; ``whole``: those that must come from the host; ``windows[g]``: rows whose windowed copy must
+    come, of whole blocks or alone; ``needed[g]``: position -> row of all that the window needs. ``joined``: tickets
+    that bring the rest. ``blocked``: tickets to wait for first, because they fill other copies of the same blocks.
+    """
 
     rows: list[int]
-    absent: list[int]
+    whole: list[int]
+    windows: dict[int, list[int]]
+    needed: dict[int, dict[int, int]]
     joined: list[int]
+    blocked: list[int]
 
 
 def allocate(core: Core, lease_id: str, sequence_id: int, blocks: int, now: float) -> Allocated | Wait:
@@ -45,78 +54,96 @@ def allocate(core: Core, lease_id: str, sequence_id: int, blocks: int, now: floa
         raise InvalidRequest(
             f"sequence {sequence_id} has {first} blocks and a hit of {sequence.hit_blocks}; allocate at least as many"
         )
-    loads = _loads(model, replica, sequence)
+    loads = _loads(core, model, replica, sequence)
+    if loads.blocked:
+        return Wait(tuple(loads.blocked))
     fresh = blocks - first - len(loads.rows)
     with _kept(model, replica, loads):
-        wait = make_room(core, model, replica, _pages_wanted(model, replica, sequence, loads, fresh))
+        wait = make_room(core, model, replica, _pages_wanted(model, loads, fresh))
         if wait is not None:
             return wait
         tickets = _start_loads(core, model, replica, sequence, loads) if loads.rows else []
     _add_fresh(replica, sequence, fresh)
-    _declare_computing(model, sequence, first + len(loads.rows))
+    declare_computing(model, sequence)
     place = replica.place
-    tables = tuple(cells(place, group, first, table[first:]) for group, table in enumerate(sequence.tables))
+    tables = tuple(cells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(ticket_view(ticket) for ticket in tickets), len(loads.rows))
 
 
-def _loads(model: Model, replica: Replica, sequence: Sequence) -> _Loads:
+def _loads(core: Core, model: Model, replica: Replica, sequence: Sequence) -> _Loads:
     if sequence.blocks >= sequence.hit_blocks:
-        return _Loads([], [], [])
-    place = replica.place
+        return _Loads([], [], {}, {}, [], [])
+    place, base = replica.place, sequence.blocks
     rows = model.blocks.index.path(sequence.host_anchor, sequence.anchor)
-    absent = [row for row in rows if place.state(row) == ABSENT]
-    joined = [row for row in rows if place.state(row) == FILLING]
-    return _Loads(rows, absent, joined)
+    whole = [row for row in rows if place.state(row) == ABSENT]
+    awaited = {row for row in rows if place.state(row) == FILLING}
+    missing: set[int] = set()
+    windows: dict[int, list[int]] = {}
+    needed: dict[int, dict[int, int]] = {}
+    for group in place.window_groups:
+        positions = window_positions(model.layout, group, sequence.hit_blocks)
+        needed[group] = {position: rows[position - base] for position in positions if position >= base}
+        states = place.states[group]
+        windows[group] = [row for row in needed[group].values() if states[row] == ABSENT]
+        awaited.update(row for row in needed[group].values() if states[row] == FILLING)
+        missing.update(row for row in windows[group] if place.is_filling(row))
+    running = core.ledger.tickets.of_replica(model.id, replica.id, Direction.LOAD) if awaited or missing else []
+    joined = [ticket.id for ticket in running if not awaited.isdisjoint(ticket.rows)]
+    blocked = [ticket.id for ticket in running if not missing.isdisjoint(ticket.rows)]
+    return _Loads(rows, whole, windows, needed, joined, blocked)
 
 
 @contextmanager
 def _kept(model: Model, replica: Replica, loads: _Loads) -> Iterator[None]:
     """Keep what others brought to the device since Match while room is made for the rest."""
-    place = replica.place
+    blocks, place = model.blocks, replica.place
     present = [row for row in loads.rows if place.state(row) != ABSENT]
+    windows = [
+        (group, row)
+        for group, needed in loads.needed.items()
+        for row in needed.values()
+        if place.states[group][row] != ABSENT
+    ]
     if present:
-        model.blocks.pin(place, present[-1])
+        blocks.pin(place, present[-1])
+    for group, row in windows:
+        blocks.pin_window(place, group, row)
     try:
         yield
     finally:
+        for group, row in windows:
+            blocks.unpin_window(place, group, row)
         if present:
-            model.blocks.unpin(place, present[-1])
+            blocks.unpin(place, present[-1])
 
 
-def _window_loads(model: Model, replica: Replica, sequence: Sequence, group: int, loads: _Loads) -> list[int]:
-    """Rows whose pages a windowed group must have from the host for this hit."""
-    needed = window_positions(model, group, sequence.hit_blocks)
-    base = sequence.blocks
-    host = model.blocks.host.states[group]
-    absent = set(loads.absent)
-    rows = [loads.rows[position - base] for position in needed if position >= base]
-    return [row for row in rows if row in absent and host[row] == READY]
-
-
-def _pages_wanted(model: Model, replica: Replica, sequence: Sequence, loads: _Loads, fresh: int) -> list[int]:
-    windowed = replica.place.window_groups
-    return [
-        fresh + (len(_window_loads(model, replica, sequence, group, loads)) if group in windowed else len(loads.absent))
-        for group in range(len(model.layout.groups))
-    ]
+def _pages_wanted(model: Model, loads: _Loads, fresh: int) -> list[int]:
+    return [fresh + len(loads.windows.get(group, loads.whole)) for group in range(len(model.layout.groups))]
 
 
 def _start_loads(core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads) -> list[Ticket]:
-    """Fill what is absent from the host, join what is being filled, and write both into the tables."""
+    """Fill what is missing from the host, join what is being filled, and write both into the tables."""
     place = replica.place
     book = core.ledger.tickets
-    joined = [t for t in book.running.values() if _fills(t, replica.id, model.id) and set(t.rows) & set(loads.joined)]
-    tickets = list(joined)
-    if loads.absent:
+    tickets = [book.running[ticket] for ticket in loads.joined]
+    _anchor_present(model, replica, sequence, loads)
+    if loads.whole or any(loads.windows.values()):
         ticket = book.open(model.id, replica.id, Direction.LOAD)
-        ticket.rows = loads.absent
-        ticket.after = [t.id for t in joined]
-        _fill(core, model, replica, sequence, loads, ticket)
+        ticket.after = list(loads.joined)
         tickets.append(ticket)
+        _fill(core, model, replica, loads, ticket)
     for group, table in enumerate(sequence.tables):
-        pages = place.pages[group]
-        states = place.states[group]
-        table.extend(pages[row] if states[row] else NO_PAGE for row in loads.rows)
+        base, pages = len(table), place.pages[group]
+        if group in loads.needed:
+            needed = loads.needed[group]
+            table.extend(
+                pages[row] if position in needed else NO_PAGE for position, row in enumerate(loads.rows, start=base)
+            )
+            sequence.window_rows.setdefault(group, {}).update(needed)
+            for row in needed.values():
+                model.blocks.pin_window(place, group, row)
+        else:
+            table.extend(pages[row] for row in loads.rows)
     waiter = (sequence.lease, sequence.id)
     for ticket in tickets:
         ticket.waiters.append(waiter)
@@ -126,20 +153,28 @@ def _start_loads(core: Core, model: Model, replica: Replica, sequence: Sequence,
     return tickets
 
 
-def _fills(ticket: Ticket, replica: int, model: int) -> bool:
-    return ticket.direction is Direction.LOAD and ticket.replica == replica and ticket.model == model
+def _anchor_present(model: Model, replica: Replica, sequence: Sequence, loads: _Loads) -> None:
+    """Blocks that came to the device since Match are the sequence's now: nothing in flight may be what keeps them."""
+    place = replica.place
+    present = [row for row in loads.rows if place.is_hittable(row)]
+    if not present:
+        return
+    model.blocks.pin(place, present[-1])
+    if sequence.anchor != NO_ROW:
+        model.blocks.unpin(place, sequence.anchor)
+    sequence.anchor = present[-1]
+    sequence.sealed += len(present)
 
 
-def _fill(core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads, ticket: Ticket) -> None:
+def _fill(core: Core, model: Model, replica: Replica, loads: _Loads, ticket: Ticket) -> None:
     place, host = replica.place, model.blocks.host
-    rows_of: list[list[int]] = []
+    rows_of = [loads.windows.get(group, loads.whole) for group in range(len(model.layout.groups))]
     pages_of: list[dict[int, int]] = []
-    for group in range(len(model.layout.groups)):
-        windowed = group in place.window_groups
-        rows = _window_loads(model, replica, sequence, group, loads) if windowed else loads.absent
-        rows_of.append(rows)
+    for group, rows in enumerate(rows_of):
         pages_of.append(dict(zip(rows, place.pools[group].take(len(rows), PageState.IN_FLIGHT), strict=True)))
-    for row in loads.absent:
+    moving = {row for rows in rows_of for row in rows}
+    ticket.rows = [row for row in loads.rows if row in moving]
+    for row in ticket.rows:
         model.blocks.start_fill(place, row, [pages.get(row, NO_PAGE) for pages in pages_of])
     pairs = tuple(
         PagePairs(group, tuple(pages_of[group][row] for row in rows), tuple(host.pages[group][row] for row in rows))
@@ -154,19 +189,11 @@ def settle_loads(model: Model, replica: Replica, sequence: Sequence) -> None:
     blocks = model.blocks
     place = replica.place
     blocks.pin(place, sequence.host_anchor)
-    if sequence.anchor >= 0:
+    if sequence.anchor != NO_ROW:
         blocks.unpin(place, sequence.anchor)
     blocks.unpin(blocks.host, sequence.host_anchor)
-    path = blocks.index.path(sequence.host_anchor)
-    for group in place.window_groups:
-        held = sequence.window_rows.setdefault(group, {})
-        for position in range(sequence.sealed, sequence.hit_blocks):
-            row = path[position]
-            if place.states[group][row] == READY and position not in held and sequence.tables[group][position] >= 0:
-                place.window_pins[group][row] += 1
-                held[position] = row
     sequence.anchor = sequence.host_anchor
-    sequence.host_anchor = -1
+    sequence.host_anchor = NO_ROW
     sequence.sealed = sequence.hit_blocks
 
 
@@ -177,18 +204,21 @@ def _add_fresh(replica: Replica, sequence: Sequence, fresh: int) -> None:
         sequence.own[group].update(pages)
 
 
-def _declare_computing(model: Model, sequence: Sequence, first: int) -> None:
-    for position in range(first, min(sequence.blocks, sequence.known_keys)):
+def declare_computing(model: Model, sequence: Sequence) -> None:
+    """The sequence computes all blocks from its hit on whose keys are known."""
+    last = min(sequence.blocks, sequence.known_keys)
+    for position in range(max(sequence.sealed, sequence.hit_blocks, sequence.declared), last):
         key = sequence.key(position)
         model.computing[key] = model.computing.get(key, 0) + 1
+    sequence.declared = max(sequence.declared, last)
 
 
 def withdraw_computing(model: Model, sequence: Sequence, first: int, last: int) -> None:
-    """The sequence no longer computes blocks ``[first, last)``."""
-    for position in range(first, min(last, sequence.known_keys)):
+    """The sequence no longer computes blocks ``[first, last)``, as far as it had declared them."""
+    for position in range(first, min(last, sequence.declared)):
         key = sequence.key(position)
-        left = model.computing.get(key, 0) - 1
-        if left > 0:
+        left = model.computing[key] - 1
+        if left:
             model.computing[key] = left
         else:
-            model.computing.pop(key, None)
+            del model.computing[key]

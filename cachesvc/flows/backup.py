@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.core import Core
+from cachesvc.flows.core import Core, remember_dropped
 from cachesvc.ledger.evict import Drain, host_pages_for
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
@@ -28,6 +28,7 @@ def back_up(core: Core, model: Model, replica: Replica, rows: list[int]) -> Tick
         plan, _ = model.evictor.plan_host(len(wanted) - free)
         model.evictor.carry_out(plan)
         core.count("host_evictions", len(plan.drops))
+        remember_dropped(core, model)
         free = min(blocks.host.pools[group].free for group in blocks.host.full_groups)
     for row in wanted[free:]:
         blocks.end_flight(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,6 +85,19 @@ def require_on_device(sequence: Sequence) -> None:
         raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")
 
 
+def remember_dropped(core: Core, model: Model) -> None:
+    """Move the reuse counts of blocks that left the index into the bounded memory of the write policy."""
+    dropped = model.blocks.dropped
+    if core.writing.counts_reuse:
+        for key, reuses in dropped:
+            if reuses:
+                model.remembered[key] = reuses
+                model.remembered.move_to_end(key)
+        while len(model.remembered) > core.writing.remember:
+            model.remembered.popitem(last=False)
+    dropped.clear()
+
+
 def ticket_view(ticket: Ticket) -> TicketView:
     """A ticket as callers see it."""
     return TicketView(
@@ -98,19 +111,16 @@ def ticket_view(ticket: Ticket) -> TicketView:
     )
 
 
-def cells(place: Place, group: int, first_block: int, pages: list[int]) -> GroupCells:
-    """Table cells with the generation of each page (0 where there is none)."""
-    generations = place.pools[group].generations
-    return GroupCells(
-        group, first_block, tuple(pages), tuple(generations[page] if page != NO_PAGE else 0 for page in pages)
-    )
+def cells(group: int, first_block: int, pages: Iterable[int]) -> GroupCells:
+    """Table cells of one group. Only stock pages need their generations."""
+    return GroupCells(group, first_block, tuple(pages))
 
 
 def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
     """The refusal of a pool, with its numbers."""
     held = pool.usable - pool.free - pool.counts[PageState.QUARANTINED] - evictable
     return PoolExhausted(
-        pool=pool.name,
+        pool=pool.name if pool.usable == pool.capacity else f"{pool.name} (only {pool.usable} pages have arrived yet)",
         wanted=wanted,
         free=pool.free,
         evictable=evictable,

@@ -6,7 +6,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.release import let_go
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotFound, Unavailable
+from cachesvc.model.errors import InvalidRequest, KeyReused, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 
 
@@ -25,23 +25,26 @@ def process_gone(core: Core, token: bytes) -> None:
         if lease is None:
             continue
         lease.processes.discard(token)
+        lease.attached.pop(token, None)
         if lease.state is LeaseState.LIVE:
             lose(core, lease, "its process ended")
-        if not lease.processes:
+        elif not lease.processes:
             free_quarantine(core, lease)
 
 
 def open_lease(
     core: Core, model_id: int, replica_id: int, engine: str, token: bytes, request_id: int, now: float
 ) -> Lease:
-    """A new lease for the process behind ``token``; the same token and request_id give the same lease.
+    """A new lease for the process behind ``token``; the same token and request_id (not 0) give the same lease.
 
-    Raises NotFound (model, replica, process), LimitExceeded, Unavailable (draining).
+    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, Unavailable (draining).
     """
     process = _process(core, token)
-    for lease_id in process.leases:
+    for lease_id in process.leases if request_id else ():
         known = core.ledger.leases.get(lease_id)
         if known is not None and known.opened_by == (token, request_id) and known.state is LeaseState.LIVE:
+            if (known.model, known.replica) != (model_id, replica_id):
+                raise KeyReused(request_id)
             return known
     if core.ledger.draining:
         raise Unavailable("the daemon is draining and opens no new leases; go on without the cache")
@@ -62,7 +65,7 @@ def attach(core: Core, lease_id: str, rank: int, token: bytes, now: float) -> tu
     lease = core.ledger.lease(lease_id)
     lease.last_heard = now
     model = core.ledger.model(lease.model)
-    if rank >= model.layout.ranks:
+    if not 0 <= rank < model.layout.ranks:
         raise InvalidRequest(f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks")
     process = _process(core, token)
     _bind(lease, process)
@@ -83,6 +86,8 @@ def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
         del lease.attached[token]
         if token != lease.opened_by[0]:
             _unbind(core, lease, token)
+            if not lease.processes and lease.state is LeaseState.QUARANTINED:
+                free_quarantine(core, lease)
 
 
 def keep_alive(core: Core, lease_id: str, now: float) -> Lease:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.core import Core, cells, replica_of
-from cachesvc.ledger.blocks import Hit
+from cachesvc.ledger.blocks import Hit, hit_window_blocks, window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, StateConflict, Unavailable
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE, READY
+from cachesvc.model.words import NO_PAGE
 
 
 def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: int, now: float) -> Matched:
@@ -40,7 +40,10 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
         keys=bytearray(keys),
         tables=[[] for _ in model.layout.groups],
         own=[set() for _ in model.layout.groups],
-        cursors={group: model.layout.sink_blocks(group) for group in model.layout.window_groups},
+        cursors={
+            group: max(model.layout.sink_blocks(group), hit.blocks - hit_window_blocks(model.layout, group))
+            for group in model.layout.window_groups
+        },
     )
     pin_hit(core, model, place, sequence, hit)
     lease.sequences[sequence_id] = sequence
@@ -78,14 +81,6 @@ def pin_hit(core: Core, model: Model, place: Place, sequence: Sequence, hit: Hit
         sequence.host_anchor = hit.row
 
 
-def window_positions(model: Model, group: int, blocks: int) -> list[int]:
-    """Positions of a table of ``blocks`` cells that a windowed group needs: the sinks and the last window."""
-    layout = model.layout
-    sinks = min(layout.sink_blocks(group), blocks)
-    first = max(sinks, blocks - layout.window_blocks(group))
-    return [*range(sinks), *range(first, blocks)]
-
-
 def _in_place(model: Model, place: Place, sequence: Sequence, hit: Hit) -> tuple[GroupCells, ...]:
     """Fill the sequence's tables with the pages in place, pinning what windows need."""
     if not hit.device_blocks:
@@ -97,17 +92,14 @@ def _in_place(model: Model, place: Place, sequence: Sequence, hit: Hit) -> tuple
     for group in place.window_groups:
         table = [NO_PAGE] * len(path)
         held = sequence.window_rows.setdefault(group, {})
-        for position in window_positions(model, group, hit.blocks):
-            if position < len(path) and place.states[group][path[position]] >= READY:
+        for position in window_positions(model.layout, group, hit.blocks):
+            if position < len(path):
                 row = path[position]
                 table[position] = place.pages[group][row]
-                place.window_pins[group][row] += 1
+                model.blocks.pin_window(place, group, row)
                 held[position] = row
         sequence.tables[group] = table
-        sequence.cursors[group] = max(
-            sequence.cursors[group], min(hit.blocks, len(path)) - model.layout.window_blocks(group)
-        )
-    return tuple(cells(place, group, 0, table) for group, table in enumerate(sequence.tables))
+    return tuple(cells(group, 0, table) for group, table in enumerate(sequence.tables))
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:

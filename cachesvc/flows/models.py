@@ -10,7 +10,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
@@ -75,7 +75,7 @@ def register(
 
     Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, LimitExceeded, Unavailable.
     """
-    _check(core, name, salt, (device_wish, host_wish), layout)
+    _check(name, salt, (device_wish, host_wish), layout)
     chosen = _devices(vault, layout, devices)
     namespace = namespace_of(name, layout.fingerprint, salt)
     model = next((m for m in core.ledger.models.values() if m.namespace == namespace), None)
@@ -85,7 +85,7 @@ def register(
                 return Registered(model, replica, existed=True)
     if core.ledger.draining:
         raise Unavailable("the daemon is draining and registers nothing new")
-    if len(core.ledger.models) >= core.limits.models:
+    if model is None and len(core.ledger.models) >= core.limits.models:
         raise LimitExceeded("models", len(core.ledger.models) + 1, core.limits.models)
     keep = model.id if model is not None else None
     pages = _device_pages(core, vault, layout, chosen, device_wish, keep)
@@ -96,7 +96,7 @@ def register(
     return Registered(model, replica, existed=False)
 
 
-def _check(core: Core, name: str, salt: bytes, wishes: tuple[PoolWish, ...], layout: Layout) -> None:
+def _check(name: str, salt: bytes, wishes: tuple[PoolWish, ...], layout: Layout) -> None:
     if not name or len(name.encode()) > MAX_MODEL_NAME_BYTES:
         raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
     if len(salt) > MAX_SALT_BYTES:
@@ -104,6 +104,8 @@ def _check(core: Core, name: str, salt: bytes, wishes: tuple[PoolWish, ...], lay
     for wish in wishes:
         if wish.pages and len(wish.pages) != len(layout.groups):
             raise InvalidRequest(f"{len(wish.pages)} page counts for {len(layout.groups)} groups; give one for each")
+        if min(wish.pages, default=1) < 0:
+            raise InvalidRequest(f"page counts cannot be negative, got {wish.pages}")
         if not 0 <= wish.share <= 1:
             raise InvalidRequest(f"a pool share must be between 0 and 1, got {wish.share}")
 
@@ -125,23 +127,31 @@ def _device_pages(
     core: Core, vault: Vault, layout: Layout, devices: tuple[str, ...], wish: PoolWish, keep: int | None
 ) -> tuple[int, ...]:
     """Pages for each group on every device, making idle models give way while they do not fit."""
+    if not all(wish.pages):
+        raise InvalidRequest(f"a device pool needs at least one page in every group, got {wish.pages}")
+    share = 1.0 if wish.pages else wish.share
     while True:
         left = min(vault.device_free_bytes(device) for device in devices)
         pages = wish.pages or _fitting(layout, int(left * wish.share))
-        needed = device_bytes(layout, pages)
-        if all(pages) and needed <= left:
+        if all(pages) and device_bytes(layout, pages) <= left:
             return pages
-        if not _dismiss_idle(core, vault, devices, keep):
-            per_block = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
-            raise PoolExhausted(
-                pool=f"device pool of {', '.join(devices)} ({left} bytes left, {per_block} bytes a block)",
-                wanted=max(wish.pages, default=1),
-                free=left // per_block,
-                evictable=0,
-                pinned=0,
-                quarantined=0,
-                capacity=left // per_block,
-            )
+        idle = _idle_models(core, devices, keep)
+        least = device_bytes(layout, wish.pages or (1,) * len(layout.groups))
+        if not idle or any(
+            least > share * (vault.device_free_bytes(d) + sum(_bytes_on(model, d) for model in idle)) for d in devices
+        ):
+            break
+        _dismiss(core, vault, min(idle, key=lambda model: (model.last_used, model.id)))
+    per_block = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
+    raise PoolExhausted(
+        pool=f"device pool of {', '.join(devices)} ({left} bytes left, {per_block} bytes a block)",
+        wanted=max(wish.pages, default=1),
+        free=left // per_block,
+        evictable=sum(min(_bytes_on(model, d) for d in devices) for model in idle) // per_block,
+        pinned=0,
+        quarantined=0,
+        capacity=left // per_block,
+    )
 
 
 def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
@@ -152,22 +162,25 @@ def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
     return (count,) * groups
 
 
-def _dismiss_idle(core: Core, vault: Vault, devices: tuple[str, ...], keep: int | None) -> bool:
-    """Drop the model that has been idle longest and holds memory on one of ``devices``; False when there is none."""
+def _idle_models(core: Core, devices: tuple[str, ...], keep: int | None) -> list[Model]:
+    """Models that hold memory on one of ``devices`` and that nobody uses."""
     busy = {lease.model for lease in core.ledger.leases.values()}
     busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
-    idle = [
+    return [
         model
         for model in core.ledger.models.values()
         if model.id not in busy and model.id != keep and any(set(r.devices) & set(devices) for r in model.replicas)
     ]
-    if not idle:
-        return False
-    oldest = min(idle, key=lambda model: (model.last_used, model.id))
-    vault.close_model(oldest.id)
-    del core.ledger.models[oldest.id]
+
+
+def _bytes_on(model: Model, device: str) -> int:
+    return sum(device_bytes(model.layout, r.device_pages) for r in model.replicas if device in r.devices)
+
+
+def _dismiss(core: Core, vault: Vault, model: Model) -> None:
+    vault.close_model(model.id)
+    del core.ledger.models[model.id]
     core.count("models_dismissed")
-    return True
 
 
 def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, wish: PoolWish) -> Model:
@@ -192,7 +205,7 @@ def _new_replica(core: Core, vault: Vault, model: Model, devices: tuple[str, ...
     replica_id = len(model.replicas)
     try:
         vault.open_replica(model.id, replica_id, model.layout, devices, pages)
-    except PoolExhausted:
+    except CacheError:
         if not model.replicas:
             vault.close_model(model.id)
             del core.ledger.models[model.id]

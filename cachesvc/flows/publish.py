@@ -33,6 +33,9 @@ def publish(
         return Wait(running)
     count = _check(core, sequence, first_block, keys, blocks)
     first = sequence.sealed
+    keys = keys or bytes(sequence.keys[first * KEY_BYTES : (first + count) * KEY_BYTES])
+    _check_chain(model, sequence, keys)
+    sequence.keys[first * KEY_BYTES :] = keys + sequence.keys[(first + count) * KEY_BYTES :]
     fresh_rows: list[int] = []
     doubles: list[int] = []
     spares: list[tuple[int, int]] = []
@@ -67,16 +70,32 @@ def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks
         raise StateConflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
     if first_block + count > sequence.blocks:
         raise NotOwned(
-            f"sequence {sequence.id} has pages for {sequence.blocks} blocks, not for {first_block + count}; allocate first"
+            f"sequence {sequence.id} has pages for {sequence.blocks} blocks, not for {first_block + count}; "
+            "allocate first"
         )
     known = sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES]
     if keys:
-        if known and not keys.startswith(bytes(known)):
+        if not keys.startswith(bytes(known)):
             raise InvalidRequest(f"keys from block {first_block} on contradict those of Match")
-        sequence.keys += keys[len(known) :]
     elif len(known) < count * KEY_BYTES:
         raise InvalidRequest(f"the keys of {count} blocks from {first_block} on are not known; send them")
     return count
+
+
+def _check_chain(model: Model, sequence: Sequence, keys: bytes) -> None:
+    """Raises InvalidRequest where a key is known below another prefix, or named twice."""
+    index = model.blocks.index
+    above: int | None = sequence.anchor  # None: a block that is new
+    fresh: set[bytes] = set()
+    for at in range(0, len(keys), KEY_BYTES):
+        key = keys[at : at + KEY_BYTES]
+        row = index.rows.get(key)
+        if key in fresh or (row is not None and index.parent[row] != above):
+            block = sequence.sealed + at // KEY_BYTES
+            raise InvalidRequest(f"block {block}: its key is known below another prefix; keys must be chained")
+        above = row
+        if row is None:
+            fresh.add(key)
 
 
 def _seal_one(
@@ -97,8 +116,6 @@ def _seal_one(
     if row == NO_ROW:
         remembered = model.remembered.pop(key, 0)
         row = index.insert(key, tip, core.ledger.stamp(), remembered)
-    elif index.parent[row] != tip:
-        raise InvalidRequest(f"block {position}: its key is known below another prefix; keys must be chained")
     elif place.state(row) == FILLING:
         return row, FILLING
     elif place.is_hittable(row):
@@ -156,8 +173,9 @@ def _pin_windows(model: Model, replica: Replica, sequence: Sequence, first: int,
     for group in place.window_groups:
         held = sequence.window_rows.setdefault(group, {})
         for position, row in enumerate(path, start=first):
-            if sequence.tables[group][position] != NO_PAGE:
-                place.window_pins[group][row] += 1
+            page = sequence.tables[group][position]
+            if page != NO_PAGE and place.pages[group][row] == page:
+                model.blocks.pin_window(place, group, row)
                 held[position] = row
 
 
@@ -168,11 +186,11 @@ def _answer(
     if not doubles:
         return Published(sequence.sealed, (), (), (), pending)
     duplicates = tuple(
-        cells(place, group, doubles[0], [table[position] for position in doubles])
+        cells(group, doubles[0], [table[position] for position in doubles])
         for group, table in enumerate(sequence.tables)
     )
     own = tuple(
-        cells(place, group, doubles[0], [page for owner, page in spares if owner == group])
+        cells(group, doubles[0], [page for owner, page in spares if owner == group])
         for group in range(len(sequence.tables))
     )
     return Published(sequence.sealed, tuple(doubles), duplicates, own, pending)

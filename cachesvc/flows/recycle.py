@@ -6,6 +6,7 @@ counting the query itself; only computed and verified tokens count.
 
 from __future__ import annotations
 
+from cachesvc.flows.allocate import declare_computing
 from cachesvc.flows.core import Core, open_sequence, replica_of, require_on_device
 from cachesvc.flows.room import make_room
 from cachesvc.ledger.leases import Lease
@@ -38,13 +39,15 @@ def recycle(
     found = [_owner(lease, sequence, group, page) for group, _, group_pages, _ in pages for page in group_pages]
     if len({(group, page) for group, page, _ in found}) != len(found):
         raise InvalidRequest("a page is named twice in one recycle; name each once")
+    if sequence is not None and computed_tokens:
+        require_on_device(sequence)
+        _check_computed(model, sequence, computed_tokens)
     freed = 0
     for group, page, owner in found:
         owner.remove(page)
         replica.place.pools[group].move(page, PageState.FREE)
         freed += 1
     if sequence is not None and computed_tokens:
-        require_on_device(sequence)
         freed += _recycle_windows(model, replica, sequence, computed_tokens)
     cursors = tuple(sequence.cursors.values()) if sequence is not None else ()
     return Recycled(freed, cursors)
@@ -57,17 +60,20 @@ def _owner(lease: Lease, sequence: Sequence | None, group: int, page: int) -> tu
         return group, page, lease.stock[group]
     if sequence is None or page not in sequence.own[group]:
         raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
-    if page in sequence.tables[group]:
+    if sequence.swap_ticket or page in sequence.tables[group]:
         raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")
     return group, page, sequence.own[group]
 
 
-def _recycle_windows(model: Model, replica: Replica, sequence: Sequence, computed_tokens: int) -> int:
-    layout, place = model.layout, replica.place
-    if computed_tokens > sequence.blocks * layout.block_tokens:
+def _check_computed(model: Model, sequence: Sequence, computed_tokens: int) -> None:
+    if computed_tokens > sequence.blocks * model.layout.block_tokens:
         raise InvalidRequest(
             f"computed_tokens {computed_tokens} is beyond the {sequence.blocks} blocks of sequence {sequence.id}"
         )
+
+
+def _recycle_windows(model: Model, replica: Replica, sequence: Sequence, computed_tokens: int) -> int:
+    layout, place = model.layout, replica.place
     freed = 0
     for group in place.window_groups:
         window = layout.groups[group].window_tokens
@@ -84,7 +90,7 @@ def _recycle_windows(model: Model, replica: Replica, sequence: Sequence, compute
                 place.pools[group].move(page, PageState.FREE)
                 freed += 1
             elif position in held:
-                place.window_pins[group][held.pop(position)] -= 1
+                model.blocks.unpin_window(place, group, held.pop(position))
         sequence.cursors[group] = max(sequence.cursors[group], dead)
     return freed
 
@@ -120,6 +126,7 @@ def extend(core: Core, lease_id: str, sequence_id: int, pages: tuple[GroupCells,
         lease.stock[cells.group].difference_update(cells.pages)
         sequence.own[cells.group].update(cells.pages)
         sequence.tables[cells.group].extend(cells.pages)
+    declare_computing(model, sequence)
     return sequence.blocks
 
 

@@ -12,7 +12,7 @@ from cachesvc.model.words import PageState
 
 
 def release(core: Core, lease_id: str, sequence_id: int, now: float) -> int:
-    """End a sequence; returns how many device pages came back. Raises NotFound (also when released twice), LeaseLost."""
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time), LeaseLost."""
     lease = core.ledger.lease(lease_id)
     sequence = core.ledger.sequence(lease, sequence_id)
     lease.last_heard = now
@@ -24,7 +24,7 @@ def let_go(core: Core, lease: Lease, sequence: Sequence, *, to_quarantine: bool 
     model = core.ledger.models[sequence.model]
     replica = model.replicas[sequence.replica]
     unpin_all(model, replica, sequence)
-    withdraw_computing(model, sequence, max(sequence.sealed, sequence.hit_blocks), sequence.blocks)
+    withdraw_computing(model, sequence, max(sequence.sealed, sequence.hit_blocks), sequence.declared)
     freed = 0
     for group, page in sequence.own_pages():
         pool = replica.place.pools[group]
@@ -44,16 +44,18 @@ def unpin_all(model: Model, replica: Replica, sequence: Sequence) -> None:
     """Take back every pin of a sequence."""
     blocks = model.blocks
     place = replica.place
-    for group, held in sequence.window_rows.items():
-        for row in held.values():
-            place.window_pins[group][row] -= 1
-    sequence.window_rows.clear()
-    if sequence.anchor != NO_ROW and not sequence.swapped_out:
-        blocks.unpin(place, sequence.anchor)
-    elif sequence.anchor != NO_ROW and sequence.swap_ticket:
+    unpin_windows(model, replica, sequence, 0)
+    if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
         blocks.unpin(place, sequence.anchor)  # on its way in, it is pinned on both
     if sequence.host_anchor != NO_ROW:
         blocks.unpin(blocks.host, sequence.host_anchor)
+
+
+def unpin_windows(model: Model, replica: Replica, sequence: Sequence, first: int) -> None:
+    """Take back the window pins of positions from ``first`` on."""
+    for group, held in sequence.window_rows.items():
+        for position in [position for position in held if position >= first]:
+            model.blocks.unpin_window(replica.place, group, held.pop(position))
 
 
 def free_swapped(model: Model, sequence: Sequence) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cachesvc.flows.backup import submit_store
-from cachesvc.flows.core import Core, exhausted
-from cachesvc.ledger.evict import evictable_pages
+from cachesvc.flows.core import Core, exhausted, remember_dropped
+from cachesvc.ledger.evict import evictable_pages, idle_windows
+from cachesvc.ledger.leaves import Rank
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import Place
-from cachesvc.ledger.tickets import PageMove
 from cachesvc.model.answers import Wait
-from cachesvc.model.words import ABSENT, READY, PageState
+from cachesvc.model.transfer import Direction
 
 
 def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> Wait | None:
@@ -19,39 +19,33 @@ def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> 
     nothing is evicted then.
     """
     place = replica.place
+    for group in place.window_groups:
+        short = wanted[group] - place.pools[group].free
+        if short > 0 and not _has_idle_windows(model, place, group, short):
+            return _wait_or_refuse(core, model, replica, group, wanted[group])
     shortage = max((wanted[group] - place.pools[group].free for group in place.full_groups), default=0)
     if shortage > 0 and (wait := _evict_blocks(core, model, replica, shortage, wanted)) is not None:
         return wait
     for group in place.window_groups:
-        short = wanted[group] - place.pools[group].free
-        if short > 0:
-            _evict_window_pages(model, place, group, short, wanted[group])
+        _evict_window_pages(model, place, group, wanted[group] - place.pools[group].free)
     return None
 
 
 def _evict_blocks(core: Core, model: Model, replica: Replica, shortage: int, wanted: list[int]) -> Wait | None:
     place = replica.place
-    draining = [
-        ticket
-        for ticket in core.ledger.tickets.running.values()
-        if ticket.model == model.id and ticket.replica == replica.id and (ticket.drains or _swaps_out(ticket.moves))
-    ]
+    draining = [t for t in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE) if t.drains]
     coming = sum(len(ticket.drains) for ticket in draining)
     if shortage > coming:
         plan, met = model.evictor.plan_device(
             place, shortage - coming, to_host=core.writing.copies_when_evicted and _has_host(model)
         )
         if not met:
-            if draining:
-                return Wait(tuple(ticket.id for ticket in draining))
-            pool = max(
-                (place.pools[g] for g in place.full_groups),
-                key=lambda p: wanted[place.pools.index(p)] - p.free,
-            )
-            raise exhausted(pool, wanted[place.pools.index(pool)], evictable_pages(model.blocks, place))
+            group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].free)
+            return _wait_or_refuse(core, model, replica, group, wanted[group])
         drains = model.evictor.carry_out(plan)
         core.count("evictions", len(plan.drops))
         core.count("host_evictions", len(plan.host_drops))
+        remember_dropped(core, model)
         if drains:
             draining.append(submit_store(core, model, replica, [], drains))
     if all(place.pools[group].free >= wanted[group] for group in place.full_groups):
@@ -59,27 +53,43 @@ def _evict_blocks(core: Core, model: Model, replica: Replica, shortage: int, wan
     return Wait(tuple(ticket.id for ticket in draining))
 
 
-def _swaps_out(moves: list[PageMove]) -> bool:
-    return bool(moves)
+def _wait_or_refuse(core: Core, model: Model, replica: Replica, group: int, wanted: int) -> Wait:
+    """Wait where the end of running transfers can meet the demand. Raises PoolExhausted where it cannot."""
+    place, book = replica.place, core.ledger.tickets
+    pool = place.pools[group]
+    running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
+    if running:
+        moves = sum(move.is_own and move.group == group for ticket in running for move in ticket.moves)
+        if pool.free + moves + _evictable(model, place, group, after_flights=True) >= wanted:
+            return Wait(tuple(ticket.id for ticket in running))
+    raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
+
+
+def _evictable(model: Model, place: Place, group: int, *, after_flights: bool) -> int:
+    if group in place.full_groups:
+        return evictable_pages(model.blocks, place, after_flights=after_flights)
+    return idle_windows(model.blocks, place, group, after_flights=after_flights)
 
 
 def _has_host(model: Model) -> bool:
     return any(pool.usable for pool in model.blocks.host.pools)
 
 
-def _evict_window_pages(model: Model, place: Place, group: int, short: int, wanted: int) -> None:
-    """Drop sealed pages of a windowed group that no window holds, oldest first, the front of a prompt before its end."""
-    index = model.blocks.index
-    states, pins = place.states[group], place.window_pins[group]
-    idle = [
-        (index.stamp[row], index.depth[row], row)
-        for row in index.rows.values()
-        if states[row] == READY and pins[row] == 0 and index.flights[row] == 0
-    ]
-    if len(idle) < short:
-        raise exhausted(place.pools[group], wanted, len(idle))
-    idle.sort()
-    for _, _, row in idle[:short]:
-        page = place.pages[group][row]
-        place.move(group, row, ABSENT)
-        place.pools[group].move(page, PageState.FREE)
+def _has_idle_windows(model: Model, place: Place, group: int, count: int) -> bool:
+    """True when ``count`` sealed pages of a windowed group could go at once, with their blocks or by themselves."""
+    rank_now = model.blocks.window_rank_now(place, group)
+    found: set[tuple[Rank, int]] = set()
+    while len(found) < count and (entry := place.window_leaves[group].pop(rank_now)) is not None:
+        found.add(entry)
+    for rank, row in found:
+        place.window_leaves[group].push(rank, row, rank_now)
+    return len(found) >= count
+
+
+def _evict_window_pages(model: Model, place: Place, group: int, count: int) -> None:
+    """Drop sealed pages of a windowed group that no window holds: the oldest, the front of a prompt first."""
+    rank_now = model.blocks.window_rank_now(place, group)
+    for _ in range(count):
+        entry = place.window_leaves[group].pop(rank_now)
+        assert entry is not None, "it was counted before"
+        model.blocks.drop_window(place, group, entry[1])

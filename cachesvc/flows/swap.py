@@ -1,15 +1,23 @@
 """Swap: take a sequence off the device (preemption) and bring it back, own pages and shared prefix alike.
 
-Out: sealed blocks get host copies where they have none, own pages are copied to host pages of the sequence; when all has
-arrived the device pages are free and the pin moves to the host. In is the way back. A failed swap leaves the sequence
-where it was.
+Out: sealed blocks get host copies where they have none, own pages are copied to host pages of the sequence; when all
+has arrived the device pages are free and the pin moves to the host. In is the way back. A failed swap leaves the
+sequence where it was.
 """
 
 from __future__ import annotations
 
 from cachesvc.flows.backup import submit
-from cachesvc.flows.core import Core, cells, exhausted, open_sequence, replica_of, ticket_view
-
+from cachesvc.flows.core import (
+    Core,
+    cells,
+    exhausted,
+    open_sequence,
+    remember_dropped,
+    replica_of,
+    ticket_view,
+)
+from cachesvc.flows.release import unpin_windows
 from cachesvc.flows.room import make_room
 from cachesvc.ledger.evict import host_pages_for
 from cachesvc.ledger.leases import LeaseState
@@ -31,6 +39,8 @@ def swap_out(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped
     _require_still(sequence)
     if sequence.swapped_out:
         raise StateConflict(f"sequence {sequence_id} is swapped out already")
+    if sequence.blocks < sequence.hit_blocks:
+        raise StateConflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
     running = [t for t in sequence.loads if core.ledger.tickets.is_running(t)]
     path = model.blocks.index.path(sequence.anchor)
     host = model.blocks.host
@@ -39,20 +49,32 @@ def swap_out(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped
         return Wait(tuple(running))
     rows = [row for row in path if not host.is_present(row)]
     moves = _own_moves(sequence, replica)
-    _host_room(core, model, rows, moves)
+    _host_room(core, model, path, rows, moves)
+    _free_spares(replica, sequence)
     ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE)
     pairs: list[tuple[int, int, int]] = []
+    for move in moves:
+        move.host_page = host.pools[move.group].take(1, PageState.IN_FLIGHT)[0]
+        if move.is_own:
+            replica.place.pools[move.group].move(move.device_page, PageState.IN_FLIGHT)
+        pairs.append((move.group, move.device_page, move.host_page))
     for row in rows:
         pages = host_pages_for(model.blocks, replica.place, row)
         model.blocks.start_fill(host, row, pages)
         pairs += [(g, replica.place.pages[g][row], page) for g, page in enumerate(pages) if page != NO_PAGE]
-    for move in moves:
-        move.host_page = host.pools[move.group].take(1, PageState.IN_FLIGHT)[0]
-        if move.device_page in sequence.own[move.group]:
-            replica.place.pools[move.group].move(move.device_page, PageState.IN_FLIGHT)
-        pairs.append((move.group, move.device_page, move.host_page))
+    if sequence.anchor != NO_ROW:  # from now on the host copies of the whole path stay
+        model.blocks.pin(host, sequence.anchor)
+        sequence.host_anchor = sequence.anchor
     ticket.rows = rows
     return _go(core, model, sequence, ticket, moves, pairs)
+
+
+def _free_spares(replica: Replica, sequence: Sequence) -> None:
+    """Own pages outside of the tables hold nothing that is worth taking along."""
+    for group, own in enumerate(sequence.own):
+        for page in own.difference(sequence.tables[group]):
+            own.remove(page)
+            replica.place.pools[group].move(page, PageState.FREE)
 
 
 def swap_in(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped | Wait:
@@ -132,7 +154,7 @@ def _go(
     submit(core, model, ticket, grouped, layered=ticket.direction is Direction.LOAD)
     place = model.replicas[sequence.replica].place
     loading = ticket.direction is Direction.LOAD
-    tables = tuple(cells(place, g, 0, table) for g, table in enumerate(sequence.tables)) if loading else ()
+    tables = tuple(cells(g, 0, table) for g, table in enumerate(sequence.tables)) if loading else ()
     return Swapped((ticket_view(ticket),), tables)
 
 
@@ -149,9 +171,9 @@ def land_swap(core: Core, model: Model, replica: Replica, ticket: Ticket, error:
     for move in ticket.moves:
         host = model.blocks.host.pools[move.group]
         host.move(move.host_page, PageState.PRIVATE if host_stays else PageState.FREE)
+        if not move.is_own:
+            continue
         pool = replica.place.pools[move.group]
-        if pool.states[move.device_page] != PageState.IN_FLIGHT:
-            continue  # a shared page of a window: only its bytes went along
         if sequence is not None and not host_stays:
             pool.move(move.device_page, PageState.PRIVATE)
         elif quarantine is not None:
@@ -169,35 +191,27 @@ def _land_sequence(model: Model, replica: Replica, sequence: Sequence, ticket: T
     out = ticket.direction is Direction.STORE
     if out and not error:
         sequence.swapped = [(m.group, m.position, m.host_page) for m in ticket.moves]
-        _off_device(model, replica, sequence)
-    elif not out and not error:
-        sequence.swapped_out = False
-        sequence.swapped.clear()
-        if sequence.anchor != NO_ROW:
-            blocks.unpin(blocks.host, sequence.host_anchor)
-            sequence.host_anchor = NO_ROW
-    elif not out:
+        sequence.swapped_out = True
         if sequence.anchor != NO_ROW:
             blocks.unpin(place, sequence.anchor)
-        for group in range(len(sequence.tables)):
-            sequence.own[group].clear()
-            sequence.tables[group] = [NO_PAGE] * sequence.blocks
+        unpin_windows(model, replica, sequence, 0)
+        _clear_tables(sequence)
+    elif not out and error:
+        if sequence.anchor != NO_ROW:
+            blocks.unpin(place, sequence.anchor)
+        _clear_tables(sequence)
+    else:  # back on the device, or never gone
+        sequence.swapped_out = False
+        sequence.swapped.clear()
+        if sequence.host_anchor != NO_ROW:
+            blocks.unpin(blocks.host, sequence.host_anchor)
+            sequence.host_anchor = NO_ROW
 
 
-def _off_device(model: Model, replica: Replica, sequence: Sequence) -> None:
-    blocks, place = model.blocks, replica.place
-    for group, held in sequence.window_rows.items():
-        for row in held.values():
-            place.window_pins[group][row] -= 1
-    sequence.window_rows.clear()
+def _clear_tables(sequence: Sequence) -> None:
     for group in range(len(sequence.tables)):
         sequence.own[group].clear()
         sequence.tables[group] = [NO_PAGE] * sequence.blocks
-    if sequence.anchor != NO_ROW:
-        blocks.pin(blocks.host, sequence.anchor)
-        blocks.unpin(place, sequence.anchor)
-        sequence.host_anchor = sequence.anchor
-    sequence.swapped_out = True
 
 
 def _require_still(sequence: Sequence) -> None:
@@ -211,7 +225,7 @@ def _own_moves(sequence: Sequence, replica: Replica) -> list[PageMove]:
     for group, table in enumerate(sequence.tables):
         windowed = group in replica.place.window_groups
         moves += [
-            PageMove(group, position, page, NO_PAGE)
+            PageMove(group, position, page, NO_PAGE, is_own=page in sequence.own[group])
             for position, page in enumerate(table)
             if page != NO_PAGE and (page in sequence.own[group] or windowed)
         ]
@@ -226,24 +240,26 @@ def _tickets_filling(core: Core, model: Model, rows: list[int]) -> list[int]:
     return [t.id for t in running if t.model == model.id and (wanted & {*t.rows, *(drain.row for drain in t.drains)})]
 
 
-def _host_room(core: Core, model: Model, rows: list[int], moves: list[PageMove]) -> None:
+def _host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[PageMove]) -> None:
     """Free host pages for the whole swap, or raise PoolExhausted with nothing evicted."""
-    host = model.blocks.host
+    blocks, host = model.blocks, model.blocks.host
     wanted = [len(rows) if g in host.full_groups else 0 for g in range(len(host.pools))]
     for move in moves:
         wanted[move.group] += 1
-    short = max(wanted[g] - host.pools[g].free for g in host.full_groups)
     for group in host.window_groups:
         if wanted[group] > host.pools[group].free:
             raise exhausted(host.pools[group], wanted[group], 0)
+    short = max(wanted[g] - host.pools[g].free for g in host.full_groups)
     if short <= 0:
         return
-    for row in rows:
-        model.blocks.begin_flight(row)
+    for row in path:
+        blocks.begin_flight(row)
     plan, met = model.evictor.plan_host(short)
-    for row in rows:
-        model.blocks.end_flight(row)
+    for row in path:
+        blocks.end_flight(row)
     if not met:
-        pool = max((host.pools[g] for g in host.full_groups), key=lambda p: -p.free)
-        raise exhausted(pool, max(wanted), plan.found)
+        group = max(host.full_groups, key=lambda g: wanted[g] - host.pools[g].free)
+        raise exhausted(host.pools[group], wanted[group], plan.found)
     model.evictor.carry_out(plan)
+    core.count("host_evictions", len(plan.drops))
+    remember_dropped(core, model)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from cachesvc.flows.allocate import settle_loads
-from cachesvc.flows.core import Core
-from cachesvc.flows.release import let_go
+from cachesvc.flows.core import Core, remember_dropped
+from cachesvc.flows.release import let_go, unpin_windows
 from cachesvc.flows.swap import land_swap
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.transfer import Direction
+
+__all__ = ["land", "remember_dropped"]
 
 
 def land(core: Core, ticket_id: int, error: str) -> list[int]:
@@ -85,19 +86,9 @@ def _end_load(core: Core, model: Model, replica: Replica, ticket: Ticket, error:
             sequence.failed = f"load {ticket.id} failed: {error}"
         if sequence.loads:
             continue
-        if not sequence.failed:
+        if sequence.failed:
+            unpin_windows(model, replica, sequence, sequence.sealed)
+        else:
             settle_loads(model, replica, sequence)
         if sequence.id < 0:  # a prefetch: it holds its blocks only until they are in place
             let_go(core, lease, sequence)
-
-
-def remember_dropped(core: Core, model: Model) -> None:
-    """Move the reuse counts of blocks that left the index into the bounded memory of the write policy."""
-    dropped = model.blocks.dropped
-    if core.writing.counts_reuse:
-        for key, reuses in dropped:
-            if reuses:
-                model.remembered[key] = reuses
-        while len(model.remembered) > core.writing.remember:
-            model.remembered.popitem(last=False)
-    dropped.clear()

@@ -95,27 +95,35 @@ class BlockLedger:
         return reach, reach_row
 
     def _with_windows(self, hit: Hit, place: Place) -> Hit:
-        """Shorten a hit until every windowed group has the blocks that cover its window and its sinks."""
+        """Shorten a hit until every windowed group has the blocks that cover its window and its sinks.
+
+        Windowed copies come from the device, or from the host where all blocks from there on can be loaded: those
+        blocks then count as to be loaded, though only the windowed copies of some of them may have to be.
+        """
         path = self.index.path(hit.row)
-        blocks = self._covered(path, hit.device_blocks, place)
+        loadable = len(path)
+        while loadable and self.host.state(path[loadable - 1]) == READY:
+            loadable -= 1
+        blocks = self._covered(path, loadable, hit.device_blocks, place)
         device = min(blocks, hit.device_blocks)
+        for group in place.window_groups:
+            states = place.states[group]
+            needed = window_positions(self.layout, group, blocks)
+            device = min([device, *(position for position in needed if states[path[position]] != READY)])
         row = path[blocks - 1] if blocks else NO_ROW
         return Hit(device, path[device - 1] if device else NO_ROW, blocks, row)
 
-    def _covered(self, path: list[int], device_blocks: int, place: Place) -> int:
-        """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs.
-
-        What is in place must have its window pages in place; what is still to be loaded, on the host.
-        """
+    def _covered(self, path: list[int], loadable: int, device_blocks: int, place: Place) -> int:
+        """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs."""
         needs = [(group, hit_window_blocks(self.layout, group)) for group in place.window_groups]
         runs = dict.fromkeys(place.window_groups, 0)
         sinks_whole = dict.fromkeys(place.window_groups, True)
         best = 0
         for position, row in enumerate(path):
-            source = place if position < device_blocks else self.host
             whole = True
             for group, window in needs:
-                there = source.states[group][row] == READY
+                there = position < device_blocks and place.states[group][row] == READY
+                there = there or (position >= loadable and self.host.states[group][row] == READY)
                 runs[group] = runs[group] + 1 if there else 0
                 if position < self.layout.sink_blocks(group) and not there:
                     sinks_whole[group] = False
@@ -215,6 +223,12 @@ class BlockLedger:
                 place.pools[group].move(page, PageState.FREE)
         self._after_leaving(place, row)
 
+    def drop_window(self, place: Place, group: int, row: int) -> None:
+        """Take one windowed copy away by itself and free its page."""
+        page = place.pages[group][row]
+        place.move(group, row, ABSENT)
+        place.pools[group].move(page, PageState.FREE)
+
     def _after_leaving(self, place: Place, row: int) -> None:
         index = self.index
         parent = index.parent[row]
@@ -277,3 +291,10 @@ def hit_window_blocks(layout: Layout, group: int) -> int:
     window = layout.groups[group].window_tokens
     assert window is not None, f"group {group} has no window"
     return -(-window // layout.block_tokens)
+
+
+def window_positions(layout: Layout, group: int, blocks: int) -> list[int]:
+    """Positions of a table of ``blocks`` cells that a windowed group needs: the sinks and the last window."""
+    sinks = min(layout.sink_blocks(group), blocks)
+    first = max(sinks, blocks - hit_window_blocks(layout, group))
+    return [*range(sinks), *range(first, blocks)]

@@ -30,6 +30,9 @@ def audit(ledger: Ledger) -> Audit:
         problems += _tree(model)
         problems += _pins(ledger, model)
         problems += _flights(ledger, model)
+        problems += _computing(ledger, model)
+        problems += _tables(ledger, model)
+        problems += _leaves(model)
         for position, place in enumerate(model.blocks.index.places):
             problems += _pages(ledger, model, place, position)
             pages += sum(pool.usable for pool in place.pools)
@@ -54,9 +57,11 @@ def _tree(model: Model) -> list[str]:
                 out.append(f"{where}: its parent {parent} has left the index")
             if index.depth[row] != index.depth[parent] + 1:
                 out.append(f"{where}: depth {index.depth[row]} below {index.depth[parent]}")
-    for row in index.rows.values():
-        if index.children[row] != children[row]:
-            out.append(f"model {model.id} row {row}: {index.children[row]} children counted, {children[row]} there")
+    out += [
+        f"model {model.id} row {row}: {index.children[row]} children counted, {children[row]} there"
+        for row in index.rows.values()
+        if index.children[row] != children[row]
+    ]
     for place in index.places:
         out += _closure(model, place)
     return out
@@ -79,9 +84,11 @@ def _closure(model: Model, place: Place) -> list[str]:
             children[parent] += 1
             if not is_host and not place.is_present(parent):
                 out.append(f"{place.name} row {row}: here without its parent {parent}")
-    for row in index.rows.values():
-        if place.children[row] != children[row]:
-            out.append(f"{place.name} row {row}: {place.children[row]} children counted, {children[row]} there")
+    out += [
+        f"{place.name} row {row}: {place.children[row]} children counted, {children[row]} there"
+        for row in index.rows.values()
+        if place.children[row] != children[row]
+    ]
     return out
 
 
@@ -93,7 +100,8 @@ def _pins(ledger: Ledger, model: Model) -> list[str]:
             continue
         for sequence in lease.sequences.values():
             position = sequence.replica + 1
-            if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
+            on_device = not sequence.swapped_out or sequence.swap_ticket
+            if sequence.anchor != NO_ROW and on_device:
                 pins[position, sequence.anchor] += 1
             if sequence.host_anchor != NO_ROW:
                 pins[0, sequence.host_anchor] += 1
@@ -150,7 +158,7 @@ def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> list[st
     if position == 0:
         _host_holders(ledger, model, hold)
     else:
-        _device_holders(ledger, model, position - 1, place, hold)
+        _device_holders(ledger, model, position - 1, hold)
     for group, pool in enumerate(place.pools):
         out += pool.problems()
         for page, state in enumerate(pool.states):
@@ -160,8 +168,55 @@ def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> list[st
     return out
 
 
-def _host_holders(ledger: Ledger, model: Model, hold: Hold) -> None:
+def _tables(ledger: Ledger, model: Model) -> list[str]:
+    """A sequence on the device has, at every sealed position, the page of its block there."""
+    out: list[str] = []
+    sequences = [s for lease in ledger.leases.values() if lease.model == model.id for s in lease.sequences.values()]
+    for sequence in sequences:
+        if sequence.swapped_out or sequence.failed:
+            continue
+        place = model.replicas[sequence.replica].place
+        path = model.blocks.index.path(sequence.anchor)
+        if len(path) != sequence.sealed:
+            out.append(f"sequence {sequence.id}: {len(path)} blocks above its anchor, {sequence.sealed} sealed")
+        for group in place.full_groups:
+            for position, row in enumerate(path[: sequence.blocks]):
+                if sequence.tables[group][position] != place.pages[group][row]:
+                    out.append(f"sequence {sequence.id} group {group}: not the page of block {position}")
+        for group, held in sequence.window_rows.items():
+            for position, row in held.items():
+                if sequence.tables[group][position] != place.pages[group][row]:
+                    out.append(f"sequence {sequence.id} group {group}: not the windowed page of block {position}")
+    return out
 
+
+def _leaves(model: Model) -> list[str]:
+    """Whoever may be evicted has an entry in its heap that comes up in time."""
+    blocks = model.blocks
+    out: list[str] = []
+    for place in blocks.index.places:
+        heaps = [(place.leaves, blocks.rank_now(place))]
+        if place is not blocks.host:
+            heaps += [(place.window_leaves[g], blocks.window_rank_now(place, g)) for g in place.window_groups]
+        for heap, rank_now in heaps:
+            lowest = heap.lowest()
+            for row in blocks.index.rows.values():
+                rank = rank_now(row)
+                if rank is not None and (row not in lowest or lowest[row] > rank):
+                    out.append(f"{place.name} row {row}: may be evicted, but no candidate of rank {rank} says so")
+    return out
+
+
+def _computing(ledger: Ledger, model: Model) -> list[str]:
+    declared: Counter[bytes] = Counter()
+    for lease in ledger.leases.values():
+        for sequence in lease.sequences.values() if lease.model == model.id else ():
+            for position in range(max(sequence.sealed, sequence.hit_blocks), sequence.declared):
+                declared[sequence.key(position)] += 1
+    return [] if declared == model.computing else [f"model {model.id}: keys being computed do not add up"]
+
+
+def _host_holders(ledger: Ledger, model: Model, hold: Hold) -> None:
     for lease in ledger.leases.values():
         if lease.model == model.id:
             for sequence in lease.sequences.values():
@@ -174,14 +229,13 @@ def _host_holders(ledger: Ledger, model: Model, hold: Hold) -> None:
                 hold(move.group, move.host_page, PageState.IN_FLIGHT, f"ticket {ticket.id}")
 
 
-def _device_holders(ledger: Ledger, model: Model, replica: int, place: Place, hold: Hold) -> None:
-
+def _device_holders(ledger: Ledger, model: Model, replica: int, hold: Hold) -> None:
     flying = {
         (move.group, move.device_page)
         for ticket in ledger.tickets.running.values()
         if ticket.model == model.id and ticket.replica == replica
         for move in ticket.moves
-        if place.pools[move.group].states[move.device_page] == PageState.IN_FLIGHT
+        if move.is_own
     }
     for group, page in flying:
         hold(group, page, PageState.IN_FLIGHT, "a swap")

@@ -271,3 +271,13 @@ def evictable_pages(ledger: BlockLedger, place: Place, *, after_flights: bool = 
             protected.add(row)
             row = index.parent[row]
     return int(np.count_nonzero(states)) - len(protected)
+
+
+def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
+    """How many windowed copies no window holds; ``after_flights``: once all transfers are over. For refusals only."""
+    idle = (np.frombuffer(place.states[group], np.uint8) != ABSENT) & (
+        np.frombuffer(place.window_pins[group], np.int32) == 0
+    )
+    if not after_flights:
+        idle &= np.frombuffer(ledger.index.flights, np.uint16) == 0
+    return int(np.count_nonzero(idle))

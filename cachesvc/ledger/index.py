@@ -93,7 +93,7 @@ class BlockIndex:
         """Rows from just below ``until`` down to ``row``, root first."""
         parent = self.parent
         out: list[int] = []
-        while row not in (until, NO_ROW):
+        while row != until and row >= 0:
             out.append(row)
             row = parent[row]
         out.reverse()

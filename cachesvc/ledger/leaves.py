@@ -46,3 +46,7 @@ class LeafHeap:
             if now is not None:
                 heapq.heappush(heap, (now, entry[1]))
         return None
+
+    def lowest(self) -> dict[int, Rank]:
+        """The lowest entry of each row, for audits."""
+        return {row: rank for rank, row in sorted(self._heap, reverse=True)}

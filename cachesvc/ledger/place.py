@@ -12,7 +12,7 @@ from cachesvc.ledger.leaves import LeafHeap
 from cachesvc.ledger.pages import PagePool
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, DRAINING, LEGAL_MOVES, NO_PAGE, READY, CopyState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, LEGAL_MOVES, NO_PAGE, READY, CopyState
 
 NO_ROW = -1
 
@@ -60,6 +60,10 @@ class Place:
     def is_hittable(self, row: int) -> bool:
         """True when the bytes are here and whole: READY, or DRAINING (which a pin turns back)."""
         return self.states[self.lead][row] >= READY
+
+    def is_filling(self, row: int) -> bool:
+        """True while a transfer brings any group's copy of the block here."""
+        return any(states[row] == FILLING for states in self.states)
 
     def move(self, group: int, row: int, target: CopyState, page: int = NO_PAGE) -> None:
         """Move one copy along the table; the one place where copy states change. Raises IllegalMove.

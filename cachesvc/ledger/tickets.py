@@ -21,12 +21,13 @@ class TicketState(Enum):
 
 @dataclass(slots=True)
 class PageMove:
-    """A private page of a sequence on its way out or in."""
+    """A page of a sequence on its way out or in; ``is_own`` is False where a shared page's bytes go along."""
 
     group: int
     position: int
     device_page: int
     host_page: int
+    is_own: bool = True
 
 
 @dataclass(slots=True)
@@ -85,6 +86,14 @@ class TicketBook:
     def is_running(self, ticket_id: int) -> bool:
         """True until the ticket has ended."""
         return ticket_id in self.running
+
+    def of_replica(self, model: int, replica: int, direction: Direction) -> list[Ticket]:
+        """Running tickets of one replica in one direction, oldest first."""
+        return [
+            ticket
+            for ticket in self.running.values()
+            if ticket.model == model and ticket.replica == replica and ticket.direction is direction
+        ]
 
     def end(self, ticket: Ticket, error: str) -> None:
         """Done when ``error`` is empty, else failed with it."""

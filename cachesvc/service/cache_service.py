@@ -11,6 +11,7 @@ from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
 from cachesvc.flows.core import ticket_view
 from cachesvc.flows.recycle import refill_stock
+from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.service.calls import CallGate, Context, Repeats, Reply, seconds_left
 from cachesvc.service.node import Node
@@ -140,7 +141,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             if name is None:
                 raise InvalidRequest("an operation of the step is empty")
-            reply = await self._run(OPERATIONS[name], lease_id, getattr(message, name), None)
+            operation = OPERATIONS[name]
+            flow = partial(operation.flow, self._node.core, lease_id, getattr(message, name), self._node.now())
+            answer = self._node.run(flow)
+            if isinstance(answer, Wait):
+                answer = await self._node.run_waiting(flow, None)
+            reply = operation.reply(answer)
             result: dict[str, Any] = {name: reply}
             return cache_pb2.OperationResult(**result)
         except CacheError as error:

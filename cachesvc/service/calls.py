@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded
+from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded, Unavailable
 from cachesvc.telemetry import events
 from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES
 
@@ -36,16 +36,25 @@ class Repeats:
         if known is not None:
             if known[0] != contents:
                 raise KeyReused(request_id)
-            return await asyncio.shield(known[1])
-        future = asyncio.ensure_future(call())
+            try:
+                return await asyncio.shield(known[1])
+            except asyncio.CancelledError:
+                if not known[1].cancelled():
+                    raise
+                raise Unavailable("the first call with this request_id was given up; send it again") from None
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._known[request_id] = (contents, future)
         while len(self._known) > self._keep:
             self._known.popitem(last=False)
         try:
-            return await asyncio.shield(future)
-        except CacheError:
+            answer = await call()
+        except BaseException:
+            # Nothing was changed: a flow answers in one go or not at all, so whoever asks again starts anew.
             self._known.pop(request_id, None)
+            future.cancel()
             raise
+        future.set_result(answer)
+        return answer
 
 
 class CallGate:

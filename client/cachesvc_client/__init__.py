@@ -39,6 +39,7 @@ from cachesvc_client.errors import (
 )
 from cachesvc_client.lease import Lease
 from cachesvc_client.pool import AttachedPool
+from cachesvc_client.reattach import Reattacher
 from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
@@ -76,6 +77,7 @@ __all__ = [
     "PoolExhausted",
     "Prefetched",
     "Published",
+    "Reattacher",
     "Recycled",
     "Registration",
     "Retries",

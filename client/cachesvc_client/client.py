@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class CacheClient:
     """A client of the daemon behind ``socket_path``. ``engine`` is the name that operators see.
 
-    Once the daemon goes, every call raises DaemonUnavailable at once, until ``reconnect``. Safe to use from several
-    threads. A process that forks must connect after the fork.
+    Once the daemon goes, every call raises DaemonUnavailable at once, until ``reconnect``. Calls are safe from several
+    threads; connect, register, open and close from one. A process that forks must connect after the fork.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CacheClient:
         self._pools: list[AttachedPool] = []
         self._on_lost: list[Callable[[], None]] = []
         self._open_ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
 
     @property
     def connected(self) -> bool:
@@ -74,9 +74,8 @@ class CacheClient:
 
     def connect(self) -> CacheClient:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
-        with self._lock:
-            if self._is_closed:
-                raise AlreadyClosed("this client was closed; make another one")
+        with self._connecting:
+            self._require_open()
             if not self.connected:
                 self._connection = self._new_connection()
         return self
@@ -121,8 +120,7 @@ class CacheClient:
         connection = self._require_connection()
         lease = Lease(connection, registration, self.engine, next(self._open_ids))
         lease.start()
-        with self._lock:
-            self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
+        self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
         return lease
 
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> AttachedPool:
@@ -138,29 +136,21 @@ class CacheClient:
         there. Attach again under the new ones. Raises DaemonUnavailable (not back yet), PoolExhausted (it came back
         smaller), and what ``register`` raises; call it again then.
         """
-        with self._lock:
-            if self._is_closed:
-                raise AlreadyClosed("this client was closed; make another one")
+        with self._connecting:
+            self._require_open()
             if self.connected:
                 raise Conflict("the daemon is connected; there is nothing to come back from")
             lost = [lease for lease in self._leases if not lease.record.is_closed]
             registered = dict(self._registered)
             before, connection = self._connection, self._new_connection()
-            self._connection = connection
-            self._leases = []
-        try:
-            renewed: dict[tuple[int, int], Registration] = {}
-            for key, (request, layout) in registered.items():
-                renewed[key] = self._register(request, layout)
-            self._registered = {(fresh.model_id, fresh.replica): registered[key] for key, fresh in renewed.items()}
-            return tuple(self.open_lease(renewed[_key(lease.registration)]) for lease in lost)
-        except CacheClientError:
-            connection.close()
-            with self._lock:
-                self._connection = before
-                self._leases = lost
-                self._registered = registered
-            raise
+            self._connection, self._leases, self._registered = connection, [], {}
+            try:
+                renewed = {key: self._register(*wish) for key, wish in registered.items()}
+                return tuple([self.open_lease(renewed[lease.registration.key]) for lease in lost])
+            except CacheClientError:
+                connection.close()
+                self._connection, self._leases, self._registered = before, lost, registered
+                raise
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
@@ -168,17 +158,15 @@ class CacheClient:
 
     def close(self, *, quiesced: bool = True) -> None:
         """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            leases, pools, connection = self._leases, self._pools, self._connection
-        for lease in leases:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for lease in list(self._leases):
             lease.close(quiesced=quiesced)
-        for pool in pools:
+        for pool in self._pools:
             pool.close()
-        if connection is not None:
-            connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def __enter__(self) -> CacheClient:
         return self.connect()
@@ -191,7 +179,7 @@ class CacheClient:
     def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         connection = self._require_connection()
         registration = parse_registration(connection.ask(REGISTER, request, self._timeouts.register_s), layout)
-        self._registered[_key(registration)] = (request, layout)
+        self._registered[registration.key] = (request, layout)
         return registration
 
     def _new_connection(self) -> Connection:
@@ -208,10 +196,15 @@ class CacheClient:
         log.info("connected path=%s seconds=%.3f", self.socket_path, time.monotonic() - started)
         return connection
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise AlreadyClosed("this client was closed; make another one")
+
     def _require_connection(self) -> Connection:
+        self._require_open()
         connection = self._connection
         if connection is None:
-            raise AlreadyClosed("closed") if self._is_closed else DaemonUnavailable("connect() first")
+            raise DaemonUnavailable("not connected; connect() first")
         if connection.lost.is_set():
             raise connection.gone()
         return connection
@@ -219,7 +212,3 @@ class CacheClient:
     def _lose(self) -> None:
         for callback in list(self._on_lost):
             callback()
-
-
-def _key(registration: Registration) -> tuple[int, int]:
-    return registration.model_id, registration.replica

@@ -11,9 +11,12 @@ import grpc
 from kvcache.v1 import lease_pb2
 
 from cachesvc_client.connection import Connection
-from cachesvc_client.errors import CacheClientError, DaemonUnavailable, LeaseLost, NotFound, error_of, is_refusal
+from cachesvc_client.errors import CacheClientError, DaemonUnavailable
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import KEEP_ALIVE
+
+RECONNECT_PAUSE_S = 0.05
+"""Between two beat streams: long enough for a connection to come back, short beside any silence limit."""
 
 log = logging.getLogger(__name__)
 
@@ -56,29 +59,25 @@ class Keeper:
     def _keep(self) -> CacheClientError | None:
         """Beat until stopped (None) or until the lease is over (why)."""
         heard_s = time.monotonic()
-        pause_s = self._connection.retries.pause_s
         while True:
-            error: CacheClientError | None = None
+            failure: grpc.RpcError | None = None
             try:
                 for answer in self._open():
                     heard_s = time.monotonic()
-                    self._record.is_draining = answer.draining
-                    if answer.epoch != self._record.epoch:
-                        return LeaseLost(f"lease {self._record.id} is of another life of the daemon; open a new one")
-            except grpc.RpcError as failure:
-                error = error_of(failure)
-                if is_refusal(failure) and isinstance(error, LeaseLost | NotFound):
-                    return error
-            except DaemonUnavailable as gone:
-                error = gone
+                    if (loss := self._record.note_beat(answer)) is not None:
+                        return loss
+            except grpc.RpcError as broken:
+                failure = broken
+            except DaemonUnavailable:  # the connection ended; it says so itself below
+                failure = None
             if self._stopped.is_set():
                 return None
             if self._connection.lost.is_set():
                 return self._connection.gone()
-            if time.monotonic() - heard_s > self._record.silence_limit_s:
-                return error or LeaseLost(f"lease {self._record.id}: the daemon answers no beats")
-            log.info("keeper_reconnects lease=%s why=%s", self._record.id, error)
-            self._stopped.wait(max(pause_s, 0.01))
+            if (loss := self._record.judge_silence(failure, time.monotonic() - heard_s)) is not None:
+                return loss
+            log.info("keeper_reconnects lease=%s", self._record.id)
+            self._stopped.wait(RECONNECT_PAUSE_S)
 
     def _open(self) -> Iterator[lease_pb2.KeepAliveResponse]:
         with self._lock:

@@ -23,7 +23,7 @@ from cachesvc_client.errors import (
     NotFound,
 )
 from cachesvc_client.keeper import Keeper
-from cachesvc_client.lease_record import LeaseRecord
+from cachesvc_client.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
 from cachesvc_client.messages import build_open, build_recycle, build_wait_tickets, parse_recycle, parse_tickets
 from cachesvc_client.methods import ATTACH, CLOSE, DETACH, OPEN, RECYCLE, WAIT_TICKETS, Operation, no_action
 from cachesvc_client.pool import AttachedPool
@@ -31,15 +31,9 @@ from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.sequence_record import SequenceRecord
 from cachesvc_client.stepping import StepStream
-from cachesvc_client.stock import Stock
+from cachesvc_client.stock import Stock, stock_targets
 
 T = TypeVar("T")
-
-LONGEST_WAIT_S = 10.0
-"""One WaitTickets holds a slot of the daemon's; longer waits ask again."""
-
-ANSWER_MARGIN_S = 1.0
-"""What an answer may take beyond the wait that was asked for."""
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +128,7 @@ class Lease:
         self.record.check()
         if self._stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
-        groups = len(self.registration.layout.groups)
-        targets = [stock_pages] * groups if isinstance(stock_pages, int) else list(stock_pages)
-        if len(targets) != groups:
-            raise ValueError(f"stock_pages needs one number for each of {groups} groups, got {len(targets)}")
-        self.record.stock = Stock(targets)
+        self.record.stock = Stock(stock_targets(stock_pages, len(self.registration.layout.groups)))
         self._stream = StepStream(self._connection, self)
         return self._stream
 
@@ -154,7 +144,7 @@ class Lease:
             slice_s = min(max(deadline_s - time.monotonic(), 0), LONGEST_WAIT_S)
             request = build_wait_tickets(self.id, tickets, int(slice_s * 1000))
             views = parse_tickets(self._connection.ask(WAIT_TICKETS, request, slice_s + ANSWER_MARGIN_S).tickets)
-            running = [view.id for view in views if view.state == "running"]
+            running = list_running(views)
             if not running:
                 return views
             if time.monotonic() >= deadline_s:
@@ -178,7 +168,7 @@ class Lease:
         try:
             request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
             self._connection.ask(CLOSE, request, self._connection.timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound) as gone:  # over already, which is what was wanted
+        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # over already, or soon by silence
             log.debug("close_needless lease=%s why=%s", self.id, gone)
 
     def __enter__(self) -> Lease:
@@ -276,7 +266,7 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.ask(DETACH, request, timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound) as gone:  # nothing to tell any more
+        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # nothing that must be told
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, detach)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
+import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc.model.answers import Prefetched
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost
+from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    DaemonUnavailable,
+    LeaseLost,
+    NotFound,
+    error_of,
+    is_refusal,
+)
 from cachesvc_client.messages import build_prefetch, parse_prefetch
 from cachesvc_client.methods import PREFETCH, Operation, no_action
 from cachesvc_client.registration import Registration
@@ -18,6 +28,12 @@ from cachesvc_client.stock import Stock
 
 BEATS_WITHIN_SILENCE = 3
 """A beat may be late or lost twice before the daemon takes the engine for silent."""
+
+LONGEST_WAIT_S = 10.0
+"""One WaitTickets holds a slot of the daemon's; longer waits ask again."""
+
+ANSWER_MARGIN_S = 1.0
+"""What an answer may take beyond the wait that was asked for."""
 
 
 class LeaseRecord:
@@ -63,6 +79,22 @@ class LeaseRecord:
                 self.loss = error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost(str(error))
         return is_first
 
+    def note_beat(self, answer: lease_pb2.KeepAliveResponse) -> CacheClientError | None:
+        """Take in the daemon's answer to a beat; why the lease is over, if it is."""
+        self.is_draining = answer.draining
+        if answer.epoch != self.epoch:
+            return LeaseLost(f"lease {self.id} is of another life of the daemon; open a new one")
+        return None
+
+    def judge_silence(self, failure: grpc.RpcError | None, silent_s: float) -> CacheClientError | None:
+        """The beats ended ``silent_s`` seconds after the last answer: why the lease is over, or None to try again."""
+        error = error_of(failure) if failure is not None else None
+        if failure is not None and is_refusal(failure) and isinstance(error, LeaseLost | NotFound):
+            return error
+        if silent_s > self.silence_limit_s:
+            return LeaseLost(f"lease {self.id}: no beat was answered for {silent_s:.1f} s ({error})")
+        return None
+
     def next_request_id(self) -> int:
         """A request_id above all before it."""
         with self._lock:
@@ -95,3 +127,8 @@ class LeaseRecord:
         """Load a prefix towards the device."""
         self.check()
         return Operation(PREFETCH, build_prefetch(keys), parse_prefetch, no_action)
+
+
+def list_running(tickets: Iterable[TicketView]) -> list[int]:
+    """Ids of the transfers that have not ended."""
+    return [ticket.id for ticket in tickets if ticket.state == "running"]

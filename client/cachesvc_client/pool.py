@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -64,6 +64,7 @@ class AttachedPool:
         self._timeline = MappedMemory(attached.timeline, life.fetch_fd, protection=mmap.PROT_READ)
         self._words: Words | None = None
         self._groups: dict[str, dict[PlaneKey, PlaneArray]] = {}
+        self._planes: dict[PlaneKey, PlaneArray] = {}
         self._specs = {(plane.group, plane.layer, plane.name): plane for plane in layout.planes}
         self._is_closed = False
 
@@ -80,6 +81,7 @@ class AttachedPool:
                     self._groups[spec.group][spec.layer, spec.name] = _plane_array(
                         memory.buffer, spec, slab.pages, placement
                     )
+            self._planes = _unambiguous(self._groups.values())
             self._words = words_of(memoryview(self._timeline.buffer))
         except CacheClientError:
             self._unmap()
@@ -90,12 +92,7 @@ class AttachedPool:
         """All planes by ``(layer, name)``; where two groups hold a plane of one name in one layer (heads split over
         groups), neither is here: take ``group_planes``."""
         self._require_open()
-        merged: dict[PlaneKey, PlaneArray] = {}
-        doubled: set[PlaneKey] = set()
-        for planes in self._groups.values():
-            doubled |= merged.keys() & planes.keys()
-            merged.update(planes)
-        return MappingProxyType({key: plane for key, plane in merged.items() if key not in doubled})
+        return MappingProxyType(self._planes)
 
     def group_planes(self, group: str) -> Mapping[PlaneKey, PlaneArray]:
         """Planes of one group by ``(layer, name)``. Raises InvalidRequest for an unknown group."""
@@ -203,9 +200,20 @@ class AttachedPool:
     def _unmap(self) -> bool:
         """True when nothing is mapped any more."""
         self._groups.clear()
+        self._planes.clear()
         self._words = None
         unmapped = [memory.close() for memory in (*self._slabs, self._timeline)]  # each, whatever the others say
         return all(unmapped)
+
+
+def _unambiguous(groups: Iterable[dict[PlaneKey, PlaneArray]]) -> dict[PlaneKey, PlaneArray]:
+    """Planes of all groups, without those whose key two groups have."""
+    merged: dict[PlaneKey, PlaneArray] = {}
+    doubled: set[PlaneKey] = set()
+    for planes in groups:
+        doubled |= merged.keys() & planes.keys()
+        merged.update(planes)
+    return {key: plane for key, plane in merged.items() if key not in doubled}
 
 
 def _slot(ticket: TicketView) -> TimelineSlot | None:

@@ -25,3 +25,8 @@ class Registration:
     epoch: int
     layout: Layout
     existed: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which model and replica, among those of one epoch."""
+        return self.model_id, self.replica

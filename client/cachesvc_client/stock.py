@@ -37,7 +37,7 @@ class Stock:
             self._pages[cells.group].extend(zip(cells.pages, cells.generations, strict=True))
 
     def take(self, blocks: int, first_block: int) -> tuple[GroupCells, ...]:
-        """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, where one group is short."""
+        """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, if a group is short."""
         if blocks < 1:
             raise ValueError(f"take at least 1 block, got {blocks}")
         if self.blocks < blocks:
@@ -60,3 +60,11 @@ class Stock:
                 drained.append(GroupCells(group, 0, ids, generations))
                 pages.clear()
         return tuple(drained)
+
+
+def stock_targets(stock_pages: int | Sequence[int], groups: int) -> list[int]:
+    """One target for each group, of one number for all or of one for each. Raises ValueError."""
+    targets = [stock_pages] * groups if isinstance(stock_pages, int) else list(stock_pages)
+    if len(targets) != groups:
+        raise ValueError(f"stock_pages needs one number for each of {groups} groups, got {len(targets)}")
+    return targets

@@ -253,6 +253,10 @@ class SteppedBackend:
             raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
         return bytes(view[offset : offset + size_bytes])
 
+    def write(self, region: int, offset: int, content: bytes) -> None:
+        """Put bytes into a region, as an engine's kernel would."""
+        self._regions[region][offset : offset + len(content)] = content
+
     def close(self) -> None:
         """Fail what is queued and forget the memory. Idempotent."""
         self._is_running = False

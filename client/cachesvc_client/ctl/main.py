@@ -14,7 +14,7 @@ from cachesvc_client.ctl.daemon_process import DaemonFailed
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.replay import ReplayFailed
 from cachesvc_client.ctl.trace import TraceError
-from cachesvc_client.errors import CacheClientError
+from cachesvc_client.errors import CacheClientError, DaemonUnavailable, error_of
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -32,10 +32,9 @@ def main() -> None:
     except (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, CacheError, CacheClientError, OSError) as error:
         _fail(str(error))
     except grpc.RpcError as error:
-        assert isinstance(error, grpc.Call)
-        code = error.code()
-        hint = "; is the daemon running on that --socket?" if code is grpc.StatusCode.UNAVAILABLE else ""
-        _fail(f"{code.name}: {error.details()}{hint}")
+        mapped = error_of(error)
+        hint = "; is the daemon running on that --socket?" if isinstance(mapped, DaemonUnavailable) else ""
+        _fail(f"{mapped}{hint}")
     except KeyboardInterrupt:
         _fail("stopped")
     except BrokenPipeError:

@@ -270,6 +270,7 @@ class ReplayRun:
         """Wait until nothing moves and nobody is left, then check conservation: "ok", or what broke."""
         until = time.monotonic() + SETTLE_SECONDS
         pause = threading.Event()
+        held = 0
         while time.monotonic() < until:
             pools = admin.GetStatus(admin_pb2.GetStatusRequest()).pools
             held = sum(pool.private + pool.in_flight + pool.quarantined for pool in pools)

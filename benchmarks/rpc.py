@@ -1,0 +1,234 @@
+"""Round trips of the client against a real daemon over the unix socket: ``python -m benchmarks.rpc --json OUT``.
+
+``ping``: an empty call (health check). ``match``: a prompt that is resident whole, 64 tokens a block, with its keys at
+hand and with hashing it anew. ``step``: an iteration of k sequences that each take one more block from the stock;
+``step_publish``: each also seals a block. Everything is measured while another process keeps the copy streams busy
+(``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.machine import describe_machine
+from cachesvc_client import CacheClient, Lease, PoolExhausted, Sequence, block_keys, opaque
+from cachesvc_client.ctl.daemon_process import DaemonProcess
+
+BLOCK_TOKENS = 64
+TOKENS = (1024, 8192, 32768, 131072)
+SEQUENCES = (1, 8, 32)
+BLOCK_BYTES = 4096
+DEVICE_BLOCKS = 32768
+SWAP_BLOCK_BYTES = 1 << 18
+Figures = dict[str, float]
+
+
+def main() -> None:
+    """Print the tables and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=200, help="calls of each kind and client")
+    parser.add_argument("--quiet", action="store_true", help="also measure without swaps")
+    arguments = parser.parse_args()
+    result: dict[str, object] = {"machine": describe_machine(), "block_tokens": BLOCK_TOKENS}
+    with DaemonProcess(["--backend", "shm", "--device-pool", "1GiB", "--host-pool", "512MiB"]) as daemon:
+        if arguments.quiet:
+            result["without_swaps"] = run(daemon.socket, 1, arguments.rounds)
+            show("1 client, streams idle", result["without_swaps"])
+        stop, swapper = start_swapper(daemon.socket)
+        by_clients = {}
+        for clients in arguments.clients:
+            by_clients[str(clients)] = run(daemon.socket, clients, max(20, arguments.rounds // clients))
+            show(f"{clients} client(s), while swaps run", by_clients[str(clients)])
+        stop.set()
+        swapper.join()
+    result |= next(iter(by_clients.values()))
+    result["by_clients"] = by_clients
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def show(title: str, figures: object) -> None:
+    """One table of p50 and p99 in milliseconds."""
+    assert isinstance(figures, dict)
+    print(f"\n{title:34}{'p50 ms':>10}{'p99 ms':>10}")
+    _line("ping", figures["ping_ms"])
+    for tokens, row in figures["match_ms"].items():
+        _line(f"match {int(tokens):,} tokens, keys ready", row["keys_ready"])
+        _line(f"match {int(tokens):,} tokens, hashing", row["with_hashing"])
+    for kind in ("step", "step_publish"):
+        for count, row in figures[f"{kind}_ms"].items():
+            _line(f"{kind} {count} sequences", row)
+
+
+def _line(name: str, figures: Figures) -> None:
+    print(f"{name:34}{figures['p50']:10.2f}{figures['p99']:10.2f}", flush=True)
+
+
+def start_swapper(socket: str) -> tuple[Event, mp.process.BaseProcess]:
+    """A process that keeps a load and a store stream busy until the event is set."""
+    context = mp.get_context("spawn")
+    stop = context.Event()
+    mine, theirs = context.Pipe()
+    process = context.Process(target=keep_swapping, args=(socket, stop, theirs), daemon=True)
+    process.start()
+    mine.recv()
+    return stop, process
+
+
+def keep_swapping(socket: str, stop: Event, ready: Connection) -> None:
+    """Swap a sequence of 64 MiB out and in, over and over."""
+    layout = opaque(block_bytes=SWAP_BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
+    with CacheClient(socket, engine="swapper") as client:
+        registration = client.register("swapper", layout, device_pages=[512], host_pages=[512])
+        lease = client.open_lease(registration)
+        sequence = lease.match(b"")
+        sequence.allocate(256)
+        while not swapped_out(sequence):
+            stop.wait(0.05)  # the host pool is still arriving
+        ready.send("swapping")
+        sequence.wait_swapped(30)
+        sequence.swap_in()
+        sequence.wait_swapped(30)
+        while not stop.is_set():
+            sequence.swap_out()
+            sequence.wait_swapped(30)
+            sequence.swap_in()
+            sequence.wait_swapped(30)
+        sequence.release()
+
+
+def swapped_out(sequence: Sequence) -> bool:
+    """Try to start the first swap; False while the host has no room yet."""
+    try:
+        sequence.swap_out()
+    except PoolExhausted:
+        return False
+    return True
+
+
+def run(socket: str, clients: int, rounds: int) -> dict[str, object]:
+    """Figures of ``clients`` processes at once; p50 and p99 over all their calls."""
+    context = mp.get_context("spawn")
+    barrier = context.Barrier(clients)
+    pipes = [context.Pipe() for _ in range(clients)]
+    workers = [
+        context.Process(target=work, args=(socket, number, rounds, barrier, theirs))
+        for number, (_, theirs) in enumerate(pipes)
+    ]
+    for worker in workers:
+        worker.start()
+    answers: list[dict[str, list[float]]] = [mine.recv() for mine, _ in pipes]
+    for worker in workers:
+        worker.join()
+    merged = {name: [ms for answer in answers for ms in answer[name]] for name in answers[0]}
+    return {
+        "ping_ms": summary(merged["ping"]),
+        "match_ms": {
+            str(n): {"with_hashing": summary(merged[f"hash {n}"]), "keys_ready": summary(merged[f"match {n}"])}
+            for n in TOKENS
+        },
+        "step_ms": {str(k): summary(merged[f"step {k}"]) for k in SEQUENCES},
+        "step_publish_ms": {str(k): summary(merged[f"step_publish {k}"]) for k in SEQUENCES},
+    }
+
+
+def summary(times_ms: list[float]) -> Figures:
+    """Median and 99th percentile."""
+    ordered = sorted(times_ms)
+    return {"p50": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]}
+
+
+def work(socket: str, number: int, rounds: int, barrier: object, answer: Connection) -> None:
+    """One client process: sets up, waits for the others, measures."""
+    layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
+    tokens = np.random.default_rng(7).integers(0, 128_000, max(TOKENS), dtype=np.uint32)
+    times: dict[str, list[float]] = {}
+    with CacheClient(socket, engine=f"bench {number}") as client:
+        registration = client.register("bench", layout, device_pages=[DEVICE_BLOCKS], host_pages=[0])
+        with client.open_lease(registration) as lease, grpc.insecure_channel(f"unix:{socket}") as channel:
+            make_resident(lease, block_keys(registration.namespace, tokens, BLOCK_TOKENS))
+            health = health_pb2_grpc.HealthStub(channel)
+            barrier.wait()  # type: ignore[attr-defined]
+            times["ping"] = repeat(rounds, lambda: health.Check(health_pb2.HealthCheckRequest()))
+            for count in TOKENS:
+                keys = block_keys(registration.namespace, tokens[:count], BLOCK_TOKENS)
+                times[f"match {count}"] = match_times(lease, rounds, lambda keys=keys: keys)  # type: ignore[misc]
+                hashing = lambda n=count: block_keys(registration.namespace, tokens[:n], BLOCK_TOKENS)  # noqa: E731
+                times[f"hash {count}"] = match_times(lease, rounds, hashing)
+            for count in SEQUENCES:
+                times[f"step {count}"] = step_times(lease, count, rounds, publish=False)
+                times[f"step_publish {count}"] = step_times(lease, count, rounds, publish=True)
+    answer.send(times)
+
+
+def make_resident(lease: Lease, keys: bytes) -> None:
+    """Publish a whole prompt, unless somebody has."""
+    with lease.match(keys) as sequence:
+        blocks = len(keys) // 32
+        if sequence.device_blocks < blocks:
+            sequence.allocate(blocks)
+            sequence.publish(blocks)
+
+
+def repeat(rounds: int, call: Callable[[], object]) -> list[float]:
+    """Milliseconds of each call, after a few to warm up."""
+    for _ in range(5):
+        call()
+    out = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        out.append((time.perf_counter() - began) * 1e3)
+    return out
+
+
+def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list[float]:
+    """Milliseconds from tokens (or keys) to the pinned hit with its block table; the release is not counted."""
+    out = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        sequence = lease.match(keys_of())
+        out.append((time.perf_counter() - began) * 1e3)
+        assert sequence.device_blocks > 0
+        sequence.release()
+    return out
+
+
+def step_times(lease: Lease, count: int, rounds: int, *, publish: bool) -> list[float]:
+    """Milliseconds of one iteration's round trip for ``count`` growing sequences."""
+    rng = np.random.default_rng()
+    sequences = [lease.match(rng.bytes(32 * (rounds + 8))) for _ in range(count)]
+    out = []
+    with lease.step(stock_pages=2 * count) as stream:
+        stream.submit()
+        for turn in range(min(rounds, DEVICE_BLOCKS // 4 // count)):
+            batch = stream.batch()
+            for sequence in sequences:
+                sequence.grow_from_stock()
+                if publish and turn > 0:
+                    batch.publish(sequence, turn)
+            began = time.perf_counter()
+            results = stream.submit(batch)
+            out.append((time.perf_counter() - began) * 1e3)
+            assert not any(isinstance(result, Exception) for result in results), results
+    for sequence in sequences:
+        sequence.release()
+    return out
+
+
+if __name__ == "__main__":
+    main()

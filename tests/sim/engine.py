@@ -1,0 +1,509 @@
+"""A simulated LLM engine: matches, allocates, writes bytes that name their block, publishes, checks what it hits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.leases import attach, close_lease, keep_alive, open_lease, process_arrived, process_gone
+from cachesvc.flows.match import match
+from cachesvc.flows.prefetch import prefetch
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import extend, recycle, refill_stock
+from cachesvc.flows.release import release
+from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.tickets import TicketState
+from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, TicketView, Wait
+from cachesvc.model.errors import (
+    CacheError,
+    InvalidRequest,
+    KeyReused,
+    LeaseLost,
+    LimitExceeded,
+    LoadFailed,
+    NotFound,
+    NotOwned,
+    PoolExhausted,
+    StateConflict,
+    Unavailable,
+)
+from cachesvc.model.keys import KEY_BYTES, block_keys
+from cachesvc.model.transfer import has_reached
+from cachesvc.model.words import NO_PAGE
+from tests.sim.node import SimNode, content_of
+
+WAIT_SECONDS = 20.0
+
+
+@dataclass
+class Request:
+    """One sequence as its engine sees it. ``written``: blocks that hold their bytes; ``computed_tokens`` so far."""
+
+    id: int
+    keys: bytes
+    tables: list[list[int]]
+    hit: int = 0
+    sealed: int = 0
+    written: int = 0
+    total: int = 0
+    tickets: list[TicketView] = field(default_factory=list)
+    swapped: bool = False
+    spares: list[tuple[int, int]] = field(default_factory=list)
+    cursors: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Pending:
+    """A call that was told to wait."""
+
+    call: Callable[[], object]
+    then: Callable[[Any], None]
+    tickets: tuple[int, ...]
+    until: float
+    request: Request | None
+
+
+class SimEngine:
+    """One engine with a scheduler process and perhaps a worker, and one lease at a time."""
+
+    def __init__(self, node: SimNode, rng: random.Random, name: str, replica: int) -> None:
+        self.node = node
+        self.rng = rng
+        self.name = name
+        self.replica = replica
+        self.model: Model | None = None
+        self.lease = ""
+        self.tokens: list[bytes] = []
+        self.requests: dict[int, Request] = {}
+        self.stock: list[list[tuple[int, int]]] = []
+        self.pending: Pending | None = None
+        self.owned_when_lost: list[tuple[int, int]] = []
+        self.silent_until = 0.0
+        self.verified = 0
+        self._ids = 0
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def start(self, model: Model) -> None:
+        """Connect, open a lease, attach from every process."""
+        self.model = model
+        self.tokens = [self.rng.randbytes(8) for _ in range(self.rng.choice((1, 2)))]
+        core, now = self.node.core, self.node.now
+        for token in self.tokens:
+            process_arrived(core, token, 1, 1)
+        try:
+            lease = open_lease(core, model.id, self.replica, self.name, self.tokens[0], 1, now)
+            again = open_lease(core, model.id, self.replica, self.name, self.tokens[0], 1, now)
+        except (Unavailable, LimitExceeded):
+            self.die()
+            return
+        assert again is lease
+        self.lease = lease.id
+        for token in self.tokens:
+            attach(core, self.lease, 0, token, now)
+        self.stock = [[] for _ in model.layout.groups]
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.lease)
+
+    def die(self) -> None:
+        """Every process ends."""
+        for token in self.tokens:
+            self.node.run(partial(process_gone, self.node.core, token))
+        self._forget()
+
+    def lose_worker(self) -> bool:
+        """One process of two ends; the other may still write."""
+        if len(self.tokens) < 2:
+            return False
+        self.node.run(partial(process_gone, self.node.core, self.tokens.pop()))
+        return True
+
+    def own_pages(self) -> list[tuple[int, int]]:
+        """Pages that this engine believes to be its own to write."""
+        pages = [(group, page) for group, held in enumerate(self.stock) for page, _ in held]
+        for request in self.requests.values():
+            if not request.swapped:
+                pages += request.spares
+                pages += [
+                    (group, page)
+                    for group, table in enumerate(request.tables)
+                    for page in table[max(request.sealed, request.hit) :]
+                    if page != NO_PAGE
+                ]
+        return pages
+
+    def scribble(self) -> None:
+        """Kernels that hang on write into pages that were this engine's."""
+        assert self.model is not None
+        for group, page in self.owned_when_lost or self.own_pages():
+            garbage = [b"\xee" * self.model.layout.page_bytes(group)] * self.model.layout.ranks
+            self.node.write_page(self.model, self.replica, group, page, garbage)
+
+    def write_half(self) -> None:
+        """Leave a private page half written."""
+        assert self.model is not None
+        for group, page in self.own_pages()[:1]:
+            half = [b"\x77" * (self.model.layout.page_bytes(group) // 2)] * self.model.layout.ranks
+            self.node.write_page(self.model, self.replica, group, page, half)
+
+    def quiesce(self) -> None:
+        """A lost lease's engine stops its kernels and says so; it may then begin anew."""
+        self.node.run(partial(close_lease, self.node.core, self.lease, quiesced=True))
+        tokens, self.tokens = self.tokens, []
+        for token in tokens:
+            self.node.run(partial(process_gone, self.node.core, token))
+        self._forget()
+
+    def _forget(self) -> None:
+        self.lease, self.tokens, self.requests, self.stock = "", [], {}, []
+        self.pending, self.owned_when_lost = None, []
+
+    def _lost(self) -> None:
+        self.owned_when_lost = self.own_pages()
+        self.requests, self.pending = {}, None
+        self.stock = [[] for _ in self.stock]
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Do one thing. What the rules forbid must be refused by name; anything else is a bug."""
+        if self.owned_when_lost:
+            self.scribble()
+            self.node.faults["wrote_after_loss"] += 1
+        try:
+            if self.pending is not None:
+                self._retry_pending()
+            else:
+                self._act()
+        except LeaseLost:
+            self._lost()
+            if self.rng.random() < 0.5:
+                self.quiesce()
+
+    def _act(self) -> None:
+        keep_alive(self.node.core, self.lease, self.node.now)
+        choices: list[Callable[[], None]] = [self._begin, self._begin, self._refill, self._prefetch]
+        for request in self.requests.values():
+            choices += [partial(action, request) for action in self._actions(request)]
+        self.rng.choice(choices)()
+
+    def _actions(self, request: Request) -> list[Callable[[Request], None]]:
+        if request.swapped:
+            return [self._swap_in, self._swap_in, self._release]
+        if request.total == 0:
+            return [self._allocate, self._allocate, self._release]
+        if request.tickets:
+            return [self._follow_loads, self._follow_loads, self._publish]
+        return [self._write, self._write, self._publish, self._publish, self._recycle, self._extend, self._grow,
+                self._swap_out, self._release, self._check_tables]  # fmt: skip
+
+    def _call(
+        self, request: Request | None, contents: object, flow: Callable[[], object], then: Callable[[Any], None]
+    ) -> None:
+        """Send a call, perhaps twice; a refusal that an engine must expect ends the request."""
+        self._ids += 1
+        key = self._ids
+
+        def call() -> object:
+            answer = self.node.call(self.lease, key, contents, flow) if key else None
+            if not isinstance(answer, Wait) and self.rng.random() < 0.2:
+                self.node.faults["client_retry"] += 1
+                again = self.node.call(self.lease, key, contents, flow)
+                assert again is answer, "a retry is answered from memory"
+                try:
+                    self.node.call(self.lease, key, "another request", flow)
+                except KeyReused:
+                    return answer
+                raise AssertionError("a key was taken twice")
+            return answer
+
+        self._finish(Pending(call, then, (), self.node.now + WAIT_SECONDS, request))
+
+    def _finish(self, pending: Pending) -> None:
+        self.pending = None
+        try:
+            answer = pending.call()
+        except (PoolExhausted, LoadFailed, LimitExceeded, Unavailable) as refusal:
+            self.node.faults[f"refused_{type(refusal).__name__}"] += 1
+            if pending.request is not None and not isinstance(refusal, PoolExhausted):
+                self._drop(pending.request)
+            return
+        if isinstance(answer, Wait):
+            self.node.forget_wait(answer)
+            assert answer.tickets, "a wait names what it waits for"
+            pending.tickets = answer.tickets
+            self.pending = pending
+            self.node.faults["told_to_wait"] += 1
+            return
+        pending.then(answer)
+
+    def _retry_pending(self) -> None:
+        pending = self.pending
+        assert pending is not None
+        book = self.node.core.ledger.tickets
+        if any(not book.is_running(ticket) for ticket in pending.tickets):
+            self._finish(pending)
+        elif self.node.now > pending.until:
+            self.pending = None
+            self.node.faults["gave_up_waiting"] += 1
+            if pending.request is not None:
+                self._drop(pending.request)
+
+    def _drop(self, request: Request) -> None:
+        if self.requests.pop(request.id, None) is not None:
+            self.node.run(partial(release, self.node.core, self.lease, request.id, self.node.now))
+
+    # -- operations --------------------------------------------------------------------------------------------
+
+    def _keys(self) -> bytes:
+        assert self.model is not None
+        tokens: list[int] = []
+        for _ in range(self.rng.randint(1, 7)):
+            tokens += [self.rng.choice((1, 1, 1, 2, 3))] * self.model.layout.block_tokens
+        return block_keys(self.model.namespace, tokens, self.model.layout.block_tokens)
+
+    def _begin(self) -> None:
+        assert self.model is not None
+        if len(self.requests) >= 4:
+            return
+        self._ids += 1
+        keys = self._keys()
+        told = keys[: self.rng.choice((0, 1, 8)) * KEY_BYTES] or keys
+        request = Request(self._ids, keys, [[] for _ in self.model.layout.groups])
+        limit = self.rng.choice((0, 0, len(keys) // KEY_BYTES - 1))
+        flow = partial(match, self.node.core, self.lease, request.id, told, limit, self.node.now)
+
+        def matched(answer: Matched) -> None:
+            request.hit = answer.device_blocks + answer.host_blocks
+            request.sealed = request.written = answer.device_blocks
+            self.requests[request.id] = request
+            for cells in answer.tables:
+                request.tables[cells.group] = list(cells.pages)
+            self._verify(request, 0, answer.device_blocks)
+
+        self._call(None, ("match", told, limit), flow, matched)
+
+    def _allocate(self, request: Request) -> None:
+        total = max(len(request.keys) // KEY_BYTES + self.rng.choice((0, 0, 1)), request.hit, 1)
+        self._grow_to(request, total)
+
+    def _grow(self, request: Request) -> None:
+        self._grow_to(request, request.total + 1)
+
+    def _grow_to(self, request: Request, total: int) -> None:
+        flow = partial(allocate, self.node.core, self.lease, request.id, total, self.node.now)
+
+        def allocated(answer: Allocated) -> None:
+            for cells in answer.tables:
+                assert cells.first_block == len(request.tables[cells.group])
+                request.tables[cells.group] += cells.pages
+            request.total = total
+            request.tickets = list(answer.tickets)
+            if not request.tickets:
+                self._loaded(request)
+
+        self._call(request, ("allocate", request.id, total), flow, allocated)
+
+    def _loaded(self, request: Request) -> None:
+        request.sealed = max(request.sealed, request.hit)
+        request.written = max(request.written, request.hit)
+        self._verify(request, 0, request.hit)
+
+    def _follow_loads(self, request: Request) -> None:
+        """Wait on the timeline words, layer by layer, as the workers do."""
+        assert self.model is not None
+        device = self.model.replicas[self.replica].devices[-1]
+        timeline = self.node.backend.timeline(device)
+        book = self.node.core.ledger.tickets
+        for ticket in list(request.tickets):
+            slot = ticket.slot
+            if slot is None or not has_reached(timeline.read(slot.word), slot.end):
+                ended = book.ended.get(ticket.id)
+                if slot is None and ended is not None and ended.state is TicketState.FAILED:
+                    self._drop(request)
+                    return
+                if slot is None and ended is not None:
+                    request.tickets.remove(ticket)
+                continue
+            if timeline.read(slot.failed_word) == slot.end:
+                self.node.faults["load_seen_failed"] += 1
+                self._drop(request)
+                return
+            request.tickets.remove(ticket)
+        if not request.tickets:
+            if not request.swapped and request.written < request.hit:
+                self._loaded(request)
+            else:
+                self._check_tables(request)
+
+    def _write(self, request: Request) -> None:
+        if request.written >= min(request.total, len(request.keys) // KEY_BYTES):
+            return
+        self._write_block(request, request.written)
+        request.written += 1
+
+    def _write_block(self, request: Request, position: int) -> None:
+        assert self.model is not None
+        key = request.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+        for group, table in enumerate(request.tables):
+            if table[position] != NO_PAGE:
+                content = content_of(self.model.layout, group, key)
+                self.node.write_page(self.model, self.replica, group, table[position], content)
+
+    def _publish(self, request: Request) -> None:
+        first, last = request.sealed, request.written
+        if request.tickets:
+            first, last = request.hit, request.hit
+        if self.rng.random() < 0.05:
+            self._misuse(request)
+        if last <= first and not request.tickets:
+            return
+        keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
+        flow = partial(publish, self.node.core, self.lease, request.id, first, keys, last - first, self.node.now)
+
+        def published(answer: Published) -> None:
+            request.sealed = answer.sealed_blocks
+            for cells in answer.duplicates:
+                for position, page in zip(answer.duplicate_positions, cells.pages, strict=True):
+                    request.tables[cells.group][position] = page
+            request.spares += [(cells.group, page) for cells in answer.spares for page in cells.pages]
+            assert answer.pending == (answer.sealed_blocks < last)
+            self._check_tables(request)
+
+        self._call(request, ("publish", request.id, first, keys), flow, published)
+
+    def _misuse(self, request: Request) -> None:
+        """What the rules forbid: out of turn, twice, somebody else's page, keys below another prefix."""
+        core, now = self.node.core, self.node.now
+        wrong: list[Callable[[], object]] = [
+            partial(publish, core, self.lease, request.id, request.sealed + 1, request.keys[:KEY_BYTES], 1, now),
+            partial(publish, core, self.lease, request.id, request.sealed, request.keys[:KEY_BYTES] * 2, 2, now),
+            partial(recycle, core, self.lease, request.id, 0, (GroupCells(0, 0, (0,) * 2),), now),
+            partial(recycle, core, self.lease, request.id, 1 << 20, (), now),
+            partial(extend, core, self.lease, request.id, (GroupCells(0, 0, (0,), (9999,)),)),
+            partial(match, core, self.lease, request.id, b"", 0, now),
+            partial(release, core, self.lease, 1 << 40, now),
+        ]
+        try:
+            answer = self.node.run(self.rng.choice(wrong))
+        except (StateConflict, NotOwned, InvalidRequest, NotFound, LoadFailed, Unavailable):
+            self.node.faults["misuse"] += 1
+        else:
+            assert isinstance(answer, Wait)
+
+    def _recycle(self, request: Request) -> None:
+        assert self.model is not None
+        layout = self.model.layout
+        tokens = request.written * layout.block_tokens
+        pages = [GroupCells(group, 0, (page,)) for group, page in request.spares]
+        flow = partial(recycle, self.node.core, self.lease, request.id, tokens, tuple(pages), self.node.now)
+
+        def recycled(_: object) -> None:
+            request.spares.clear()
+            for group in layout.window_groups:
+                window = layout.groups[group].window_tokens or 0
+                dead = max(0, tokens - window + 1) // layout.block_tokens
+                for position in range(layout.sink_blocks(group), dead):
+                    request.tables[group][position] = NO_PAGE
+
+        if tokens or pages:
+            self._call(request, ("recycle", request.id, tokens, tuple(pages)), flow, recycled)
+
+    def _refill(self) -> None:
+        assert self.model is not None
+        groups = len(self.model.layout.groups)
+        for cells in self.node.run(partial(refill_stock, self.node.core, self.lease, (2,) * groups)):
+            self.stock[cells.group] += zip(cells.pages, cells.generations, strict=True)
+
+    def _extend(self, request: Request) -> None:
+        if not all(self.stock) or request.tickets:
+            return
+        taken = [held.pop() for held in self.stock]
+        pages = tuple(GroupCells(g, 0, (page,), (generation,)) for g, (page, generation) in enumerate(taken))
+        flow = partial(extend, self.node.core, self.lease, request.id, pages)
+
+        def extended(blocks: int) -> None:
+            request.total = blocks
+            for table, (page, _) in zip(request.tables, taken, strict=True):
+                table.append(page)
+
+        self._call(None, ("extend", request.id, pages), flow, extended)
+
+    def _swap_out(self, request: Request) -> None:
+        flow = partial(swap_out, self.node.core, self.lease, request.id, self.node.now)
+
+        def going(answer: Swapped) -> None:
+            request.swapped = True
+            request.spares.clear()
+            request.tickets = list(answer.tickets)
+
+        self._call(request, ("out", request.id, self._ids), flow, going)
+
+    def _swap_in(self, request: Request) -> None:
+        book = self.node.core.ledger.tickets
+        for ticket in request.tickets:  # the way out
+            if book.is_running(ticket.id):
+                return
+            if book.get(ticket.id).state is TicketState.FAILED:
+                request.tickets.clear()
+                request.swapped = False
+                self._check_tables(request)
+                return
+        flow = partial(swap_in, self.node.core, self.lease, request.id, self.node.now)
+
+        def coming(answer: Swapped) -> None:
+            request.swapped = False
+            request.tables = [list(cells.pages) for cells in answer.tables]
+            request.tickets = list(answer.tickets)
+
+        self._call(request, ("in", request.id, self._ids), flow, coming)
+
+    def _prefetch(self) -> None:
+        keys = self._keys()
+        flow = partial(prefetch, self.node.core, self.lease, keys, self.node.now)
+        self._call(None, ("prefetch", keys), flow, lambda _: None)
+
+    def _release(self, request: Request) -> None:
+        del self.requests[request.id]
+        self.node.run(partial(release, self.node.core, self.lease, request.id, self.node.now))
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def _check_tables(self, request: Request) -> None:
+        self._verify(request, 0, request.written)
+
+    def _verify(self, request: Request, first: int, last: int) -> None:
+        """Every page of the tables that must hold a block's bytes holds them, and no window has a hole."""
+        assert self.model is not None
+        layout = self.model.layout
+        for group, table in enumerate(request.tables):
+            required = self._required(group, last)
+            for position in range(first, last):
+                key = request.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+                page = table[position]
+                if page == NO_PAGE:
+                    assert position not in required, f"a hole at block {position} of group {group}"
+                    continue
+                self.verified += 1
+                found = self.node.page(self.model, self.replica, group, page)
+                assert found == content_of(layout, group, key), f"block {position} of group {group}, page {page}"
+
+    def _required(self, group: int, last: int) -> Iterable[int]:
+        assert self.model is not None
+        layout = self.model.layout
+        window = layout.groups[group].window_tokens
+        if window is None:
+            return range(last)
+        tokens = last * layout.block_tokens
+        start = max(0, tokens - window + 1) // layout.block_tokens
+        return {*range(min(layout.sink_blocks(group), last)), *range(start, last)}
+
+
+EXPECTED = (CacheError,)

@@ -1,0 +1,184 @@
+"""The daemon without sockets, threads and clock: its own parts, driven by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.models import host_pages_arrived
+from cachesvc.flows.transfers import land
+from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.mapped import populate
+from cachesvc.model.errors import KeyReused, Unavailable
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.layout import Layout
+from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.words import READY, Run, WritePolicy
+from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.writing import WriteRule
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.planning import InlinePlanning
+from cachesvc.swap.vault import Vault
+from tests.sim.stepped_backend import SteppedBackend
+
+Answer = TypeVar("Answer")
+HOST_CHUNK_BYTES = 4096
+
+
+class SteppedHostPool(HostPool):
+    """The host pool whose two kinds of threads are two methods."""
+
+    def start(self) -> None:
+        """No thread; every chunk is still to come."""
+
+    def fill_one(self) -> bool:
+        """Bring the next chunk; False when all are there."""
+        work = self._next_slice()
+        if work is None:
+            return False
+        index, start, size_bytes = work
+        view = self._chunks[index].view
+        assert view is not None
+        populate(view, start, size_bytes)
+        self._announce(index, self._backend.register_host(view))
+        return True
+
+    def clean_one(self) -> bool:
+        """Zero the next extent that was used before; False when none waits."""
+        if not self._dirty:
+            return False
+        slab, extent = self._dirty.popleft()
+        if self._zero(slab, extent):
+            extent.is_ready = not slab.is_released
+            slab.refresh()
+            self._tell([(tell, extent.run) for tell in slab.watchers])
+        return True
+
+
+class Refusing:
+    """The way to the swap engine, which refuses when told to."""
+
+    def __init__(self, engine: Callable[[], SwapEngine], faults: Counter[str]) -> None:
+        self._engine = engine
+        self._faults = faults
+        self.refuse = 0
+
+    def submit(self, transfer: Transfer) -> TimelineSlot:
+        if self.refuse:
+            self.refuse -= 1
+            self._faults["mover_refused"] += 1
+            raise Unavailable("the simulator refuses this transfer")
+        return self._engine().submit(transfer)
+
+
+class SimNode:
+    """Core, Vault and SwapEngine. What threads would bring waits in ``inbox`` until it is delivered."""
+
+    def __init__(self, rng: random.Random, faults: Counter[str]) -> None:
+        self.now = 1000.0
+        self.faults = faults
+        self.inbox: deque[Callable[[], object]] = deque()
+        self.backend = SteppedBackend(2, 1 << 16, timeline_words=rng.choice((16, 64, 256)))
+        self.backend.start()
+        self.engine = SwapEngine(
+            self.backend,
+            lambda ticket, error: self.inbox.append(lambda: self._land(ticket, "" if error is None else str(error))),
+            planning=InlinePlanning(),
+            layers_per_step=rng.choice((0, 1, 2)),
+        )
+        self.engine.start()
+        self.host_pool = SteppedHostPool(rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend)
+        self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages)
+        self.mover = Refusing(lambda: self.engine, faults)
+        policy = rng.choice(list(WritePolicy))
+        self.core = Core(
+            Ledger(keep_tickets=64),
+            self.mover,
+            rank_rule(rng.choice(("lru", "lru", "lfu", "deepest_first"))),
+            WriteRule(policy, rng.choice((1, 2)), remember=8),
+            Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12),
+        )
+        self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
+
+    def _on_host_pages(self, model: int, group: int, run: Run) -> None:
+        self.faults["host_pages_late"] += 1
+        self.inbox.append(lambda: host_pages_arrived(self.core, model, group, run))
+
+    def _land(self, ticket: int, error: str) -> None:
+        land(self.core, ticket, error)
+
+    def deliver(self) -> None:
+        """One message of another thread arrives on the loop."""
+        if self.inbox:
+            self.inbox.popleft()()
+
+    def run(self, flow: Callable[[], Answer]) -> Answer:
+        """As the node runs flows."""
+        try:
+            return flow()
+        finally:
+            while self.core.stillborn:
+                self._land(*self.core.stillborn.pop(0))
+
+    def call(self, lease: str, request_id: int, contents: object, flow: Callable[[], Answer]) -> Answer:
+        """A call with its key: the second time it is answered from memory; a failed one is forgotten."""
+        known = self._repeats.get((lease, request_id))
+        if known is not None:
+            if known[0] != contents:
+                raise KeyReused(request_id)
+            return known[1]  # type: ignore[return-value]
+        answer = self.run(flow)
+        self._repeats[lease, request_id] = (contents, answer)
+        return answer
+
+    # -- bytes -------------------------------------------------------------------------------------------------
+
+    def write_page(self, model: Model, replica: int, group: int, page: int, content: list[bytes]) -> None:
+        """Write a device page on every rank, plane by plane, as kernels of an engine would."""
+        geometry = device_geometry(model.layout, group, model.replicas[replica].device_pages[group])
+        for rank, mine in enumerate(content):
+            slab = self.vault.slabs(model.id, replica, rank)[group]
+            at = 0
+            for span in geometry.spans:
+                part = mine[at : at + span.width]
+                if part:
+                    self.backend.write(slab.region, span.offset + page * span.page_stride, part)
+                at += span.width
+
+    def page(self, model: Model, replica: int | None, group: int, page: int) -> list[bytes]:
+        """A page's bytes on every rank."""
+        return [self.engine.page_bytes(model.id, replica, rank, group, page) for rank in range(model.layout.ranks)]
+
+    def corrupt(self) -> list[str]:
+        """Sealed copies, on any tier, whose bytes are not what their key stands for."""
+        out: list[str] = []
+        for model in self.core.ledger.models.values():
+            for position, place in enumerate(model.blocks.index.places):
+                replica = position - 1 if position else None
+                for key, row in model.blocks.index.rows.items():
+                    for group, states in enumerate(place.states):
+                        if states[row] >= READY:
+                            page = place.pages[group][row]
+                            if self.page(model, replica, group, page) != content_of(model.layout, group, key):
+                                out.append(f"model {model.id} {place.name} group {group} page {page} (row {row})")
+        return out
+
+
+_CONTENT: dict[tuple[bytes, int, bytes], list[bytes]] = {}
+
+
+def content_of(layout: Layout, group: int, key: bytes) -> list[bytes]:
+    """What a block's page holds on each rank: a function of its key; where ranks hold the same, the same."""
+    known = _CONTENT.get((layout.fingerprint, group, key))
+    if known is None:
+        size = layout.page_bytes(group)
+        ranks = range(layout.ranks)
+        salts = [b"" if layout.groups[group].replicated else bytes([rank]) for rank in ranks]
+        known = [hashlib.shake_128(key + bytes([group]) + salt).digest(size) for salt in salts]
+        _CONTENT[layout.fingerprint, group, key] = known
+    return known

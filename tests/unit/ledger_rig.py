@@ -1,0 +1,190 @@
+"""Flows over a mover that records transfers: tests land them, well or not, in any order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from cachesvc.flows.core import Core
+from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.transfers import land
+from cachesvc.ledger.conservation import audit
+from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.place import Place
+from cachesvc.model.answers import Wait
+from cachesvc.model.errors import PoolExhausted, Unavailable
+from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.words import NO_PAGE, Run, WritePolicy
+from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.writing import WriteRule
+
+Answer = TypeVar("Answer")
+BLOCK_TOKENS = 4
+TOKEN = b"process-"
+
+
+def one_group() -> Layout:
+    """A page of 8 bytes in one full group."""
+    return Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (8,), "uint8"),))
+
+
+def windowed(window_tokens: int = 8, sink_tokens: int = 0) -> Layout:
+    """A full group, and one that looks back ``window_tokens``."""
+    planes = (Plane("k", 0, "full", (8,), "uint8"), Plane("k", 1, "window", (8,), "uint8"))
+    return Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"), PlaneGroup("window", window_tokens, sink_tokens)), planes)
+
+
+def chain(*names: object, namespace: bytes = b"") -> bytes:
+    """Packed keys of a prompt whose blocks are called so; each stands for its whole prefix."""
+    keys = bytearray()
+    parent = namespace
+    for name in names:
+        parent = hashlib.blake2b(parent + repr(name).encode(), digest_size=32).digest()
+        keys += parent
+    return bytes(keys)
+
+
+class RecordingMover:
+    """Keeps transfers in order; refuses them while ``refusing`` is set."""
+
+    def __init__(self) -> None:
+        self.transfers: dict[int, Transfer] = {}
+        self.all: list[Transfer] = []
+        self.refusing = False
+
+    def submit(self, transfer: Transfer) -> TimelineSlot:
+        if self.refusing:
+            raise Unavailable("the mover is told to refuse")
+        self.transfers[transfer.ticket] = transfer
+        self.all.append(transfer)
+        return TimelineSlot(0, 1, 0, 1)
+
+
+@dataclass
+class Budget:
+    """A vault that only counts bytes; ``late`` host pages are announced by nobody."""
+
+    device_bytes: dict[str, int]
+    host_pages: int = 1 << 20
+    closed: list[int] = field(default_factory=list)
+    _held: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.device_bytes)
+
+    def device_free_bytes(self, device: str) -> int:
+        return self.device_bytes[device]
+
+    def host_pages_for(self, layout: Layout, share: float) -> int:
+        return int(self.host_pages * share)
+
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
+        return [[Run(0, count)] if count else [] for count in pages]
+
+    def open_replica(
+        self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
+    ) -> None:
+        size = device_bytes(layout, pages)
+        if any(self.device_bytes[device] < size for device in devices):
+            raise PoolExhausted(pool="bytes", wanted=size, free=0, evictable=0, pinned=0, quarantined=0, capacity=0)
+        for device in devices:
+            self.device_bytes[device] -= size
+            self._held.setdefault(model, []).append((device, size))
+
+    def close_model(self, model: int) -> None:
+        self.closed.append(model)
+        for device, size in self._held.pop(model):
+            self.device_bytes[device] += size
+
+
+@dataclass
+class Rig:
+    """A core with one model. ``now`` is what flows are told."""
+
+    core: Core
+    mover: RecordingMover
+    vault: Budget
+    model: Model
+    now: float = 0.0
+
+    def lease(self, name: str = "a", replica: int = 0) -> str:
+        token = TOKEN + name.encode()
+        if token not in self.core.ledger.processes:
+            process_arrived(self.core, token, 1, 1)
+        return open_lease(self.core, self.model.id, replica, name, token, 0, self.now).id
+
+    def run(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer:
+        """Run a flow as the node does, landing what it waits for; audits afterwards."""
+        while True:
+            answer = self.once(flow, *arguments)
+            if not isinstance(answer, Wait):
+                return answer
+            self.land(next(ticket for ticket in answer.tickets if ticket in self.mover.transfers))
+
+    def once(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer | Wait:
+        try:
+            return flow(self.core, *arguments, self.now)
+        finally:
+            while self.core.stillborn:
+                land(self.core, *self.core.stillborn.pop(0))
+            self.check()
+
+    def land(self, ticket: int, error: str = "") -> list[int]:
+        del self.mover.transfers[ticket]
+        ended = land(self.core, ticket, error)
+        self.check()
+        return ended
+
+    def settle(self) -> None:
+        for ticket in list(self.mover.transfers):
+            self.land(ticket)
+
+    def check(self) -> None:
+        assert audit(self.core.ledger).problems == []
+
+    def place(self, replica: int = 0) -> Place:
+        return self.model.replicas[replica].place
+
+    @property
+    def host(self) -> Place:
+        return self.model.blocks.host
+
+    def device_keys(self, replica: int = 0) -> set[bytes]:
+        index = self.model.blocks.index
+        return {key for key, row in index.rows.items() if self.place(replica).is_hittable(row)}
+
+    def host_keys(self) -> set[bytes]:
+        index = self.model.blocks.index
+        return {key for key, row in index.rows.items() if self.host.is_hittable(row)}
+
+    def free(self, replica: int = 0) -> list[int]:
+        return [pool.free for pool in self.place(replica).pools]
+
+
+def rig_of(
+    layout: Layout,
+    *,
+    device: Sequence[int],
+    host: Sequence[int] | None = None,
+    policy: WritePolicy = WritePolicy.WRITE_BACK,
+    threshold: int = 2,
+    remember: int = 64,
+    replicas: int = 1,
+    eviction: str = "lru",
+) -> Rig:
+    mover = RecordingMover()
+    core = Core(Ledger(), mover, rank_rule(eviction), WriteRule(policy, threshold, remember))
+    vault = Budget({f"gpu-{i}": 1 << 20 for i in range(replicas)})
+    host_wish = PoolWish(tuple(host) if host is not None else (0,) * len(layout.groups))
+    for i in range(replicas):
+        made = register(core, vault, "m", layout, b"", (f"gpu-{i}",), PoolWish(tuple(device)), host_wish, 0.0)
+    return Rig(core, mover, vault, made.model)
+
+
+def table(answer_pages: Sequence[int]) -> list[int]:
+    return [page for page in answer_pages if page != NO_PAGE]
