@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.memory.seam import CopyBatch, CopyJob
 from cachesvc.model.errors import LimitExceeded, Unavailable
 
@@ -53,6 +54,7 @@ class CopyThread:
             self._thread.join()
 
     def _serve(self) -> None:
+        yield_to_callers()
         while True:
             with self._changed:
                 while not self._jobs and not self._closed:

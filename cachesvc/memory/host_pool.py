@@ -21,7 +21,7 @@ from cachesvc.memory import numa
 from cachesvc.memory.available import MemoryLimit, memory_limits
 from cachesvc.memory.free_ranges import ALIGN_BYTES, ByteRange, FreeRanges
 from cachesvc.memory.host_slab import HostExtent, HostSlab, OnPages
-from cachesvc.memory.mapped import address_of, map_memfd, populate, sealed_memfd, zero
+from cachesvc.memory.mapped import address_of, map_memfd, populate, sealed_memfd, yield_to_callers, zero
 from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import InvalidRequest, PoolExhausted, StateConflict, Unavailable
 from cachesvc.model.words import Run
@@ -208,6 +208,7 @@ class HostPool:
 
     def _fill(self) -> None:
         """Root of a filling thread."""
+        yield_to_callers()
         try:
             while (work := self._next_slice()) is not None:
                 index, start, size_bytes = work
