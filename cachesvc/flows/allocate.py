@@ -44,9 +44,11 @@ def allocate(core: Core, lease_id: str, sequence_id: int, blocks: int, now: floa
     LeaseLost, StateConflict (swapped out).
     """
     lease, sequence = open_sequence(core, lease_id, sequence_id)
+    if sequence.swap_ticket:
+        return Wait((sequence.swap_ticket,))
     require_on_device(sequence)
     model, replica = replica_of(core, lease)
-    lease.last_heard = now
+    lease.heard(now)
     first = sequence.blocks
     if blocks > core.limits.blocks_per_sequence:
         raise LimitExceeded("blocks of a sequence", blocks, core.limits.blocks_per_sequence)

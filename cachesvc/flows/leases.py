@@ -63,7 +63,7 @@ def open_lease(
 def attach(core: Core, lease_id: str, rank: int, token: bytes, now: float) -> tuple[Model, Replica]:
     """Let the process behind ``token`` map one rank's pools. Raises InvalidRequest (rank), NotFound, LeaseLost."""
     lease = core.ledger.lease(lease_id)
-    lease.last_heard = now
+    lease.heard(now)
     model = core.ledger.model(lease.model)
     if not 0 <= rank < model.layout.ranks:
         raise InvalidRequest(f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks")
@@ -93,7 +93,7 @@ def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
 def keep_alive(core: Core, lease_id: str, now: float) -> Lease:
     """A sign of life. Raises LeaseLost, NotFound."""
     lease = core.ledger.lease(lease_id)
-    lease.last_heard = now
+    lease.heard(now)
     return lease
 
 

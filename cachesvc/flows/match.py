@@ -28,7 +28,7 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
     model, replica = replica_of(core, lease)
-    lease.last_heard = now
+    lease.heard(now)
     model.last_used = now
     place = replica.place
     hit = model.blocks.find(keys, place, max_blocks)

@@ -24,9 +24,11 @@ def publish(
     already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed, LeaseLost.
     """
     lease, sequence = open_sequence(core, lease_id, sequence_id)
+    if sequence.swap_ticket:
+        return Wait((sequence.swap_ticket,))
     require_on_device(sequence)
     model, replica = replica_of(core, lease)
-    lease.last_heard = now
+    lease.heard(now)
     model.last_used = now
     running = tuple(ticket for ticket in sequence.loads if core.ledger.tickets.is_running(ticket))
     if running:

@@ -31,7 +31,7 @@ def recycle(
     Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in the table), LeaseLost, NotFound.
     """
     lease = core.ledger.lease(lease_id)
-    lease.last_heard = now
+    lease.heard(now)
     model, replica = replica_of(core, lease)
     sequence = lease.sequences.get(sequence_id)
     if sequence is None and (computed_tokens or not pages):

@@ -15,7 +15,7 @@ def release(core: Core, lease_id: str, sequence_id: int, now: float) -> int:
     """End a sequence; returns how many device pages came back. Raises NotFound (also the second time), LeaseLost."""
     lease = core.ledger.lease(lease_id)
     sequence = core.ledger.sequence(lease, sequence_id)
-    lease.last_heard = now
+    lease.heard(now)
     return let_go(core, lease, sequence)
 
 

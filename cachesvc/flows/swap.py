@@ -34,7 +34,7 @@ from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
 def swap_out(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped | Wait:
     """Start to take a sequence off the device. Raises PoolExhausted when the host cannot hold it, StateConflict."""
     lease, sequence = open_sequence(core, lease_id, sequence_id)
-    lease.last_heard = now
+    lease.heard(now)
     model, replica = replica_of(core, lease)
     _require_still(sequence)
     if sequence.swapped_out:
@@ -80,7 +80,7 @@ def _free_spares(replica: Replica, sequence: Sequence) -> None:
 def swap_in(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped | Wait:
     """Start to bring a sequence back; the answer has its new tables. Raises PoolExhausted, StateConflict."""
     lease, sequence = open_sequence(core, lease_id, sequence_id)
-    lease.last_heard = now
+    lease.heard(now)
     model, replica = replica_of(core, lease)
     place = replica.place
     _require_still(sequence)

@@ -42,6 +42,10 @@ class Lease:
         if not self.stock:
             self.stock = [set() for _ in range(self.groups)]
 
+    def heard(self, now: float) -> None:
+        """A sign of life. A call that waited brings the time when it began, which moves nothing back."""
+        self.last_heard = max(self.last_heard, now)
+
 
 @dataclass(slots=True)
 class Process:

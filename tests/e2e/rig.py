@@ -46,6 +46,11 @@ class Node:
         """Pages that somebody holds or moves: all zero once nobody does."""
         return {state: self.pages(state) for state in ("private", "in_flight", "quarantined")}
 
+    def has_host_pool(self) -> bool:
+        """True once the whole host pool has come: a test that wants its pages shall not race its threads."""
+        status = self.admin.GetStatus(admin_pb2.GetStatusRequest())
+        return status.host_pool_ready_bytes == status.host_pool_bytes
+
     def lease_states(self) -> dict[str, str]:
         """State of every lease that is known, by id."""
         leases = self.admin.ListLeases(admin_pb2.ListLeasesRequest()).leases
@@ -84,6 +89,7 @@ def running_node(flags: Sequence[str] = (), folder: Path | None = None) -> Itera
     try:
         with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
             node = Node(daemon, admin_pb2_grpc.AdminServiceStub(channel), channel)
+            wait_until(node.has_host_pool, "the host pool is populated")
             yield node
             if daemon.process.poll() is None:
                 check_books(node)

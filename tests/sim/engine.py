@@ -20,7 +20,6 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, TicketView, Wait
 from cachesvc.model.errors import (
-    CacheError,
     InvalidRequest,
     KeyReused,
     LeaseLost,
@@ -53,6 +52,7 @@ class Request:
     total: int = 0
     tickets: list[TicketView] = field(default_factory=list)
     swapped: bool = False
+    returning: bool = False
     spares: list[tuple[int, int]] = field(default_factory=list)
     cursors: dict[int, int] = field(default_factory=dict)
 
@@ -200,7 +200,7 @@ class SimEngine:
         if request.total == 0:
             return [self._allocate, self._allocate, self._release]
         if request.tickets:
-            return [self._follow_loads, self._follow_loads, self._publish]
+            return [self._follow_loads] if request.returning else [self._follow_loads, self._publish]
         return [self._write, self._write, self._publish, self._publish, self._recycle, self._extend, self._grow,
                 self._swap_out, self._release, self._check_tables]  # fmt: skip
 
@@ -212,7 +212,7 @@ class SimEngine:
         key = self._ids
 
         def call() -> object:
-            answer = self.node.call(self.lease, key, contents, flow) if key else None
+            answer = self.node.call(self.lease, key, contents, flow)
             if not isinstance(answer, Wait) and self.rng.random() < 0.2:
                 self.node.faults["client_retry"] += 1
                 again = self.node.call(self.lease, key, contents, flow)
@@ -235,8 +235,12 @@ class SimEngine:
             if pending.request is not None and not isinstance(refusal, PoolExhausted):
                 self._drop(pending.request)
             return
+        except StateConflict as refusal:
+            if isinstance(refusal, LeaseLost) or "being swapped" not in str(refusal):
+                raise
+            self.node.faults["told_to_wait_for_swap"] += 1
+            return
         if isinstance(answer, Wait):
-            self.node.forget_wait(answer)
             assert answer.tickets, "a wait names what it waits for"
             pending.tickets = answer.tickets
             self.pending = pending
@@ -327,21 +331,29 @@ class SimEngine:
             if slot is None or not has_reached(timeline.read(slot.word), slot.end):
                 ended = book.ended.get(ticket.id)
                 if slot is None and ended is not None and ended.state is TicketState.FAILED:
-                    self._drop(request)
+                    self._load_failed(request)
                     return
                 if slot is None and ended is not None:
                     request.tickets.remove(ticket)
                 continue
             if timeline.read(slot.failed_word) == slot.end:
                 self.node.faults["load_seen_failed"] += 1
-                self._drop(request)
+                self._load_failed(request)
                 return
             request.tickets.remove(ticket)
         if not request.tickets:
-            if not request.swapped and request.written < request.hit:
-                self._loaded(request)
-            else:
+            if request.returning:
+                request.returning = False
                 self._check_tables(request)
+            else:
+                self._loaded(request)
+
+    def _load_failed(self, request: Request) -> None:
+        if not request.returning:
+            self._drop(request)
+            return
+        request.swapped, request.returning = True, False
+        request.tickets.clear()
 
     def _write(self, request: Request) -> None:
         if request.written >= min(request.total, len(request.keys) // KEY_BYTES):
@@ -454,12 +466,13 @@ class SimEngine:
             if book.get(ticket.id).state is TicketState.FAILED:
                 request.tickets.clear()
                 request.swapped = False
+                self.node.faults["swap_out_failed"] += 1
                 self._check_tables(request)
                 return
         flow = partial(swap_in, self.node.core, self.lease, request.id, self.node.now)
 
         def coming(answer: Swapped) -> None:
-            request.swapped = False
+            request.swapped, request.returning = False, True
             request.tables = [list(cells.pages) for cells in answer.tables]
             request.tickets = list(answer.tickets)
 
@@ -505,5 +518,3 @@ class SimEngine:
         start = max(0, tokens - window + 1) // layout.block_tokens
         return {*range(min(layout.sink_blocks(group), last)), *range(start, last)}
 
-
-EXPECTED = (CacheError,)

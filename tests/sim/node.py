@@ -14,6 +14,7 @@ from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.mapped import populate
+from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
@@ -133,7 +134,8 @@ class SimNode:
                 raise KeyReused(request_id)
             return known[1]  # type: ignore[return-value]
         answer = self.run(flow)
-        self._repeats[lease, request_id] = (contents, answer)
+        if not isinstance(answer, Wait):
+            self._repeats[lease, request_id] = (contents, answer)
         return answer
 
     # -- bytes -------------------------------------------------------------------------------------------------

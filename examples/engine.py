@@ -1,0 +1,215 @@
+"""An inference engine that keeps its keys and values in the node's cache: all that a client does, in one file.
+
+One request's life, which `CachedEngine.answer` follows line by line:
+
+    hash      the prompt's full blocks get keys, chained from the model's namespace on
+    match     the longest prefix that anybody on this node has computed, pinned for this request
+    allocate  pages for the rest; what lies in host memory starts to load into device pages
+    compute   in place, in the daemon's own pages; before layer l wait until layer l has been loaded
+    publish   blocks that are full and computed are sealed: from now on they are everybody's
+    recycle   what no window reaches back to is given back
+    release   the pins go; what was published stays, whatever becomes of this process
+
+Takes requests on standard input and answers on standard output, one JSON line each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from cachesvc_client import (
+    AttachedPool,
+    BlockHasher,
+    CacheClient,
+    CacheClientError,
+    Layout,
+    Lease,
+    Plane,
+    PlaneGroup,
+    Sequence,
+)
+from examples.tiny_transformer.config import TinyConfig, list_groups, list_planes
+from examples.tiny_transformer.digest import digest_model
+from examples.tiny_transformer.generate import generate
+from examples.tiny_transformer.model import Tables, TinyTransformer, build_model
+from examples.tiny_transformer.tokens import Tokens
+from examples.tiny_transformer.variants import VARIANTS
+
+LOAD_SECONDS = 30.0  # for one layer; a healthy load takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is told when it starts. An empty ``socket``: without a cache."""
+
+    name: str
+    variant: str
+    socket: str = ""
+    device_blocks: int = 0
+    host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Said once: how long it took to build the model, and then to have its cache back."""
+
+    model_seconds: float
+    attach_seconds: float = 0.0
+    model_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``device_tokens`` of the prompt were in place, ``host_tokens`` were loaded. ``went_alone``: why without a cache."""
+
+    tokens: list[int]
+    first_token_seconds: float
+    device_tokens: int = 0
+    host_tokens: int = 0
+    went_alone: str = ""
+
+
+class CachedEngine:
+    """Answers one request at a time through a lease and the device pool that it has mapped."""
+
+    def __init__(self, model: TinyTransformer, lease: Lease, pool: AttachedPool) -> None:
+        self._model = model
+        self._lease = lease
+        self._pool = pool
+
+    def answer(self, prompt: Tokens, new_tokens: int) -> Answer:
+        """Answer a prompt. The cache is never worth a request: where it fails, the engine computes by itself."""
+        try:
+            return self._answer(prompt, new_tokens)
+        except CacheClientError as error:
+            return answer_alone(self._model, prompt, new_tokens, f"{type(error).__name__}: {error}")
+
+    def _answer(self, prompt: Tokens, new_tokens: int) -> Answer:
+        began = time.perf_counter()
+        block_tokens = self._model.config.block_tokens
+        hasher = BlockHasher(self._lease.registration.namespace, block_tokens)
+        hasher.extend(prompt)
+        # At least one token is left to compute, because the first one of the answer comes out of its logits.
+        reusable_blocks = (len(prompt) - 1) // block_tokens
+        with self._lease.match(bytes(hasher.keys), max_blocks=reusable_blocks) as sequence:
+            answer: list[int] = []
+            first_token_seconds = 0.0
+
+            def tables_for(blocks: int) -> Tables:
+                if answer:  # the sequence enters a block, so all before it are computed
+                    seal_blocks(sequence, hasher, (blocks - 1) * block_tokens)
+                sequence.allocate(blocks)
+                return name_tables(sequence, self._pool.layout)
+
+            def wait_layer(layer: int) -> None:
+                for ticket in sequence.tickets:
+                    self._pool.wait_layer(ticket, layer, LOAD_SECONDS)
+
+            hit_tokens = sequence.hit_blocks * block_tokens
+            for token in generate(
+                self._model, prompt, hit_tokens, new_tokens, tables_for, self._pool.planes, wait_layer
+            ):
+                if not answer:
+                    first_token_seconds = time.perf_counter() - began
+                answer.append(token)
+                hasher.extend([token])
+            # Nobody has asked what follows the last token, so its keys and values were never computed.
+            seal_blocks(sequence, hasher, len(prompt) + new_tokens - 1)
+            return Answer(
+                answer,
+                first_token_seconds,
+                device_tokens=sequence.device_blocks * block_tokens,
+                host_tokens=sequence.host_blocks * block_tokens,
+            )
+
+
+def seal_blocks(sequence: Sequence, hasher: BlockHasher, computed_tokens: int) -> None:
+    """Publish the full blocks of what was computed, then give back what the sequence needs no more.
+
+    Where another engine was faster, the sequence goes on with that engine's pages, and its own are given back too. So
+    call it between two steps, while nothing computes, and take the tables anew.
+    """
+    full_blocks = computed_tokens // hasher.block_tokens
+    if full_blocks > sequence.sealed_blocks:
+        sequence.publish(full_blocks, bytes(hasher.keys))
+    sequence.recycle(computed_tokens)
+
+
+def name_tables(sequence: Sequence, layout: Layout) -> Tables:
+    """The page of each block, by the name of the group."""
+    return {group.name: table for group, table in zip(layout.groups, sequence.tables, strict=True)}
+
+
+def answer_alone(model: TinyTransformer, prompt: Tokens, new_tokens: int, why: str) -> Answer:
+    """Answer a prompt with pages of this process's own, which nobody else sees and which are gone afterwards."""
+    began = time.perf_counter()
+    config = model.config
+    blocks = -(-(len(prompt) + new_tokens) // config.block_tokens)
+    planes = {
+        (layer, name): np.zeros((blocks, *page_shape), dtype=dtype)
+        for name, layer, _, page_shape, dtype in list_planes(config)
+    }
+    tables = {group.name: np.arange(blocks, dtype=np.int32) for group in config.groups}
+    stream = generate(model, prompt, 0, new_tokens, lambda _: tables, planes, lambda _: None)
+    first = next(stream)
+    first_token_seconds = time.perf_counter() - began
+    return Answer([first, *stream], first_token_seconds, went_alone=why)
+
+
+def layout_of(config: TinyConfig) -> Layout:
+    """What a block of the model leaves behind, as the daemon wants to know it: planes and groups, and no more."""
+    return Layout(
+        block_tokens=config.block_tokens,
+        ranks=1,
+        groups=tuple(PlaneGroup(name, window, sinks) for name, window, sinks in list_groups(config)),
+        planes=tuple(Plane(*plane) for plane in list_planes(config)),
+    )
+
+
+def serve(ready: Ready, answer: Callable[[Tokens, int], Answer]) -> None:
+    """Say that the engine is ready, then answer every request until standard input ends."""
+    _say(asdict(ready))
+    for line in sys.stdin:
+        request = json.loads(line)
+        _say(asdict(answer(np.array(request["prompt"], dtype=np.int32), request["new_tokens"])))
+
+
+def _say(message: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Build the model, connect and serve."""
+    settings = EngineSettings(**json.loads(sys.argv[1]))
+    began = time.perf_counter()
+    model = build_model(VARIANTS[settings.variant])
+    # Engines share what they compute only where the name is the same, so it stands for the very bits.
+    name = f"{settings.variant}@{digest_model(model)}"
+    model_seconds = time.perf_counter() - began
+    if not settings.socket:
+        serve(Ready(model_seconds), lambda prompt, count: answer_alone(model, prompt, count, "started without a cache"))
+        return
+    layout = layout_of(model.config)
+    began = time.perf_counter()
+    with CacheClient(settings.socket, engine=settings.name) as client:
+        registration = client.register(
+            name,
+            layout,
+            device_pages=[settings.device_blocks] * len(layout.groups),
+            host_pages=[settings.host_blocks] * len(layout.groups),
+        )
+        with client.open_lease(registration) as lease, lease.attach() as pool:
+            attach_seconds = time.perf_counter() - began
+            ready = Ready(model_seconds, attach_seconds, registration.model_id)
+            serve(ready, CachedEngine(model, lease, pool).answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Step: many sequences in one message, growth without a round trip, and a status for each operation."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachesvc_client import Conflict, NotFound, PoolExhausted, Sequence, StockEmpty
+from tests.e2e.engine import WINDOWED, Engine, prompt
+from tests.e2e.rig import Node
+
+
+def test_sequences_grow_from_stock_and_publish_in_one_stream(node: Node) -> None:
+    with Engine(node.socket, device_pages=64) as engine:
+        prompts = [engine.keys(prompt(seed, 12)) for seed in range(3)]
+        with engine.lease.step(stock_pages=6) as steps:
+            batch = steps.batch()
+            for keys in prompts:
+                batch.match(keys)
+            sequences: list[Sequence] = steps.submit(batch)
+            batch = steps.batch()
+            for sequence in sequences:
+                batch.allocate(sequence, 2)
+            granted = steps.submit(batch)
+            assert [answer.loading_blocks for answer in granted] == [0, 0, 0]
+
+            for upto in range(3, 13):
+                for sequence, keys in zip(sequences, prompts, strict=True):
+                    sequence.grow_from_stock()
+                    engine.fill(sequence, keys, range(sequence.sealed_blocks, min(upto, sequence.blocks)))
+                batch = steps.batch()
+                for sequence in sequences:
+                    batch.publish(sequence, upto - 1)
+                assert [answer.sealed_blocks for answer in steps.submit(batch)] == [upto - 1] * 3
+            pages = [page for sequence in sequences for page in sequence.tables[0].tolist()]
+            assert len(set(pages)) == 36
+            batch = steps.batch()
+            for sequence in sequences:
+                batch.release(sequence)
+            assert steps.submit(batch) == [1, 1, 1]
+        assert node.held() == {"private": 0, "in_flight": 0, "quarantined": 0}
+        assert node.pages("sealed") == 33
+        for seed in range(3):
+            served = engine.serve(prompt(seed, 11))
+            assert (served.device, served.bad) == (11, [])
+
+
+def test_an_operation_that_fails_does_not_undo_the_others(node: Node) -> None:
+    with Engine(node.socket, device_pages=8) as engine, engine.lease.step() as steps:
+        first, second, third = (engine.lease.match(engine.keys(prompt(seed, 4))) for seed in range(3))
+        batch = steps.batch()
+        batch.allocate(first, 4)
+        batch.allocate(second, 5)
+        batch.allocate(third, 4)
+        one, two, three = steps.submit(batch)
+        assert one.loading_blocks == three.loading_blocks == 0
+        assert isinstance(two, PoolExhausted)
+        assert "wanted 5 pages, free 4" in str(two)
+        assert (first.blocks, second.blocks, third.blocks) == (4, 0, 4)
+
+        batch = steps.batch()
+        batch.release(first)
+        batch.release(third)
+        batch.allocate(second, 4)
+        freed, also, granted = steps.submit(batch)
+        assert (freed, also, granted.loading_blocks) == (4, 4, 0)
+        second.release()
+
+
+def test_the_stock_is_granted_as_far_as_it_goes_and_told_when_empty(node: Node) -> None:
+    with Engine(node.socket, device_pages=4) as engine:
+        sequence = engine.lease.match(engine.keys(prompt(0, 6)))
+        with engine.lease.step(stock_pages=16) as steps:
+            with pytest.raises(StockEmpty, match="wanted 1 blocks"):
+                sequence.grow_from_stock()
+            steps.submit()
+            assert node.pages("private") == 4
+            sequence.grow_from_stock(3)
+            with pytest.raises(StockEmpty):
+                sequence.grow_from_stock(2)
+            assert sequence.blocks == 3
+            steps.submit()
+        assert node.pages("private") == 3
+        assert sequence.release() == 3
+        assert node.pages("free", "replica 0") == 4
+
+
+def test_growth_is_told_before_the_next_call_of_the_sequence(node: Node) -> None:
+    with Engine(node.socket, device_pages=8) as engine, engine.lease.step(stock_pages=4) as steps:
+        steps.submit()
+        keys = engine.keys(prompt(1, 3))
+        with engine.lease.match(keys) as sequence:
+            sequence.grow_from_stock(3)
+            engine.fill(sequence, keys, range(3))
+            assert sequence.publish(3).sealed_blocks == 3
+            assert engine.lease.match(keys, sequence_id=77).device_blocks == 3
+
+
+def test_a_windowed_stock_grows_both_groups(node: Node) -> None:
+    with Engine(node.socket, layout=WINDOWED, device_pages=16) as engine, engine.lease.step([6, 4]) as steps:
+        steps.submit()
+        assert node.pages("private") == 10
+        keys = engine.keys(prompt(2, 5))
+        with engine.lease.match(keys) as sequence:
+            sequence.grow_from_stock(4)
+            assert min(min(table.tolist()) for table in sequence.tables) >= 0
+            with pytest.raises(StockEmpty):
+                sequence.grow_from_stock()
+            engine.fill(sequence, keys, range(4))
+            sequence.publish(4)
+        assert engine.serve(prompt(2, 5)).bad == []
+
+
+def test_steps_may_be_under_way_while_others_are_built(node: Node) -> None:
+    with Engine(node.socket, device_pages=64) as engine, engine.lease.step(stock_pages=8) as steps:
+        sequences = [engine.lease.match(engine.keys(prompt(seed, 4))) for seed in range(4)]
+        pending = []
+        for sequence in sequences:
+            batch = steps.batch()
+            batch.allocate(sequence, 2)
+            pending.append(steps.send(batch))
+        with pytest.raises(Conflict, match="under way"):
+            sequences[0].publish(1)
+        assert [step.results()[0].loading_blocks for step in reversed(pending)] == [0] * 4
+        assert [sequence.blocks for sequence in sequences] == [2] * 4
+        batch = steps.batch()
+        ghost = batch.release(sequences[0])
+        twice = batch.release(sequences[1])
+        results = steps.submit(batch)
+        assert (results[ghost], results[twice]) == (2, 2)
+        for sequence in sequences[2:]:
+            assert sequence.release() == 2
+
+
+def test_a_step_that_names_an_ended_sequence_says_so(node: Node) -> None:
+    with Engine(node.socket) as engine, engine.lease.step() as steps:
+        sequence = engine.lease.match(engine.keys(prompt(5, 2)))
+        batch = steps.batch()
+        batch.release(sequence)
+        batch.allocate(sequence, 2)
+        freed, refused = steps.submit(batch)
+        assert freed == 0
+        assert isinstance(refused, NotFound)

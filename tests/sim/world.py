@@ -1,0 +1,288 @@
+"""One simulated node with its engines and its bad luck, all from one seed.
+
+After every step the ledger must add up, and every sealed page on every tier must hold the bytes of its key.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from cachesvc.flows import admin
+from cachesvc.flows.leases import lose_silent
+from cachesvc.flows.models import PoolWish, register
+from cachesvc.ledger.conservation import audit
+from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import PoolExhausted, Unavailable
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import Direction
+from cachesvc.model.words import PageState
+from tests.sim.engine import SimEngine
+from tests.sim.node import SimNode
+
+SILENCE_LIMIT_SECONDS = 30.0
+FAULTS = (
+    "client_retry",
+    "clock_jump",
+    "copy_delayed",
+    "copy_failed",
+    "daemon_drained",
+    "engine_died_mid_write",
+    "engine_fell_silent",
+    "host_pages_late",
+    "mover_refused",
+    "worker_died",
+    "wrote_after_loss",
+)
+"""Kinds of bad luck that a long enough run must have seen."""
+
+
+def gqa_layout() -> Layout:
+    """Two layers of k and v on one rank."""
+    planes = [Plane(name, layer, "full", (2, 4, 6), "uint8") for layer in range(2) for name in ("k", "v")]
+    return Layout(4, 1, (PlaneGroup("full"),), tuple(planes))
+
+
+def windowed_layout(sink_tokens: int) -> Layout:
+    """Two ranks: a replicated full group, and a window of 8 tokens whose bytes differ by rank."""
+    planes = [Plane("latent", layer, "full", (37,), "uint8") for layer in range(2)]
+    planes += [Plane(name, 1, "window", (3, 7), "uint8") for name in ("k", "v")]
+    groups = (PlaneGroup("full", replicated=True), PlaneGroup("window", 8, sink_tokens))
+    return Layout(4, 2, groups, tuple(planes))
+
+
+class World:
+    """``step`` until tired, then ``finish``. ``faults`` counts what went wrong on purpose."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.node = SimNode(self.rng, self.faults)
+        self.frozen: dict[tuple[str, Direction], int] = {}
+        self.steps = 0
+        self.names = 0
+        for _ in range(self.rng.choice((0, 1, 2, 24))):
+            self.node.host_pool.fill_one()
+        self.wishes = self._draw_wishes()
+        self.engines = [SimEngine(self.node, self.rng, f"engine {i}", 0) for i in range(3)]
+        self.kinds = {engine.name: self.rng.choice((0, 0, 1, 2)) for engine in self.engines}
+        self.kinds["engine 0"], self.kinds["engine 1"] = 0, 2
+
+    def _draw_wishes(self) -> list[tuple[Layout, bytes, tuple[str, ...], PoolWish, PoolWish]]:
+        rng = self.rng
+
+        def pages(groups: int, least: int) -> PoolWish:
+            return PoolWish(tuple(rng.randint(least, 24) for _ in range(groups)))
+
+        gqa, windowed = gqa_layout(), windowed_layout(rng.choice((0, 0, 4)))
+        gqa_host, windowed_host = pages(1, 0), pages(2, 0)
+        return [
+            (gqa, b"tenant 1", ("step-0",), pages(1, 6), gqa_host),
+            (gqa, b"tenant 1", ("step-1",), pages(1, 6), gqa_host),
+            (windowed, b"tenant 2", ("step-0", "step-1"), pages(2, 6), windowed_host),
+        ]
+
+    def _register(self, kind: int) -> tuple[Model, int]:
+        layout, salt, devices, device_wish, host_wish = self.wishes[kind]
+        flow = partial(
+            register, self.node.core, self.node.vault, "model", layout, salt, devices, device_wish, host_wish, self.node.now
+        )
+        made = self.node.run(flow)
+        return made.model, made.replica.id
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One event, and the checks after it."""
+        self.steps += 1
+        self.node.now += self.rng.random()
+        kinds: list[tuple[int, Callable[[], None]]] = [
+            (60, self._engine_acts),
+            (20, self._copy_moves),
+            (14, self._deliver),
+            (2, self._host_fills),
+            (1, self._copy_fails),
+            (1, self._copy_freezes),
+            (1, self._engine_fails),
+            (1, self._refuse_mover),
+            (1, self._sweep),
+        ]
+        if self.rng.random() < 0.015:
+            kinds = [(1, self._clock_jumps), (1, self._operator), (1, self._rival)]
+        weights = [weight for weight, _ in kinds]
+        self.rng.choices([call for _, call in kinds], weights)[0]()
+        self.check()
+
+    def check(self) -> None:
+        """Raises AssertionError that says what broke."""
+        problems = audit(self.node.core.ledger).problems
+        assert not problems, problems
+        corrupt = self.node.corrupt()
+        assert not corrupt, corrupt
+
+    def _engine_acts(self) -> None:
+        engine = self.rng.choice(self.engines)
+        if self.node.now < engine.silent_until:
+            return
+        if not engine.is_open:
+            try:
+                model, engine.replica = self._register(self.kinds[engine.name])
+            except (Unavailable, PoolExhausted):
+                return
+            engine.start(model)
+            return
+        if engine.silent_until and engine.lease not in self._live():
+            engine.scribble()  # what its kernels did while nobody heard of it
+            self.faults["wrote_after_loss"] += 1
+        engine.silent_until = 0.0
+        engine.step()
+
+    def _deliver(self) -> None:
+        if self.node.inbox:
+            self.node.deliver()
+        else:
+            self._engine_acts()
+
+    def _live(self) -> set[str]:
+        leases = self.node.core.ledger.leases.values()
+        return {lease.id for lease in leases if lease.state.value == "live"}
+
+    def _copy_moves(self) -> None:
+        pending = [p for p in self.node.backend.pending() if self.frozen.get((p.device, p.direction), 0) < self.steps]
+        if pending:
+            one = self.rng.choice(pending)
+            move = self.rng.choice((self.node.backend.run_step, self.node.backend.run_one))
+            move(one.device, one.direction)
+        else:
+            self._engine_acts()
+
+    def _copy_fails(self) -> None:
+        pending = self.node.backend.pending()
+        if pending:
+            one = self.rng.choice(pending)
+            self.node.backend.fail_one(one.device, one.direction, RuntimeError("the simulator breaks this copy"))
+            self.faults["copy_failed"] += 1
+
+    def _copy_freezes(self) -> None:
+        pending = self.node.backend.pending()
+        if pending:
+            one = self.rng.choice(pending)
+            self.frozen[one.device, one.direction] = self.steps + self.rng.randint(5, 40)
+            self.faults["copy_delayed"] += 1
+
+    def _host_fills(self) -> None:
+        if not self.node.host_pool.fill_one():
+            self.node.host_pool.clean_one()
+
+    def _refuse_mover(self) -> None:
+        self.node.mover.refuse = self.rng.randint(1, 2)
+
+    def _sweep(self) -> None:
+        self.node.run(partial(lose_silent, self.node.core, SILENCE_LIMIT_SECONDS, self.node.now))
+
+    def _clock_jumps(self) -> None:
+        self.node.now += self.rng.choice((10.0, 40.0))
+        self.faults["clock_jump"] += 1
+        self._sweep()
+
+    def _engine_fails(self) -> None:
+        engine = self.rng.choice(self.engines)
+        if not engine.is_open:
+            return
+        match self.rng.randrange(4):
+            case 0:
+                engine.write_half()
+                engine.die()
+                self.faults["engine_died_mid_write"] += 1
+            case 1:
+                if engine.lose_worker():
+                    self.faults["worker_died"] += 1
+            case 2:
+                engine.silent_until = self.node.now + self.rng.choice((5.0, 50.0))
+                self.faults["engine_fell_silent"] += 1
+            case _:
+                engine.quiesce()
+                self.faults["engine_closed"] += 1
+
+    def _operator(self) -> None:
+        core = self.node.core
+        if self.steps > 150 and self.rng.random() < 0.2:
+            self.node.run(partial(admin.drain, core))
+            self.faults["daemon_drained"] += 1
+            return
+        for model in list(core.ledger.models.values()):
+            tier = self.rng.choice(("device", "host"))
+            self.node.run(partial(admin.evict, core, model.id, tier, self.rng.choice((0, 1, 3))))
+        self.faults["operator_evicted"] += 1
+
+    def _rival(self) -> None:
+        """A newcomer wants most of a device: an idle model gives way, or the newcomer is refused."""
+        self.names += 1
+        before = {model.id for model in self.node.core.ledger.models.values()}
+        flow = partial(
+            register,
+            self.node.core,
+            self.node.vault,
+            f"rival {self.names}",
+            gqa_layout(),
+            b"",
+            (self.rng.choice(("step-0", "step-1")),),
+            PoolWish((self.rng.choice((40, 300)),)),
+            PoolWish((self.rng.choice((0, 8)),)),
+            self.node.now,
+        )
+        try:
+            self.node.run(flow)
+        except (PoolExhausted, Unavailable):
+            after = {model.id for model in self.node.core.ledger.models.values()}
+            self.faults["rival_refused"] += 1
+        else:
+            after = {model.id for model in self.node.core.ledger.models.values()}
+            self.faults["rival_came"] += 1
+        self.faults["model_gave_way"] += len(before - after)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Everybody leaves: nothing may be private, in flight, pinned or quarantined then."""
+        self.node.backend.run_all()
+        while self.node.inbox:
+            self.node.deliver()
+            self.node.backend.run_all()
+        self.check()
+        for engine in self.engines:
+            if engine.is_open:
+                engine.die()
+            self.check()
+        self.node.backend.run_all()
+        while self.node.inbox:
+            self.node.deliver()
+        self.check()
+        ledger = self.node.core.ledger
+        assert not ledger.tickets.running
+        assert not ledger.leases
+        for model in ledger.models.values():
+            assert not model.computing
+            for place in model.blocks.index.places:
+                for pool in place.pools:
+                    settled = pool.counts[PageState.FREE] + pool.counts[PageState.SEALED]
+                    assert settled == pool.usable, f"{pool.name}: {pool.counts}"
+        self.node.engine.close()
+        self.node.backend.close()
+        self.node.host_pool.close()
+
+
+def run(seed: int, steps: int) -> World:
+    """One whole simulation. An AssertionError names the seed and the step."""
+    world = World(seed)
+    try:
+        while world.steps < steps:
+            world.step()
+        world.finish()
+    except Exception as error:
+        error.add_note(f"replay: python -m tests.sim {seed} {world.steps + 1}   (step {world.steps} of seed {seed})")
+        raise
+    return world
