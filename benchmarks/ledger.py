@@ -1,7 +1,8 @@
 """Cost of the ledger's moves a block, with 10^4 to 10^6 resident blocks: ``python -m benchmarks.ledger --json OUT``.
 
-One model, one replica, one group. The index holds chains of 2,048 blocks (a prompt of 128k tokens at 64 tokens a
-block) that share their first 64; look-ups hit to a random depth with a cold second-level cache. Everything runs through the ledger's own calls, on one thread.
+One model, one replica, one group. The index holds chains of 2,048 blocks (128k tokens at 64 tokens a block)
+that share their first 64; look-ups hit to a random depth with a cold second-level cache. Everything runs through the
+ledger's own calls, on one thread.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def measure(size: int) -> dict[str, float]:
     ledger, place = filled.ledger, filled.place
     gc.collect()
     rng = random.Random(1)
-    asked = [prompt for prompt in filled.prompts * (1 + 200 // len(filled.prompts))][:300]
+    asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
     match_pin = [_match_and_pin(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
     table = [_timed(lambda p=prompt: _table(ledger, place, p)) for prompt in filled.prompts]
     count = min(size // 2, 4096)
@@ -117,7 +118,7 @@ def fill(size: int, *, traced: bool) -> Filled:
     if traced:
         tracemalloc.stop()
         after -= sum(len(keys) + 33 for keys in prompts)  # the prompts are the caller's
-    whole = [keys for keys in prompts[:-1]] or prompts
+    whole = prompts[:-1] or prompts
     return Filled(ledger, place, whole[:200], seconds / size * 1e6, (after - before) / size)
 
 

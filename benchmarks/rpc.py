@@ -20,11 +20,11 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from cachesvc_client import CacheClient, Lease, PoolExhausted, Sequence, block_keys, opaque
+from cachesvc_client.ctl.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.machine import describe_machine
-from cachesvc_client import CacheClient, Lease, PoolExhausted, Sequence, block_keys, opaque
-from cachesvc_client.ctl.daemon_process import DaemonProcess
 
 BLOCK_TOKENS = 64
 TOKENS = (1024, 8192, 32768, 131072)

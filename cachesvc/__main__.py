@@ -13,7 +13,6 @@ from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import RANK_RULES
 from cachesvc.telemetry.events import start_logging
 
-
 SWITCH_SECONDS = 0.0002
 """How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
 

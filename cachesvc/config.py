@@ -32,7 +32,7 @@ class Config:
     ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``listen``: loopback TCP, or empty.
     ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend.
     ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits for transfers.
-    ``drain_seconds``: how long SIGTERM waits for engines to finish. ``allow_uids``: empty means the daemon's own and root.
+    ``drain_seconds``: how long SIGTERM waits for engines to finish. ``allow_uids``: empty: its own and root.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"

@@ -77,7 +77,7 @@ class Daemon:
         backend.start()
         self._stack.callback(backend.close)
         epoch = secrets.randbits(63)
-        engine = SwapEngine(backend, lambda ticket, error: node.on_transfer_done(ticket, error))
+        engine = SwapEngine(backend, lambda ticket, error: node.on_transfer_done(ticket, error))  # noqa: PLW0108 - made below
         node = Node(
             _core(config, engine), epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds
         )

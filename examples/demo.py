@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import grpc
+from cachesvc_client import Layout
+from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from cachesvc_client import Layout
-from cachesvc_client.ctl.daemon_process import DaemonProcess
 from examples.engine import Answer, EngineSettings, layout_of
-from examples.engine_process import EngineProcess
+from examples.engine_process import EngineFailed, EngineProcess
 from examples.texts import Conversation, conversations
 from examples.tiny_transformer.tokens import Tokens, chat_prompt
 from examples.tiny_transformer.variants import VARIANTS
@@ -72,7 +72,7 @@ class VariantReport:
     block_tokens: int
     questions: list[Question] = field(default_factory=list)
     passes: dict[str, list[Answer]] = field(default_factory=dict)
-    copied_bytes: dict[str, int] = field(default_factory=dict)
+    loaded_bytes: dict[str, int] = field(default_factory=dict)
     attach_seconds: float = 0.0
     restart_seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Demonstration:
     def run(self) -> VariantReport:
         """All passes, in the order in which the story is told."""
         with EngineProcess(self._without_cache) as reference:
-            say(f"  reference, no cache: {reference.describe_start()}")
+            say("  reference, a process without a cache: it computes every prompt from its first token on")
             self._ask_reference(reference)
         with ExitStack() as stack:
             first = stack.enter_context(EngineProcess(replace(self._with_cache, name="engine-a")))
@@ -146,9 +146,9 @@ class Demonstration:
     def _serve(
         self, name: str, engine: EngineProcess, story: str, before_each: Callable[[], None] | None = None
     ) -> None:
-        """Ask all questions of one engine, compare its answers and note what the daemon copied meanwhile."""
+        """Ask all questions of one engine, compare its answers and note what the daemon loaded meanwhile."""
         say(f"  {story}")
-        before = self._loaded_bytes()
+        before = self._read_loaded_bytes()
         answers = []
         for question in self.report.questions:
             if before_each is not None:
@@ -163,16 +163,16 @@ class Demonstration:
             if answer.went_alone:
                 self.report.problems.append(f"{label}: the engine went on without the cache: {answer.went_alone}")
         self.report.passes[name] = answers
-        copied = self._loaded_bytes() - before
-        self.report.copied_bytes[name] = copied
+        loaded = self._read_loaded_bytes() - before
+        self.report.loaded_bytes[name] = loaded
         found = sum(answer.device_tokens + answer.host_tokens for answer in answers)
         asked = sum(len(question.prompt) for question in self.report.questions)
         say(
             f"    TTFT {list_times(answers)}; found {found:,} of {asked:,} tokens; "
-            f"loaded {copied / 2**20:,.1f} MiB from the host"
+            f"loaded {loaded / 2**20:,.1f} MiB from the host"
         )
 
-    def _loaded_bytes(self) -> int:
+    def _read_loaded_bytes(self) -> int:
         status = self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=ADMIN_SECONDS)
         return status.counters.get("h2d_bytes", 0)
 
@@ -191,7 +191,9 @@ class Demonstration:
             if not running and not held:
                 return
             if time.monotonic() > until:
-                raise TimeoutError(f"{running} transfers run and {held} pages are held {SETTLE_SECONDS:g} s after the last answer")
+                raise TimeoutError(
+                    f"{running} transfers run and {held} pages are held {SETTLE_SECONDS:g} s after the last answer"
+                )
 
     def _check_hits(self) -> None:
         """Each pass must have found what its story says, where its story says."""
@@ -207,8 +209,8 @@ class Demonstration:
                     report.problems.append(
                         f"{report.variant}, {name}, {question.label}: (device, host) tokens {found}, expected {wanted}"
                     )
-            if (report.copied_bytes[name] > 0) != (name == HOST):
-                report.problems.append(f"{report.variant}, {name}: {report.copied_bytes[name]:,} bytes were loaded")
+            if (report.loaded_bytes[name] > 0) != (name == HOST):
+                report.problems.append(f"{report.variant}, {name}: {report.loaded_bytes[name]:,} bytes were loaded")
 
     def _check_pools(self) -> None:
         """All engines are gone: nobody holds a page, and every page is in exactly one place."""
@@ -258,7 +260,7 @@ def demonstrate(variant: str, plan: Plan) -> VariantReport:
 def draw_table(reports: Sequence[VariantReport]) -> str:
     """One line a variant: its opening question, which every engine has to answer with nothing in its own memory."""
     head = ("variant", "prompt tokens", "hit tokens", "TTFT cold", "device pages", "host pages", "after restart")
-    rows = [(*head, "tokens identical")]
+    rows: list[tuple[str, ...]] = [(*head, "tokens identical")]
     for report in reports:
         opening = {name: answers[0] for name, answers in report.passes.items()}
         cold = opening[COLD].first_token_seconds
@@ -287,7 +289,7 @@ def to_json(reports: Sequence[VariantReport], seconds: float) -> str:
                 for q in report.questions
             ],
             "passes": {name: [asdict(answer) for answer in answers] for name, answers in report.passes.items()},
-            "loaded_bytes": report.copied_bytes,
+            "loaded_bytes": report.loaded_bytes,
             "attach_seconds": report.attach_seconds,
             "restart_seconds": report.restart_seconds,
             "answers": report.answers,
@@ -310,30 +312,40 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    """Run the demonstration; 1 where an answer differs or a pass is not what its story says."""
-    arguments = parse_arguments()
-    plan = make_plan(is_quick=arguments.quick)
-    began = time.monotonic()
-    say(INTRODUCTION)
-    reports = []
-    for variant in arguments.variants:
-        reports.append(demonstrate(variant, plan))
-        say()
-    seconds = time.monotonic() - began
-    if arguments.json:
-        Path(arguments.json).write_text(to_json(reports, seconds), encoding="utf-8")
-    say(draw_table(reports))
-    say()
+def conclude(reports: Sequence[VariantReport], seconds: float) -> int:
+    """Say what came out; the exit code, 1 where an answer differs or a pass is not what its story says."""
     problems = [problem for report in reports for problem in report.problems]
-    answers, identical = (sum(getattr(report, name) for report in reports) for name in ("answers", "identical"))
+    answers = sum(report.answers for report in reports)
+    identical = sum(report.identical for report in reports)
     for problem in problems:
         say(problem)
     if identical == answers:
         say(f"{answers} answers, all token-identical, in {seconds:.0f} s")
     else:
         say(f"{answers} answers, {answers - identical} of them differ from the reference")
-    return 1 if problems else 0
+    return 0 if identical == answers and not problems else 1
+
+
+def main() -> int:
+    """Run the demonstration; the exit code."""
+    arguments = parse_arguments()
+    plan = make_plan(is_quick=arguments.quick)
+    began = time.monotonic()
+    say(INTRODUCTION)
+    reports = []
+    try:
+        for variant in arguments.variants:
+            reports.append(demonstrate(variant, plan))
+            say()
+    except (DaemonFailed, EngineFailed, TimeoutError) as error:
+        say(f"the demonstration ended early: {error}")
+        return 1
+    seconds = time.monotonic() - began
+    if arguments.json:
+        Path(arguments.json).write_text(to_json(reports, seconds), encoding="utf-8")
+    say(draw_table(reports))
+    say()
+    return conclude(reports, seconds)
 
 
 if __name__ == "__main__":

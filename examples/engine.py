@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
-
 from cachesvc_client import (
     AttachedPool,
     BlockHasher,
@@ -34,6 +33,7 @@ from cachesvc_client import (
     PlaneGroup,
     Sequence,
 )
+
 from examples.tiny_transformer.config import TinyConfig, list_groups, list_planes
 from examples.tiny_transformer.digest import digest_model
 from examples.tiny_transformer.generate import generate
@@ -66,7 +66,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``device_tokens`` of the prompt were in place, ``host_tokens`` were loaded. ``went_alone``: why without a cache."""
+    """``device_tokens`` of the prompt were in place, ``host_tokens`` loaded. ``went_alone``: why without the cache."""
 
     tokens: list[int]
     first_token_seconds: float
@@ -84,14 +84,17 @@ class CachedEngine:
         self._pool = pool
 
     def answer(self, prompt: Tokens, new_tokens: int) -> Answer:
-        """Answer a prompt. The cache is never worth a request: where it fails, the engine computes by itself."""
-        try:
-            return self._answer(prompt, new_tokens)
-        except CacheClientError as error:
-            return answer_alone(self._model, prompt, new_tokens, f"{type(error).__name__}: {error}")
+        """Answer a prompt. No request fails because of the cache: the engine can compute by itself.
 
-    def _answer(self, prompt: Tokens, new_tokens: int) -> Answer:
+        A lost lease stays lost; an engine that is to run for long comes back with `cachesvc_client.Reattacher`.
+        """
         began = time.perf_counter()
+        try:
+            return self._answer(prompt, new_tokens, began)
+        except CacheClientError as error:
+            return answer_alone(self._model, prompt, new_tokens, began, f"{type(error).__name__}: {error}")
+
+    def _answer(self, prompt: Tokens, new_tokens: int, began: float) -> Answer:
         block_tokens = self._model.config.block_tokens
         hasher = BlockHasher(self._lease.registration.namespace, block_tokens)
         hasher.extend(prompt)
@@ -146,9 +149,8 @@ def name_tables(sequence: Sequence, layout: Layout) -> Tables:
     return {group.name: table for group, table in zip(layout.groups, sequence.tables, strict=True)}
 
 
-def answer_alone(model: TinyTransformer, prompt: Tokens, new_tokens: int, why: str) -> Answer:
-    """Answer a prompt with pages of this process's own, which nobody else sees and which are gone afterwards."""
-    began = time.perf_counter()
+def answer_alone(model: TinyTransformer, prompt: Tokens, new_tokens: int, began: float, why: str) -> Answer:
+    """Answer a prompt that came at ``began`` with pages of one's own, which nobody else sees and which go with it."""
     config = model.config
     blocks = -(-(len(prompt) + new_tokens) // config.block_tokens)
     planes = {
@@ -194,7 +196,8 @@ def main() -> None:
     name = f"{settings.variant}@{digest_model(model)}"
     model_seconds = time.perf_counter() - began
     if not settings.socket:
-        serve(Ready(model_seconds), lambda prompt, count: answer_alone(model, prompt, count, "started without a cache"))
+        why = "started without a cache"
+        serve(Ready(model_seconds), lambda prompt, count: answer_alone(model, prompt, count, time.perf_counter(), why))
         return
     layout = layout_of(model.config)
     began = time.perf_counter()

@@ -71,10 +71,6 @@ class EngineProcess:
             self.seconds_to_first_token = asked - self._began + answer.first_token_seconds
         return answer
 
-    def describe_start(self) -> str:
-        """One phrase on how it came up."""
-        return f"the model was built in {self.ready.model_seconds:.2f} s"
-
     def kill(self) -> None:
         """SIGKILL: the engine tells nobody that it goes."""
         process = self._running()

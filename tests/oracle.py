@@ -122,9 +122,7 @@ def lru_hits_naive(requests: Iterable[Request], capacity: int) -> CacheCounts:
     hits = evictions = cut_requests = 0
     for now, request in enumerate(requests):
         path = request.block_ids
-        matched = [
-            block_id for i, block_id in enumerate(path) if all(above in stamps for above in path[: i + 1])
-        ]
+        matched = [block_id for i, block_id in enumerate(path) if all(above in stamps for above in path[: i + 1])]
         stamps.update(dict.fromkeys(matched, now))
         missing = [block_id for block_id in path if block_id not in matched]
         fitting = missing[: capacity - len(matched)]

@@ -29,12 +29,8 @@ PLUGIN_PINS = ("mypy-protobuf==5.1.0", "protobuf==6.33.6", "types-protobuf==7.35
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.genproto", description="Generate the stubs of the API."
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail when the committed stubs are stale"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.genproto", description="Generate the stubs of the API.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the committed stubs are stale")
     is_check = parser.parse_args(arguments).check
     with tempfile.TemporaryDirectory(prefix="genproto-") as directory:
         fresh = Path(directory)

@@ -44,8 +44,8 @@ def _load(name: str) -> dict[str, Any]:
 def _rows(head: list[str], rows: list[list[str]], machine: dict[str, Any] | None = None) -> str:
     lines = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
     if machine:
-        said = ", ".join(str(machine[key]) for key in ("cpu", "cores", "python", "date") if key in machine)
-        lines += ["", f"<sub>{said.replace(f', {machine.get("cores")},', f', {machine.get("cores")} cores, Python')}</sub>"]
+        said = f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {machine['date']}"
+        lines += ["", f"<sub>{said}</sub>"]
     return "\n".join(lines)
 
 
@@ -69,17 +69,22 @@ def rpc() -> str:
     found = _load("rpc.json")
     columns = {"streams idle": found["without_swaps"]} if "without_swaps" in found else {}
     columns |= {f"swaps run, {n} client{'s' * (n != '1')}": each for n, each in found["by_clients"].items()}
-    rows: list[tuple[str, Callable[[dict[str, Any]], dict[str, float]]]] = [("ping", lambda f: f["ping_ms"])]
-    for tokens in found["match_ms"]:
-        label = f"{int(tokens) // 1024}k tokens"
-        rows.append((f"Match {label}, keys ready", lambda f, t=tokens: f["match_ms"][t]["keys_ready"]))  # type: ignore[misc]
-        rows.append((f"Match {label}, hashing", lambda f, t=tokens: f["match_ms"][t]["with_hashing"]))  # type: ignore[misc]
-    for count in found["step_ms"]:
-        rows.append((f"Step, {count} sequences", lambda f, c=count: f["step_ms"][c]))  # type: ignore[misc]
-    for count in found["step_publish_ms"]:
-        rows.append((f"Step, {count} grow and publish", lambda f, c=count: f["step_publish_ms"][c]))  # type: ignore[misc]
-    body = [[label, *(f"{pick(f)['p50']:.2f} / {pick(f)['p99']:.1f}" for f in columns.values())] for label, pick in rows]
+    first = found["by_clients"][next(iter(found["by_clients"]))]
+    picks: list[tuple[str, list[str]]] = [("ping", ["ping_ms"])]
+    for tokens in first["match_ms"]:
+        name = f"Match {int(tokens) // 1024}k tokens"
+        picks.append((f"{name}, keys ready", ["match_ms", tokens, "keys_ready"]))
+        picks.append((f"{name}, hashing", ["match_ms", tokens, "with_hashing"]))
+    picks += [(f"Step, {count} sequences", ["step_ms", count]) for count in first["step_ms"]]
+    picks += [(f"Step, {count} grow and publish", ["step_publish_ms", count]) for count in first["step_publish_ms"]]
+    body = [[label, *(_pair(each, path) for each in columns.values())] for label, path in picks]
     return _rows(["p50 / p99 ms", *columns], body, found["machine"])
+
+
+def _pair(figures: Any, path: list[str]) -> str:
+    for key in path:
+        figures = figures[key]
+    return f"{figures['p50']:.2f} / {figures['p99']:.1f}"
 
 
 def replay() -> str:

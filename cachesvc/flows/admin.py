@@ -74,7 +74,7 @@ def pools(core: Core) -> list[PoolLine]:
 
 
 def blocks(core: Core, model_id: int, keys: bytes, limit: int) -> tuple[list[BlockLine], bool]:
-    """The blocks of packed ``keys`` (those that are resident), or the most recently used; and whether more are there."""
+    """The blocks of packed ``keys`` (those resident), or the most recently used; and whether more are there."""
     model = core.ledger.model(model_id)
     index = model.blocks.index
     limit = min(limit or 64, MAX_LISTED)

@@ -67,7 +67,6 @@ def allocate(core: Core, lease_id: str, sequence_id: int, blocks: int, now: floa
         tickets = _start_loads(core, model, replica, sequence, loads) if loads.rows else []
     _add_fresh(replica, sequence, fresh)
     declare_computing(model, sequence)
-    place = replica.place
     tables = tuple(cells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(ticket_view(ticket) for ticket in tickets), len(loads.rows))
 

@@ -10,13 +10,12 @@ from typing import Protocol
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.ledger.place import Place
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import GroupCells, TicketView
 from cachesvc.model.errors import LoadFailed, PoolExhausted, StateConflict
 from cachesvc.model.transfer import TimelineSlot, Transfer
-from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.model.words import PageState
 from cachesvc.policy.eviction import RankRule
 from cachesvc.policy.writing import WriteRule
 

@@ -56,7 +56,7 @@ def publish(
         back_up(core, model, replica, fresh_rows)
     core.count("published_blocks", len(fresh_rows))
     core.count("duplicate_blocks", len(doubles))
-    return _answer(replica, sequence, doubles, spares, pending)
+    return _answer(sequence, doubles, spares, pending)
 
 
 def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:
@@ -181,10 +181,7 @@ def _pin_windows(model: Model, replica: Replica, sequence: Sequence, first: int,
                 held[position] = row
 
 
-def _answer(
-    replica: Replica, sequence: Sequence, doubles: list[int], spares: list[tuple[int, int]], pending: bool
-) -> Published:
-    place = replica.place
+def _answer(sequence: Sequence, doubles: list[int], spares: list[tuple[int, int]], pending: bool) -> Published:
     if not doubles:
         return Published(sequence.sealed, (), (), (), pending)
     duplicates = tuple(

@@ -152,7 +152,6 @@ def _go(
         for g in sorted({g for g, _, _ in pairs})
     )
     submit(core, model, ticket, grouped, layered=ticket.direction is Direction.LOAD)
-    place = model.replicas[sequence.replica].place
     loading = ticket.direction is Direction.LOAD
     tables = tuple(cells(g, 0, table) for g, table in enumerate(sequence.tables)) if loading else ()
     return Swapped((ticket_view(ticket),), tables)

@@ -57,7 +57,7 @@ def gqa_windowed(
     dtype: str = "bfloat16",
     tensor_parallel: int = 1,
 ) -> Layout:
-    """GQA where ``window_layers[i]`` says whether layer i attends to the last ``window_tokens`` (and the sinks) only."""
+    """GQA where ``window_layers[i]`` says whether layer i attends to the last ``window_tokens`` (and sinks) only."""
     heads = heads_per_rank(kv_heads, tensor_parallel)
     shape = (heads, block_tokens, head_dim)
     planes = tuple(

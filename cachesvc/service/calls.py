@@ -75,7 +75,7 @@ class CallGate:
             await refuse(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 - the root of a call
             events.failure("call_broke")
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
         finally:

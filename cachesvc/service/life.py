@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_GREETING
@@ -87,8 +88,7 @@ class LifeServer:
         self._listener = None
         for peer in list(self._peers.values()):
             self._forget(peer)
-        if os.path.exists(self._path):
-            os.unlink(self._path)
+        Path(self._path).unlink(missing_ok=True)
 
     def _accept(self) -> None:
         assert self._listener is not None

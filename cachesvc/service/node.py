@@ -1,4 +1,4 @@
-"""The daemon's one thread of truth: runs flows on the event loop, lands transfers, and lets callers wait for tickets."""
+"""The daemon's one thread of truth: runs flows on the event loop, lands transfers, and lets callers wait."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Server:
             return
         await self._server.stop(grace_seconds)
         self._server = None
-        Path(self._listening.unix).unlink(missing_ok=True)
+        remove_socket(self._listening.unix)
 
 
 _STANDARD = ("grpc.health.v1.Health", "grpc.channelz.v1.Channelz")
@@ -138,4 +138,9 @@ def make_way(path: str) -> None:
         raise Unavailable(f"socket {path} is in use by a running daemon; stop it or choose another --socket")
     if result not in (errno.ECONNREFUSED, errno.ENOENT):
         raise Unavailable(f"{path} exists and is no socket of ours ({os.strerror(result)}); choose another --socket")
+    remove_socket(path)
+
+
+def remove_socket(path: str) -> None:
+    """Remove a socket's file, if it is still there."""
     Path(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Where pools get their bytes: device slabs from the backend, host slabs from the host pool, both told to the engine."""
+"""Where pools get their bytes: device slabs from the backend, host slabs from the host pool."""
 
 from __future__ import annotations
 

@@ -154,7 +154,9 @@ class CacheClient:
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
-        return self._require_connection().lost.wait(timeout_s)
+        if self._connection is None:
+            raise DaemonUnavailable("not connected; connect() first")
+        return self._connection.lost.wait(timeout_s)
 
     def close(self, *, quiesced: bool = True) -> None:
         """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent."""

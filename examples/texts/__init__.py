@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-INSTRUCTION = (
-    "You answer questions about the text below, in one sentence, and say so when it holds no answer."
-)
+INSTRUCTION = "You answer questions about the text below, in one sentence, and say so when it holds no answer."
 
 # (document's file, name of the conversation, what the user says turn by turn)
 _SCRIPTS = (

@@ -32,9 +32,7 @@ class Group:
         if self.window_tokens is not None and self.window_tokens < 1:
             raise ValueError(f"group {self.name}: window_tokens is {self.window_tokens}, must be at least 1")
         if self.sink_tokens < 0 or (self.window_tokens is None and self.sink_tokens):
-            raise ValueError(
-                f"group {self.name}: sink_tokens is {self.sink_tokens}, sinks belong to a window"
-            )
+            raise ValueError(f"group {self.name}: sink_tokens is {self.sink_tokens}, sinks belong to a window")
 
 
 class Attention(Protocol):
@@ -94,9 +92,7 @@ class TinyConfig:
         if len(set(names)) != len(names):
             raise ValueError(f"{self.name}: group names repeat: {names}")
         if set(names) != set(self.layer_groups):
-            raise ValueError(
-                f"{self.name}: groups {names}, but the layers use {sorted(set(self.layer_groups))}"
-            )
+            raise ValueError(f"{self.name}: groups {names}, but the layers use {sorted(set(self.layer_groups))}")
 
     @property
     def layer_count(self) -> int:

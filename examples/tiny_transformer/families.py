@@ -52,9 +52,7 @@ class Gqa:
     def attend(self, query: F32, cached: dict[str, F32], hidden: Bool, weights: dict[str, F32]) -> F32:
         """Query [heads, T, head_dim] over `k` and `v` [kv_heads, keys, head_dim]; gives [T, d_model]."""
         rows, keys = hidden.shape
-        grouped = query.reshape(
-            self.kv_heads, -1, self.head_dim
-        )  # the query heads of a kv head, one below another
+        grouped = query.reshape(self.kv_heads, -1, self.head_dim)  # the query heads of a kv head, one below another
         scores = grouped @ cached["k"].swapaxes(1, 2)
         scores *= np.float32(self.head_dim**-0.5)
         shares = masked_softmax(scores.reshape(self.heads, rows, keys), hidden)

@@ -31,9 +31,7 @@ def generate(
     next one is asked for. Raises ValueError when the cached tokens leave nothing to compute.
     """
     if not 0 <= cached_tokens < len(prompt):
-        raise ValueError(
-            f"{cached_tokens} cached tokens leave nothing to compute of a prompt of {len(prompt)}"
-        )
+        raise ValueError(f"{cached_tokens} cached tokens leave nothing to compute of a prompt of {len(prompt)}")
     position, pending = cached_tokens, prompt[cached_tokens:]
     covered_blocks, wait = 0, wait_layer
     tables: Tables = {}

@@ -57,18 +57,14 @@ class TinyTransformer:
         self._check_call(tokens, start_position, planes)
         chunks = cut_into_chunks(start_position, len(tokens), config.block_tokens)
         reaches = {
-            group.name: [
-                find_reach(group, chunk, config.block_tokens, tables[group.name]) for chunk in chunks
-            ]
+            group.name: [find_reach(group, chunk, config.block_tokens, tables[group.name]) for chunk in chunks]
             for group in config.groups
         }
         hidden = self._embed(tokens, chunks)
         for layer, group_name in enumerate(config.layer_groups):
             wait_layer(layer)
             for index, chunk in enumerate(chunks):
-                hidden[index] = self._run_layer(
-                    layer, hidden[index], chunk, reaches[group_name][index], planes
-                )
+                hidden[index] = self._run_layer(layer, hidden[index], chunk, reaches[group_name][index], planes)
         normed = rms_norm(hidden[-1], self.weights.final_gain)
         logits: F32 = (normed @ self.weights.unembedding)[chunks[-1].end_row - 1]
         return logits
@@ -79,17 +75,13 @@ class TinyTransformer:
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(f"{config.name}: a call computes at least one token, got shape {tokens.shape}")
         if start_position < 0 or end > config.max_positions:
-            raise ValueError(
-                f"{config.name}: positions {start_position} to {end} leave [0, {config.max_positions})"
-            )
+            raise ValueError(f"{config.name}: positions {start_position} to {end} leave [0, {config.max_positions})")
         if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             raise ValueError(f"{config.name}: tokens leave [0, {config.vocab_size})")
         for name, layer, _, page_shape, dtype in list_planes(config):
             pages = planes[layer, name]
             if pages.shape[1:] != page_shape or pages.dtype != dtype:
-                raise ValueError(
-                    f"layer {layer} {name}: pages are {pages.dtype} {pages.shape[1:]}, not {page_shape}"
-                )
+                raise ValueError(f"layer {layer} {name}: pages are {pages.dtype} {pages.shape[1:]}, not {page_shape}")
 
     def _embed(self, tokens: Tokens, chunks: list[Chunk]) -> list[F32]:
         """One [block_tokens, d_model] for each chunk; rows that are not computed hold PAD's embedding."""

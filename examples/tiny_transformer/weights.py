@@ -29,8 +29,7 @@ def make_weights(config: TinyConfig) -> Weights:
     return Weights(
         embedding=draw.standard_normal((config.vocab_size, config.d_model), dtype=np.float32),
         layers=tuple(
-            {name: _draw_weight(draw, name, shape) for name, shape in shapes.items()}
-            for _ in config.layer_groups
+            {name: _draw_weight(draw, name, shape) for name, shape in shapes.items()} for _ in config.layer_groups
         ),
         final_gain=np.ones(config.d_model, dtype=np.float32),
         unembedding=_draw_weight(draw, "unembedding", (config.d_model, config.vocab_size)),

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
 from cachesvc_client import (
     KEY_BYTES,
     NO_PAGE,
@@ -42,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Served(NamedTuple):
-    """One prompt from Match to release: blocks by where they came from, the tables it used, and blocks with bad bytes."""
+    """One prompt from Match to release: blocks by where they came from, the tables that it used, and what was bad."""
 
     device: int
     host: int
@@ -54,7 +53,8 @@ class Served(NamedTuple):
 
 def prompt(seed: int, blocks: int) -> list[int]:
     """Tokens of exactly ``blocks`` blocks; prompts of one seed are prefixes of each other."""
-    return np.random.default_rng(seed).integers(0, 50_000, 1024 * BLOCK_TOKENS)[: blocks * BLOCK_TOKENS].tolist()
+    tokens = np.random.default_rng(seed).integers(0, 50_000, 1024 * BLOCK_TOKENS)
+    return [int(token) for token in tokens[: blocks * BLOCK_TOKENS]]
 
 
 def expected(keys: bytes, position: int, layer: int, name: str, size_bytes: int) -> Bytes:

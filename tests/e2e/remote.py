@@ -15,6 +15,7 @@ from typing import Any
 
 from cachesvc_client import CacheClient, CacheClientError, Registration
 from cachesvc_client.sequence import Sequence
+
 from tests.e2e.engine import LAYOUTS, WAIT_SECONDS, Engine
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,10 @@ class RemoteRefused(Exception):
 
 
 class RemoteEngine(AbstractContextManager["RemoteEngine"]):
-    """The test's end. Settings are those of ``Engine``; ``layout`` is a name of ``LAYOUTS``."""
+    """The test's end. Settings are those of ``Engine``; ``layout`` is a name of ``LAYOUTS``.
+
+    With ``worker`` (what another engine's ``start`` has answered) it is a worker rank under that engine's lease.
+    """
 
     def __init__(self, socket: str, **settings: Any) -> None:
         command = [sys.executable, "-m", "tests.e2e.remote", json.dumps({"socket": socket, **settings})]
@@ -192,9 +196,8 @@ def main() -> None:
         engine.close()
         return
     client = CacheClient(settings["socket"], engine="worker")
-    lease = worker.pop("lease")
-    granted = {name: tuple(value) if isinstance(value, list) else value for name, value in worker.items()}
-    serve_lines(WorkerLoop(client, Registration(namespace=b"", layout=layout, **granted), lease))
+    registration = Registration(worker["model"], 0, b"", (), (), (), 0, layout)
+    serve_lines(WorkerLoop(client, registration, worker["lease"]))
     client.close()
 
 

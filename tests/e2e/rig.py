@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
-from kvcache.v1 import admin_pb2, admin_pb2_grpc
-
 from cachesvc_client.ctl.daemon_process import DaemonProcess
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 LOOK_SECONDS = 0.02
 BOUND_SECONDS = 60.0

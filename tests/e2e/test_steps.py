@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from cachesvc_client import Conflict, NotFound, PoolExhausted, Sequence, StockEmpty
+
 from tests.e2e.engine import WINDOWED, Engine, prompt
 from tests.e2e.rig import Node
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-
 from cachesvc_client import PoolExhausted
+
 from tests.e2e.engine import BLOCK_TOKENS, LAYERS, PLAIN, WAIT_SECONDS, WINDOWED, Engine, prompt
 from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node, running_node, wait_until

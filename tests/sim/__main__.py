@@ -23,6 +23,7 @@ def main() -> int:
                 traceback.print_exc()
             continue
         total += world.faults
+        total += world.node.events
         total["verified_pages"] += sum(engine.verified for engine in world.engines)
         total["steps"] += world.steps
     print(dict(sorted(total.items())))

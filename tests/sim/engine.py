@@ -189,7 +189,9 @@ class SimEngine:
 
     def _act(self) -> None:
         keep_alive(self.node.core, self.lease, self.node.now)
-        choices: list[Callable[[], None]] = [self._begin, self._begin, self._refill, self._prefetch]
+        choices: list[Callable[[], None]] = [self._begin, self._begin, self._begin, self._begin, self._prefetch]
+        if self.rng.random() < 0.2:
+            choices.append(self._refill)
         for request in self.requests.values():
             choices += [partial(action, request) for action in self._actions(request)]
         self.rng.choice(choices)()
@@ -201,8 +203,8 @@ class SimEngine:
             return [self._allocate, self._allocate, self._release]
         if request.tickets:
             return [self._follow_loads] if request.returning else [self._follow_loads, self._publish]
-        return [self._write, self._write, self._publish, self._publish, self._recycle, self._extend, self._grow,
-                self._swap_out, self._release, self._check_tables]  # fmt: skip
+        many = [self._write, self._write, self._publish, self._publish, self._release]
+        return [*many, self._recycle, self._extend, self._grow, self._swap_out, self._check_tables]
 
     def _call(
         self, request: Request | None, contents: object, flow: Callable[[], object], then: Callable[[Any], None]
@@ -270,12 +272,12 @@ class SimEngine:
         assert self.model is not None
         tokens: list[int] = []
         for _ in range(self.rng.randint(1, 7)):
-            tokens += [self.rng.choice((1, 1, 1, 2, 3))] * self.model.layout.block_tokens
+            tokens += [self.rng.choice((1, 1, 1, 1, 2))] * self.model.layout.block_tokens
         return block_keys(self.model.namespace, tokens, self.model.layout.block_tokens)
 
     def _begin(self) -> None:
         assert self.model is not None
-        if len(self.requests) >= 4:
+        if len(self.requests) >= 3:
             return
         self._ids += 1
         keys = self._keys()
@@ -290,7 +292,10 @@ class SimEngine:
             self.requests[request.id] = request
             for cells in answer.tables:
                 request.tables[cells.group] = list(cells.pages)
-            self._verify(request, 0, answer.device_blocks)
+            self.node.events["host_hits"] += answer.host_blocks > 0
+            self.node.events["device_hits"] += answer.device_blocks > 0
+            if not answer.host_blocks:
+                self._verify(request, 0, answer.device_blocks)
 
         self._call(None, ("match", told, limit), flow, matched)
 
@@ -308,9 +313,13 @@ class SimEngine:
             for cells in answer.tables:
                 assert cells.first_block == len(request.tables[cells.group])
                 request.tables[cells.group] += cells.pages
+            was_hit = request.total == 0
             request.total = total
             request.tickets = list(answer.tickets)
-            if not request.tickets:
+            self.node.events["loads_joined"] += len(answer.tickets) > 1
+            self.node.events["loads"] += bool(answer.tickets)
+            self.node.events["loads_found_done"] += bool(answer.loading_blocks and not answer.tickets)
+            if was_hit and not request.tickets:
                 self._loaded(request)
 
         self._call(request, ("allocate", request.id, total), flow, allocated)
@@ -323,12 +332,11 @@ class SimEngine:
     def _follow_loads(self, request: Request) -> None:
         """Wait on the timeline words, layer by layer, as the workers do."""
         assert self.model is not None
-        device = self.model.replicas[self.replica].devices[-1]
-        timeline = self.node.backend.timeline(device)
+        timelines = [self.node.backend.timeline(device) for device in self.model.replicas[self.replica].devices]
         book = self.node.core.ledger.tickets
         for ticket in list(request.tickets):
             slot = ticket.slot
-            if slot is None or not has_reached(timeline.read(slot.word), slot.end):
+            if slot is None or not all(has_reached(timeline.read(slot.word), slot.end) for timeline in timelines):
                 ended = book.ended.get(ticket.id)
                 if slot is None and ended is not None and ended.state is TicketState.FAILED:
                     self._load_failed(request)
@@ -336,7 +344,7 @@ class SimEngine:
                 if slot is None and ended is not None:
                     request.tickets.remove(ticket)
                 continue
-            if timeline.read(slot.failed_word) == slot.end:
+            if any(timeline.read(slot.failed_word) == slot.end for timeline in timelines):
                 self.node.faults["load_seen_failed"] += 1
                 self._load_failed(request)
                 return
@@ -344,6 +352,7 @@ class SimEngine:
         if not request.tickets:
             if request.returning:
                 request.returning = False
+                self.node.events["swapped_in"] += 1
                 self._check_tables(request)
             else:
                 self._loaded(request)
@@ -356,10 +365,10 @@ class SimEngine:
         request.tickets.clear()
 
     def _write(self, request: Request) -> None:
-        if request.written >= min(request.total, len(request.keys) // KEY_BYTES):
-            return
-        self._write_block(request, request.written)
-        request.written += 1
+        for _ in range(self.rng.randint(1, 4)):
+            if request.written < min(request.total, len(request.keys) // KEY_BYTES):
+                self._write_block(request, request.written)
+                request.written += 1
 
     def _write_block(self, request: Request, position: int) -> None:
         assert self.model is not None
@@ -386,6 +395,9 @@ class SimEngine:
                 for position, page in zip(answer.duplicate_positions, cells.pages, strict=True):
                     request.tables[cells.group][position] = page
             request.spares += [(cells.group, page) for cells in answer.spares for page in cells.pages]
+            self.node.events["published"] += 1
+            self.node.events["duplicates"] += bool(answer.duplicate_positions)
+            self.node.events["pending"] += answer.pending
             assert answer.pending == (answer.sealed_blocks < last)
             self._check_tables(request)
 
@@ -517,4 +529,3 @@ class SimEngine:
         tokens = last * layout.block_tokens
         start = max(0, tokens - window + 1) // layout.block_tokens
         return {*range(min(layout.sink_blocks(group), last)), *range(start, last)}
-

@@ -83,6 +83,7 @@ class SimNode:
     def __init__(self, rng: random.Random, faults: Counter[str]) -> None:
         self.now = 1000.0
         self.faults = faults
+        self.events: Counter[str] = Counter()
         self.inbox: deque[Callable[[], object]] = deque()
         self.backend = SteppedBackend(2, 1 << 16, timeline_words=rng.choice((16, 64, 256)))
         self.backend.start()
@@ -93,7 +94,9 @@ class SimNode:
             layers_per_step=rng.choice((0, 1, 2)),
         )
         self.engine.start()
-        self.host_pool = SteppedHostPool(rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend)
+        self.host_pool = SteppedHostPool(
+            rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend
+        )
         self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages)
         self.mover = Refusing(lambda: self.engine, faults)
         policy = rng.choice(list(WritePolicy))

@@ -75,20 +75,29 @@ class World:
         rng = self.rng
 
         def pages(groups: int, least: int) -> PoolWish:
-            return PoolWish(tuple(rng.randint(least, 24) for _ in range(groups)))
+            return PoolWish(tuple(rng.randint(least, 36) for _ in range(groups)))
 
         gqa, windowed = gqa_layout(), windowed_layout(rng.choice((0, 0, 4)))
         gqa_host, windowed_host = pages(1, 0), pages(2, 0)
         return [
-            (gqa, b"tenant 1", ("step-0",), pages(1, 6), gqa_host),
-            (gqa, b"tenant 1", ("step-1",), pages(1, 6), gqa_host),
-            (windowed, b"tenant 2", ("step-0", "step-1"), pages(2, 6), windowed_host),
+            (gqa, b"tenant 1", ("step-0",), pages(1, 8), gqa_host),
+            (gqa, b"tenant 1", ("step-1",), pages(1, 8), gqa_host),
+            (windowed, b"tenant 2", ("step-0", "step-1"), pages(2, 8), windowed_host),
         ]
 
     def _register(self, kind: int) -> tuple[Model, int]:
         layout, salt, devices, device_wish, host_wish = self.wishes[kind]
         flow = partial(
-            register, self.node.core, self.node.vault, "model", layout, salt, devices, device_wish, host_wish, self.node.now
+            register,
+            self.node.core,
+            self.node.vault,
+            "model",
+            layout,
+            salt,
+            devices,
+            device_wish,
+            host_wish,
+            self.node.now,
         )
         made = self.node.run(flow)
         return made.model, made.replica.id

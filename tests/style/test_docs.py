@@ -14,10 +14,7 @@ from tests.style.tree import ROOT, read_texts
 def test_every_goal_that_the_docs_name_exists() -> None:
     goals = list_goals((ROOT / "Makefile").read_text())
     unknown = [
-        f"{name}: make {goal}"
-        for name, text in read_texts(".md")
-        for goal in find_goals(text)
-        if goal not in goals
+        f"{name}: make {goal}" for name, text in read_texts(".md") for goal in find_goals(text) if goal not in goals
     ]
     assert not unknown, "\n".join(unknown)
 

@@ -14,9 +14,7 @@ SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".proto", ".sh")
 
 def test_files_are_short() -> None:
     long = [
-        f"{name}: {lines} lines"
-        for name, text in read_texts(*SOURCES)
-        if (lines := count_lines(text)) > FILE_LINES
+        f"{name}: {lines} lines" for name, text in read_texts(*SOURCES) if (lines := count_lines(text)) > FILE_LINES
     ]
     assert not long, f"more than {FILE_LINES} lines; which second idea can leave?\n" + "\n".join(long)
 
@@ -29,9 +27,7 @@ def test_functions_are_short() -> None:
 def test_a_function_of_the_limit_passes_and_one_line_more_does_not() -> None:
     body = "    x = 1\n" * (FUNCTION_LINES - 1)
     assert list(find_long_functions(f"def fits():\n{body}")) == []
-    assert list(find_long_functions(f"@wraps\nasync def grows():\n{body}    y = 2\n")) == [
-        "2 grows: 61 lines"
-    ]
+    assert list(find_long_functions(f"@wraps\nasync def grows():\n{body}    y = 2\n")) == ["2 grows: 61 lines"]
     assert count_lines("one\ntwo\n") == 2
 
 

@@ -31,9 +31,7 @@ class Ban:
 
 BANS = (
     Ban("sleep", r"\btime\.sleep\(", "wait for the event itself", where=r"^tests/.*\.py$"),
-    Ban(
-        "mock", r"unittest[.]mock|unittest import [m]ock|\bMagic[M]ock\b", "a fake at a seam", where=r"\.py$"
-    ),
+    Ban("mock", r"unittest[.]mock|unittest import [m]ock|\bMagic[M]ock\b", "a fake at a seam", where=r"\.py$"),
     Ban("open end", r"\b(?:TO[D]O|FIX[M]E|XX[X])\b(?!\(#\d+\): \S)", "name the issue and the reason"),
     Ban("machine path", r"(?<![\w.])/(?:work|root|home/\w+)/", "a path that every machine has"),
     Ban(
@@ -79,9 +77,7 @@ def test_sleep_is_banned_in_tests_alone() -> None:
     assert list(sleep.find("cachesvc/daemon.py", "time" + ".sleep(1)")) == []
 
 
-@pytest.mark.parametrize(
-    "caught", ["", " Exception", " BaseException", " (OSError, Exception)", " Exception as error"]
-)
+@pytest.mark.parametrize("caught", ["", " Exception", " BaseException", " (OSError, Exception)", " Exception as error"])
 def test_swallowing_everything_is_found(caught: str) -> None:
     assert list(find_swallowed(f"try:\n    f()\nexcept{caught}:\n    pass\n")) == [3]
     assert list(find_swallowed(f"try:\n    f()\nexcept{caught}:\n    '''why'''\n    ...\n")) == [3]

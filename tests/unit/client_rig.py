@@ -191,16 +191,12 @@ class _Lease(lease_pb2_grpc.LeaseServiceServicer):
 
     def Open(self, request: lease_pb2.OpenRequest, context: Any) -> lease_pb2.OpenResponse:
         self._daemon.enter("Open", request, context)
-        return lease_pb2.OpenResponse(
-            lease_id=LEASE_ID, silence_limit_ms=self._daemon.silence_limit_ms, epoch=EPOCH
-        )
+        return lease_pb2.OpenResponse(lease_id=LEASE_ID, silence_limit_ms=self._daemon.silence_limit_ms, epoch=EPOCH)
 
     def KeepAlive(self, request_iterator: Any, context: Any) -> Iterator[lease_pb2.KeepAliveResponse]:
         for request in request_iterator:
             self._daemon.enter("KeepAlive", request, context)
-            yield lease_pb2.KeepAliveResponse(
-                lease_id=request.lease_id, epoch=EPOCH, draining=self._daemon.draining
-            )
+            yield lease_pb2.KeepAliveResponse(lease_id=request.lease_id, epoch=EPOCH, draining=self._daemon.draining)
             self._daemon.beats.release()
 
     def Close(self, request: lease_pb2.CloseRequest, context: Any) -> lease_pb2.CloseResponse:
@@ -240,9 +236,7 @@ class _Cache(cache_pb2_grpc.CacheServiceServicer):
         self._daemon.enter("Prefetch", request, context)
         return cache_pb2.PrefetchResponse(device_blocks=3)
 
-    def WaitTickets(
-        self, request: cache_pb2.WaitTicketsRequest, context: Any
-    ) -> cache_pb2.WaitTicketsResponse:
+    def WaitTickets(self, request: cache_pb2.WaitTicketsRequest, context: Any) -> cache_pb2.WaitTicketsResponse:
         self._daemon.enter("WaitTickets", request, context)
         return cache_pb2.WaitTicketsResponse()
 

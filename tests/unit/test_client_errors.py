@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cachesvc_client
 import pytest
+from cachesvc_client.errors import BY_CODE, CacheClientError, DaemonFault, DaemonUnavailable, DeadlineExceeded, error_of
 from kvcache.v1 import cache_pb2
 
-import cachesvc_client
 from cachesvc.model.errors import ErrorCode
-from cachesvc_client.errors import BY_CODE, CacheClientError, DaemonFault, DaemonUnavailable, DeadlineExceeded, error_of
 
 ERRORS_TABLE = Path(__file__).resolve().parents[2] / "proto/ERRORS.md"
 

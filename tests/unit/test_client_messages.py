@@ -7,15 +7,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cachesvc_client import messages, methods
+from cachesvc_client.methods import Method
+from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
 from cachesvc.model.answers import GroupCells, TicketView
 from cachesvc.model.families import gqa_windowed
 from cachesvc.model.transfer import TimelineSlot
 from cachesvc.wire.convert import layout_from_proto, ticket_to_proto
-from cachesvc_client import messages, methods
-from cachesvc_client.methods import Method
-from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
 
 LAYOUT = gqa_windowed(
     window_layers=[False, True], kv_heads=2, head_dim=8, block_tokens=4, window_tokens=9, sink_tokens=4

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvcache.v1 import cache_pb2, common_pb2
-
-from cachesvc.model.answers import GroupCells
-from cachesvc.model.families import gqa_windowed
-from cachesvc.wire.convert import pack_numbers, unpack_pages
 from cachesvc_client.errors import (
     AlreadyClosed,
     Conflict,
@@ -23,6 +18,11 @@ from cachesvc_client.sequence import SequenceView
 from cachesvc_client.sequence_record import SequenceRecord
 from cachesvc_client.stock import Stock
 from cachesvc_client.tables import BlockTable
+from kvcache.v1 import cache_pb2, common_pb2
+
+from cachesvc.model.answers import GroupCells
+from cachesvc.model.families import gqa_windowed
+from cachesvc.wire.convert import pack_numbers, unpack_pages
 from tests.unit.client_rig import cells
 
 FULL, WINDOW = 0, 1

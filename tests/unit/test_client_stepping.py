@@ -7,11 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvcache.v1 import cache_pb2
-
-from cachesvc.model.answers import Allocated, Published
-from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import opaque
 from cachesvc_client import (
     AlreadyClosed,
     CacheClient,
@@ -30,6 +25,11 @@ from cachesvc_client import (
     Timeouts,
 )
 from cachesvc_client.steps import STEPS_UNDER_WAY
+from kvcache.v1 import cache_pb2
+
+from cachesvc.model.answers import Allocated, Published
+from cachesvc.model.errors import ErrorCode
+from cachesvc.model.families import opaque
 from tests.unit.client_rig import FakeDaemon, break_way, cells, hang_until
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)

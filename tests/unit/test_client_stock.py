@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from cachesvc.model.answers import GroupCells
 from cachesvc_client.errors import PoolExhausted, StockEmpty
 from cachesvc_client.stock import Stock, stock_targets
+
+from cachesvc.model.answers import GroupCells
 
 
 def filled() -> Stock:

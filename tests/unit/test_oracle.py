@@ -54,9 +54,7 @@ BY_HAND: dict[str, tuple[int, list[tuple[int, ...]], CacheCounts]] = {
 
 @pytest.mark.parametrize("oracle", [lru_hits, lru_hits_naive])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_lru_counts_what_was_counted_by_hand(
-    name: str, oracle: Callable[[list[Prompt], int], CacheCounts]
-) -> None:
+def test_lru_counts_what_was_counted_by_hand(name: str, oracle: Callable[[list[Prompt], int], CacheCounts]) -> None:
     capacity, paths, expected = BY_HAND[name]
     assert oracle(prompts(*paths), capacity) == expected
 
@@ -74,9 +72,7 @@ def test_the_fast_and_the_naive_lru_agree(requests: list[Prompt], capacity: int)
 
 @settings(deadline=None)
 @given(tree_traces(), st.integers(1, 15))
-def test_every_access_is_a_hit_or_computed_and_no_cache_beats_infinity(
-    requests: list[Prompt], capacity: int
-) -> None:
+def test_every_access_is_a_hit_or_computed_and_no_cache_beats_infinity(requests: list[Prompt], capacity: int) -> None:
     counts = lru_hits(requests, capacity)
     assert counts.hits + counts.computed == counts.blocks
     assert counts.hits <= infinite_hits(requests).hits

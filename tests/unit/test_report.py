@@ -137,9 +137,7 @@ def test_the_table_is_aligned_and_holds_the_numbers() -> None:
 
 
 def test_what_broke_stands_in_the_table() -> None:
-    broken = replace(
-        REPORT, conservation="device pool: 3 pages are in no place", corrupt_pages=2, computed=100
-    )
+    broken = replace(REPORT, conservation="device pool: 3 pages are in no place", corrupt_pages=2, computed=100)
     table = report_table(broken)
     assert not broken.is_sound
     assert "BROKEN" in table
@@ -212,12 +210,8 @@ def test_odd_replays_are_drawn_at_the_same_size(tmp_path: Path, change: dict[str
     assert not np.array_equal(odd, usual)
 
 
-def test_without_matplotlib_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        sys.modules, "matplotlib.figure", None
-    )  # what an import finds where nothing is installed
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what an import finds where nothing is installed
     with pytest.raises(MissingExtraError, match=r"\[replay\]"):
         draw_picture(REPORT, tmp_path / "replay.png")
     assert list(tmp_path.iterdir()) == []

@@ -75,9 +75,7 @@ def test_equal_configs_make_equal_digests_and_others_make_others() -> None:
     digest = digest_model(build_model(config))
     assert digest_model(build_model(config)) == digest
     assert digest_model(build_model(replace(config, seed=8))) != digest
-    assert (
-        digest_model(build_model(replace(config, rope_theta=500.0))) != digest
-    )  # same weights, other logits
+    assert digest_model(build_model(replace(config, rope_theta=500.0))) != digest  # same weights, other logits
 
 
 def test_conversations_share_their_document_and_prompts_grow_by_appending() -> None:

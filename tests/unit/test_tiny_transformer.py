@@ -67,9 +67,7 @@ class Pool:
             for name, layer, _, shape, _ in list_planes(self.config)
         }
         self.tables = {group.name: np.full(self.blocks, -1, dtype=np.int32) for group in self.config.groups}
-        self.free = {
-            group.name: [int(page) for page in draw.permutation(pages)] for group in self.config.groups
-        }
+        self.free = {group.name: [int(page) for page in draw.permutation(pages)] for group in self.config.groups}
 
     def cover(self, first_block: int, end_block: int) -> None:
         """Give every group a page for each block of [first_block, end_block)."""
@@ -88,9 +86,7 @@ class Pool:
                 self.tables[group.name][block] = self.free[group.name].pop()
 
     def take_layer_prefix(self, other: Pool, cached_tokens: int, layer: int, name: str) -> None:
-        group = self.config.groups[
-            [g.name for g in self.config.groups].index(self.config.layer_groups[layer])
-        ]
+        group = self.config.groups[[g.name for g in self.config.groups].index(self.config.layer_groups[layer])]
         for block in needed_blocks(group, cached_tokens, self.config.block_tokens):
             source, target = other.tables[group.name][block], self.tables[group.name][block]
             self.planes[layer, name][target] = other.planes[layer, name][source]
@@ -159,9 +155,7 @@ def test_a_cached_prefix_changes_no_bit(model: TinyTransformer, length: int) -> 
         warm.cover(cached_tokens // block_tokens, -(-length // block_tokens))
         warm.take_prefix(cold, cached_tokens)
         before = {plane: pages.copy() for plane, pages in warm.planes.items()}
-        logits = model.forward(
-            prompt[cached_tokens:], cached_tokens, warm.tables, warm.planes, wait_for_nothing
-        )
+        logits = model.forward(prompt[cached_tokens:], cached_tokens, warm.tables, warm.planes, wait_for_nothing)
         assert_same_bits(logits, expected)
         assert_same_rows(warm, cold, cached_tokens, length)
         warm.assert_only_mapped_pages_touched()
@@ -352,9 +346,7 @@ def check_wide_model(name: str, layers: int, prompt_tokens: int) -> None:
 )
 def test_the_demo_models_keep_their_bits(threads: int, checks: list[tuple[str, int, int]]) -> None:
     """For each number of threads by itself: between them the last bits differ, and so do the digests."""
-    script = (
-        f"from tests.unit.test_tiny_transformer import *\nfor check in {checks}: check_wide_model(*check)"
-    )
+    script = f"from tests.unit.test_tiny_transformer import *\nfor check in {checks}: check_wide_model(*check)"
     run = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, **dict.fromkeys(ONE_BLAS_THREAD, str(threads))},

@@ -172,9 +172,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path
     [([1, 2, 3], [1, 3], 3), ([1, 2], [2], 2), ([2], [1, 2], 2), ([1, 2], [2, 1], 2)],
     ids=["skips_one", "becomes_root", "was_root", "turned_round"],
 )
-def test_an_id_with_two_parents_is_refused(
-    tmp_path: Path, first: list[int], second: list[int], block: int
-) -> None:
+def test_an_id_with_two_parents_is_refused(tmp_path: Path, first: list[int], second: list[int], block: int) -> None:
     path = write_plain(tmp_path, a_line(first), a_line(second))
     error = failure_of(path)
     assert error.line_number == 2
@@ -193,9 +191,7 @@ def test_an_id_twice_in_one_prompt_is_refused(tmp_path: Path) -> None:
 def test_a_compressed_trace_that_was_cut_anywhere_is_refused(tmp_path: Path) -> None:
     lines = "".join(a_line(list(range(n))) + "\n" for n in range(30)).encode()
     whole = zstandard.compress(lines[:1000]) + zstandard.compress(lines[1000:])
-    frame_end = len(
-        zstandard.compress(lines[:1000])
-    )  # a cut just here leaves a whole frame: only its line is broken
+    frame_end = len(zstandard.compress(lines[:1000]))  # a cut just here leaves a whole frame: only its line is broken
     for length in range(1, len(whole)):
         error = failure_of(write_compressed(tmp_path, whole[:length]))
         assert error.line_number is not None
@@ -205,9 +201,7 @@ def test_a_compressed_trace_that_was_cut_anywhere_is_refused(tmp_path: Path) -> 
 
 def test_what_lies_before_the_cut_can_be_read(tmp_path: Path) -> None:
     compressor = zstandard.ZstdCompressor().compressobj()
-    data = compressor.compress((GOOD + "\n").encode() * 3) + compressor.flush(
-        zstandard.COMPRESSOBJ_FLUSH_BLOCK
-    )
+    data = compressor.compress((GOOD + "\n").encode() * 3) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     path = write_compressed(tmp_path, data)
     assert len(list(read_trace(path, limit=3))) == 3
     assert failure_of(path).line_number == 4

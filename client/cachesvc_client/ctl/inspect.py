@@ -220,7 +220,8 @@ def _tree(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, in
     )
     answer = admin.GetTree(request, timeout=DEADLINE_SECONDS)
     lines = [
-        f"{'  ' * n.depth}{n.key.hex()[:16]}  block {n.position}, {n.tiers}, {n.children} children, {n.descendants:,} below"
+        f"{'  ' * n.depth}{n.key.hex()[:16]}  block {n.position}, {n.tiers}, {n.children} children, "
+        f"{n.descendants:,} below"
         for n in answer.nodes
     ]
     return answer, ("\n".join(lines) or "none") + _more(answer.truncated), 0

@@ -100,7 +100,8 @@ def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> Replay
     if device_blocks < 1:
         raise ReplayFailed("--device-blocks must be at least 1")
     print(
-        f"{arguments.trace}: {len(requests):,} requests, {distinct:,} distinct blocks of {arguments.block_tokens} tokens",
+        f"{arguments.trace}: {len(requests):,} requests, "
+        f"{distinct:,} distinct blocks of {arguments.block_tokens} tokens",
         file=sys.stderr,
     )
     return ReplayPlan(

@@ -1,0 +1,202 @@
+"""A mapped pool shows the daemon's own bytes, and no wait outlives its load, its deadline or the daemon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachesvc.model.answers import TicketView
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import TimelineSlot
+from cachesvc_client import (
+    AlreadyClosed,
+    AttachedPool,
+    CacheClient,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidRequest,
+    Lease,
+    LoadFailed,
+    NotFound,
+    NotSupported,
+)
+from cachesvc_client.life import LifeConnection
+from tests.unit.client_rig import LEASE_ID, PAGES, TOKEN, FakeDaemon
+
+LAYOUT = Layout(
+    4,
+    1,
+    (PlaneGroup("full"), PlaneGroup("window", 9, 4)),
+    (
+        Plane("k", 0, "full", (2, 4, 8), "bfloat16"),
+        Plane("k_scale", 0, "full", (2, 4), "float32"),
+        Plane("k", 1, "full", (1, 4, 8), "float8_e4m3fn"),
+        Plane("k", 1, "window", (1, 4, 8), "float8_e4m3fn"),
+    ),
+)
+LAYERS = 4
+PROMPT_S = 2.0
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    fake = FakeDaemon(tmp_path)
+    fake.start()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def lease(daemon: FakeDaemon) -> Iterator[Lease]:
+    with CacheClient(daemon.path) as client:
+        yield client.open_lease(client.register("m", LAYOUT))
+
+
+@pytest.fixture
+def pool(lease: Lease) -> AttachedPool:
+    return lease.attach()
+
+
+def load(base: int = 10, state: str = "running") -> TicketView:
+    return TicketView(1, state, "broken wire", TimelineSlot(4, 5, base, LAYERS), "load", 1, 64)
+
+
+def test_planes_have_the_layouts_shapes_and_the_daemon_sees_what_is_written(
+    daemon: FakeDaemon, pool: AttachedPool
+) -> None:
+    plane = pool.planes[0, "k"]
+    assert plane.shape == (PAGES, 2, 4, 8)
+    assert plane.dtype == np.uint16
+    assert pool.planes[0, "k_scale"].dtype == np.float32
+    before = bytes(daemon.slab(0))
+    assert not any(before)
+    plane[3] = 0xABCD
+    pool.page("full", 3)[0, "k_scale"][:] = 1.5
+    seen = bytes(daemon.slab(0))
+    assert seen.count(0xABCD.to_bytes(2, "little")) == plane[3].size
+    assert seen.count(np.float32(1.5).tobytes()) == 8
+
+
+def test_planes_of_one_name_in_two_groups_are_found_by_group_alone(pool: AttachedPool) -> None:
+    assert set(pool.planes) == {(0, "k"), (0, "k_scale")}
+    assert set(pool.group_planes("full")) == {(0, "k"), (0, "k_scale"), (1, "k")}
+    pool.group_planes("window")[1, "k"][0] = 7
+    assert not pool.group_planes("full")[1, "k"].any()
+    with pytest.raises(InvalidRequest, match="full, window"):
+        pool.group_planes("other")
+    with pytest.raises(InvalidRequest, match="page 8"):
+        pool.page("full", PAGES)
+
+
+def test_a_wait_ends_with_its_layer(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    writer = threading.Thread(target=lambda: daemon.timeline.write(4, 12))
+    with pytest.raises(DeadlineExceeded):
+        pool.wait_layer(load(), 0, timeout_s=0)
+    writer.start()
+    pool.wait_layer(load(), 1, timeout_s=PROMPT_S)
+    writer.join()
+    with pytest.raises(DeadlineExceeded, match="within 0.01 s"):
+        pool.wait_ticket(load(), timeout_s=0.01)
+    daemon.timeline.write(4, 14)
+    pool.wait_ticket(load(), timeout_s=0)
+
+
+def test_a_wait_is_cyclic_over_32_bits(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    last = (1 << 32) - 2
+    daemon.timeline.write(4, last)
+    with pytest.raises(DeadlineExceeded):
+        pool.wait_layer(load(last), 3, timeout_s=0)
+    daemon.timeline.write(4, 2)
+    pool.wait_layer(load(last), 3, timeout_s=0)
+
+
+def test_a_failed_load_wakes_and_says_so(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    daemon.timeline.write(5, 14)
+    daemon.timeline.write(4, 14)
+    with pytest.raises(LoadFailed, match="recompute"):
+        pool.wait_layer(load(), 0, timeout_s=0)
+    with pytest.raises(LoadFailed, match="broken wire"):
+        pool.wait_layer(load(state="failed"), 0, timeout_s=0)
+
+
+def test_what_need_not_or_cannot_be_waited_for(pool: AttachedPool) -> None:
+    pool.wait_ticket(load(state="done"), timeout_s=0)
+    with pytest.raises(InvalidRequest, match="layer 4 of a load of 4"):
+        pool.wait_layer(load(), LAYERS, timeout_s=0)
+    with pytest.raises(InvalidRequest, match=r"lease\.wait_tickets"):
+        pool.wait_ticket(load()._replace(slot=None), timeout_s=0)
+
+
+def test_the_end_of_the_daemon_ends_every_wait_soon(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            pool.wait_ticket(load(), timeout_s=60)
+        except DaemonUnavailable as error:
+            ended.append(str(error))
+
+    waiters = [threading.Thread(target=wait) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    began = time.monotonic()
+    daemon.hang_up()
+    for waiter in waiters:
+        waiter.join()
+    assert time.monotonic() - began < PROMPT_S
+    assert len(ended) == 3
+
+
+def test_closing_unmaps_tells_the_daemon_and_ends_all_use(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            pool.wait_ticket(load(), timeout_s=60)
+        except AlreadyClosed as error:
+            ended.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    pool.close()
+    pool.close()
+    waiter.join()
+    assert len(ended) == 1
+    for use in (lambda: pool.planes, lambda: pool.timeline, lambda: pool.page("full", 0)):
+        with pytest.raises(AlreadyClosed, match="attach again"):
+            use()
+    with pytest.raises(AlreadyClosed):
+        pool.wait_ticket(load(), timeout_s=0)
+
+
+def test_the_daemon_is_told_of_an_unmapping_only_when_nothing_is_held(daemon: FakeDaemon, lease: Lease) -> None:
+    lease.attach().close()
+    (told,) = daemon.seen["Detach"]
+    assert (told.lease_id, told.rank, told.process_token) == (LEASE_ID, 0, TOKEN)
+    other = lease.attach()
+    kept = other.planes[0, "k"]
+    kept[0] = 5
+    other.close()
+    assert len(daemon.seen["Detach"]) == 1
+    assert kept[0].min() == 5
+
+
+def test_memory_of_a_kind_or_under_a_name_that_cannot_be_had(daemon: FakeDaemon, lease: Lease) -> None:
+    daemon.memory_kind = "cuda_ipc"
+    with pytest.raises(NotSupported, match="cuda_ipc"):
+        lease.attach()
+    daemon.memory_kind = "memfd"
+    life = LifeConnection(daemon.path, PROMPT_S, lambda: None)
+    life.start()
+    with pytest.raises(NotFound, match="unknown token"):
+        life.fetch_fd(b"x" * 16)
+    life.close()
+    with pytest.raises(DaemonUnavailable):
+        life.fetch_fd(b"x" * 16)
+    assert lease.attach().pages == (PAGES, PAGES)
+
