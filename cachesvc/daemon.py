@@ -19,10 +19,11 @@ from cachesvc.flows.leases import process_arrived, process_gone
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory import numa
+from cachesvc.memory.available import MemoryLimit, memory_limits
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.seam import Backend
 from cachesvc.memory.shm import ShmBackend
-from cachesvc.model.errors import NotSupported
+from cachesvc.model.errors import InvalidRequest, NotSupported
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
@@ -47,7 +48,20 @@ def choose_backend(config: Config) -> Backend:
     """The backend that the configuration asks for. Raises NotSupported for one that is not built."""
     if config.backend == "cuda":
         raise NotSupported("the cuda backend is not built in this release; use --backend shm")
+    check_shm_memory(config, memory_limits())
     return ShmBackend(config.shm_devices, config.device_pool)
+
+
+def check_shm_memory(config: Config, limits: tuple[MemoryLimit, ...]) -> None:
+    """Raises InvalidRequest where pools exceed memory: memfd pages come on first use, when only the OOM killer says no."""
+    devices = config.shm_devices * config.device_pool
+    for limit in limits[:1]:
+        if devices + config.host_pool > limit.available_bytes:
+            raise InvalidRequest(
+                f"{config.shm_devices} shm device pools of {config.device_pool} bytes and a host pool of "
+                f"{config.host_pool} need {devices + config.host_pool} bytes, but {limit.source} leaves "
+                f"{limit.available_bytes}; ask for smaller pools or raise the limit"
+            )
 
 
 class Daemon:

@@ -234,7 +234,7 @@ def make_plan(*, is_quick: bool) -> Plan:
     first, second = conversations()[:2]
     if is_quick:
         return Plan((replace(first, document=first.document[:400], turns=first.turns[:2]),), new_tokens=8)
-    return Plan((replace(first, turns=first.turns[:2]), replace(second, turns=second.turns[:1])), new_tokens=16)
+    return Plan((replace(first, turns=first.turns[:2]), replace(second, turns=second.turns[:1])), new_tokens=8)
 
 
 def daemon_flags(layout: Layout) -> list[str]:
@@ -319,11 +319,11 @@ def conclude(reports: Sequence[VariantReport], seconds: float) -> int:
     identical = sum(report.identical for report in reports)
     for problem in problems:
         say(problem)
-    if identical == answers:
-        say(f"{answers} answers, all token-identical, in {seconds:.0f} s")
-    else:
-        say(f"{answers} answers, {answers - identical} of them differ from the reference")
-    return 0 if identical == answers and not problems else 1
+    differing = answers - identical
+    verdict = f"{differing} of them differ from the reference" if differing else "all token-identical"
+    rest = f"; problems: {len(problems)}, see above" if problems else ""
+    say(f"{answers} answers, {verdict}, in {seconds:.0f} s{rest}")
+    return 1 if differing or problems else 0
 
 
 def main() -> int:

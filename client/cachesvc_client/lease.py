@@ -233,7 +233,7 @@ class Lease:
         return operation.apply(answer)
 
     def _bury_orphans(self) -> None:
-        """Release sequences whose Match got no answer: they may hold pins."""
+        """Release sequences whose Match or Release got no answer: they may hold pins."""
         while self.record.orphans:
             record = self.record.orphans[-1]
             self.settle(record)

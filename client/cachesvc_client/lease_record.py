@@ -39,8 +39,8 @@ ANSWER_MARGIN_S = 1.0
 class LeaseRecord:
     """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
 
-    ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match never got an
-    answer; they are looked after before the next one.
+    ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
+    never got an answer; they are looked after before the next Match.
     """
 
     def __init__(self, opened: lease_pb2.OpenResponse, registration: Registration) -> None:

@@ -6,6 +6,8 @@ import mmap
 import os
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 from kvcache.v1 import common_pb2
 
 from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
@@ -15,8 +17,9 @@ FdSource = Callable[[bytes], int]
 
 
 class MappedMemory:
-    """One mapping. ``buffer`` is good until ``close``; arrays made of it keep the memory mapped for as long as they are
-    held, so they never dangle."""
+    """One mapping. Arrays made of ``bytes`` keep the memory mapped for as long as they are held, so they never dangle:
+    NumPy holds the memoryview for that. (Of an array made by ``np.ndarray(buffer=mapping)`` the mapping knows nothing.)
+    """
 
     def __init__(self, handle: common_pb2.MemoryHandle, fetch_fd: FdSource, *, protection: int) -> None:
         self._handle = handle
@@ -41,11 +44,11 @@ class MappedMemory:
             os.close(descriptor)
 
     @property
-    def buffer(self) -> mmap.mmap:
-        """The bytes. Raises AlreadyClosed."""
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """All of it. Raises AlreadyClosed."""
         if self._mapping is None:
             raise AlreadyClosed("this memory is not mapped any more; attach again")
-        return self._mapping
+        return np.frombuffer(memoryview(self._mapping), np.uint8)
 
     def close(self) -> bool:
         """Unmap; True when the memory is unmapped now, False while arrays of it are still held. Idempotent."""

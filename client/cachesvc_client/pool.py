@@ -79,10 +79,10 @@ class AttachedPool:
                 for placement in slab.planes:
                     spec = self._spec(placement)
                     self._groups[spec.group][spec.layer, spec.name] = _plane_array(
-                        memory.buffer, spec, slab.pages, placement
+                        memory.bytes, spec, slab.pages, placement
                     )
             self._planes = _unambiguous(self._groups.values())
-            self._words = words_of(memoryview(self._timeline.buffer))
+            self._words = words_of(self._timeline.bytes.data)
         except CacheClientError:
             self._unmap()
             raise
@@ -227,7 +227,9 @@ def _slot(ticket: TicketView) -> TimelineSlot | None:
     return ticket.slot
 
 
-def _plane_array(buffer: mmap.mmap, spec: Plane, pages: int, placement: engine_pb2.PlanePlacement) -> PlaneArray:
+def _plane_array(
+    slab: npt.NDArray[np.uint8], spec: Plane, pages: int, placement: engine_pb2.PlanePlacement
+) -> PlaneArray:
     """``[pages, *page_shape]`` over the slab. Raises DaemonFault where it would reach beyond."""
     item_bytes = ITEM_BYTES[spec.dtype]
     inner = tuple(item_bytes * prod(spec.page_shape[axis + 1 :]) for axis in range(len(spec.page_shape)))
@@ -235,7 +237,7 @@ def _plane_array(buffer: mmap.mmap, spec: Plane, pages: int, placement: engine_p
         return np.ndarray(
             (pages, *spec.page_shape),
             tensors.NUMPY_DTYPES[spec.dtype],
-            buffer=buffer,
+            buffer=slab,
             offset=placement.offset,
             strides=(placement.page_stride, *inner),
         )

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
-from cachesvc_client.errors import Conflict, DaemonUnavailable, InvalidRequest, LeaseLost
+from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, InvalidRequest, LeaseLost
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import Operation
 from cachesvc_client.sequence_record import SequenceRecord
@@ -191,9 +191,17 @@ class Sequence(SequenceView):
 
         No kernel may write its pages any more. Raises AlreadyClosed when it was released before.
         """
-        freed = self._run(lambda: self.record.release(self._lease.record.stock), flushes=False)
+        is_asked_again = self.record.unanswered is not None
+        try:
+            self.require_no_steps()
+            self._lease.settle(self.record)
+            if not (is_asked_again and self.is_released):
+                self._lease.run(self.record.release(self._lease.record.stock))
+        except DeadlineExceeded:
+            self._lease.record.orphans.append(self.record)
+            raise
         self._lease.record.forget(self.record)
-        return freed
+        return self.record.freed_pages
 
     def __enter__(self) -> Sequence:
         return self
@@ -208,10 +216,10 @@ class Sequence(SequenceView):
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless sequence=%s why=%s", self.id, gone)
 
-    def _run(self, build: Callable[[], Operation[T]], *, flushes: bool = True) -> T:
+    def _run(self, build: Callable[[], Operation[T]]) -> T:
         self.require_no_steps()
         self._lease.settle(self.record)
-        if flushes and self.record.growth:
+        if self.record.growth:
             self._lease.flush()
         return self._lease.run(build())
 

@@ -76,6 +76,7 @@ class SequenceRecord:
         self.is_swapped_out = False
         self.swap_tickets: tuple[TicketView, ...] = ()
         self.is_released = False
+        self.freed_pages = 0
         self.failure: CacheClientError | None = None
         self.unanswered: Operation[Any] | None = None
         self.allocations = 0
@@ -200,6 +201,7 @@ class SequenceRecord:
 
         def apply(response: cache_pb2.ReleaseResponse) -> int:
             self._end()
+            self.freed_pages = response.freed_pages
             if stock is not None:
                 stock.add(self.growth + self.stranded)
             self.growth, self.stranded = [], []

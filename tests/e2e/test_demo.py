@@ -88,8 +88,8 @@ def test_an_engine_that_cannot_start_is_told() -> None:
     ("tokens", "problems", "code", "last_line"),
     [
         ([1, 2], [], 0, "1 answers, all token-identical, in 3 s"),
-        ([1, 3], [], 1, "1 answers, 1 of them differ from the reference"),
-        ([1, 2], ["host pass: nothing was loaded"], 1, "1 answers, all token-identical, in 3 s"),
+        ([1, 3], [], 1, "1 answers, 1 of them differ from the reference, in 3 s"),
+        ([1, 2], ["nothing was loaded"], 1, "1 answers, all token-identical, in 3 s; problems: 1, see above"),
     ],
 )
 def test_the_conclusion_is_what_was_found(

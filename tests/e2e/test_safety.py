@@ -195,9 +195,9 @@ def test_a_reattacher_comes_back_by_itself(folder: Path) -> None:
 
 
 def test_both_sockets_are_for_their_owner_alone(node: Node) -> None:
-    for path in (node.socket, node.socket + ".life"):
-        assert stat.S_ISSOCK(os.stat(path).st_mode)
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    for path in (Path(node.socket), Path(node.socket + ".life")):
+        assert path.is_socket()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 CONNECT_AS = """
@@ -228,7 +228,7 @@ def test_another_user_is_turned_away(folder: Path) -> None:
         life = node.socket + ".life"
         assert connect_as(NOBODY, node.socket) == "no permission"
         assert connect_as(NOBODY, life) == "no permission"
-        os.chmod(life, 0o666)  # the file's mode is the first line of defence, the peer's uid the second
+        Path(life).chmod(0o666)  # the file's mode is the first line of defence, the peer's uid the second
         assert connect_as(NOBODY, life) == "turned away"
         assert connect_as(0, life) == "greeted"
         assert f'"uid": {NOBODY}' in node.log()

@@ -129,7 +129,7 @@ class SimEngine:
         """Pages that this engine believes to be its own to write."""
         pages = [(group, page) for group, held in enumerate(self.stock) for page, _ in held]
         for request in self.requests.values():
-            if not request.swapped:
+            if not (request.swapped or request.returning):
                 pages += request.spares
                 pages += [
                     (group, page)
@@ -234,7 +234,8 @@ class SimEngine:
             answer = pending.call()
         except (PoolExhausted, LoadFailed, LimitExceeded, Unavailable) as refusal:
             self.node.faults[f"refused_{type(refusal).__name__}"] += 1
-            if pending.request is not None and not isinstance(refusal, PoolExhausted):
+            patient = isinstance(refusal, PoolExhausted) and self.rng.random() < 0.5
+            if pending.request is not None and not patient:
                 self._drop(pending.request)
             return
         except StateConflict as refusal:
@@ -390,6 +391,9 @@ class SimEngine:
         flow = partial(publish, self.node.core, self.lease, request.id, first, keys, last - first, self.node.now)
 
         def published(answer: Published) -> None:
+            if request.tickets:
+                request.tickets.clear()
+                self._loaded(request)
             request.sealed = answer.sealed_blocks
             for cells in answer.duplicates:
                 for position, page in zip(answer.duplicate_positions, cells.pages, strict=True):

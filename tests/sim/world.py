@@ -108,19 +108,24 @@ class World:
         """One event, and the checks after it."""
         self.steps += 1
         self.node.now += self.rng.random()
-        kinds: list[tuple[int, Callable[[], None]]] = [
+        kinds: list[tuple[float, Callable[[], None]]] = [
             (60, self._engine_acts),
             (20, self._copy_moves),
             (14, self._deliver),
             (2, self._host_fills),
             (1, self._copy_fails),
             (1, self._copy_freezes),
-            (1, self._engine_fails),
-            (1, self._refuse_mover),
             (1, self._sweep),
+            (3, self._operator_evicts),
         ]
         if self.rng.random() < 0.015:
-            kinds = [(1, self._clock_jumps), (1, self._operator), (1, self._rival)]
+            kinds = [
+                (1, self._clock_jumps),
+                (1, self._operator_drains),
+                (0.5, self._rival),
+                (2, self._engine_fails),
+                (2, self._refuse_mover),
+            ]
         weights = [weight for weight, _ in kinds]
         self.rng.choices([call for _, call in kinds], weights)[0]()
         self.check()
@@ -216,14 +221,15 @@ class World:
                 engine.quiesce()
                 self.faults["engine_closed"] += 1
 
-    def _operator(self) -> None:
-        core = self.node.core
+    def _operator_drains(self) -> None:
         if self.steps > 150 and self.rng.random() < 0.2:
-            self.node.run(partial(admin.drain, core))
+            self.node.run(partial(admin.drain, self.node.core))
             self.faults["daemon_drained"] += 1
-            return
+
+    def _operator_evicts(self) -> None:
+        core = self.node.core
         for model in list(core.ledger.models.values()):
-            tier = self.rng.choice(("device", "host"))
+            tier = self.rng.choice(("device", "device", "device", "host"))
             self.node.run(partial(admin.evict, core, model.id, tier, self.rng.choice((0, 1, 3))))
         self.faults["operator_evicted"] += 1
 

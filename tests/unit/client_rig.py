@@ -46,6 +46,11 @@ def break_way(context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
 
 
+def lose_answer(context: grpc.ServicerContext) -> None:
+    """As a deadline that passed on the way: what became of the call is not known."""
+    context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
 def refuse(code: ErrorCode, message: str = "no") -> Fault:
     """As the daemon refuses."""
 
@@ -56,10 +61,12 @@ def refuse(code: ErrorCode, message: str = "no") -> Fault:
     return fault
 
 
-def hang_until(event: threading.Event) -> Fault:
-    """Answer only once ``event`` is set."""
+def hang_until(event: threading.Event, arrived: threading.Event | None = None) -> Fault:
+    """Answer only once ``event`` is set; ``arrived`` tells that the call is there."""
 
     def fault(context: grpc.ServicerContext) -> None:
+        if arrived is not None:
+            arrived.set()
         event.wait(30)
 
     return fault

@@ -1,4 +1,4 @@
-"""The awaited client keeps the promises of the blocking one: deadlines, one id for all attempts, prompt losses, steps."""
+"""The awaited client keeps the promises of the blocking one: deadlines, one id for all attempts, losses, steps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from kvcache.v1 import cache_pb2
-
-from cachesvc.model.answers import Allocated
-from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import opaque
 from cachesvc_client import (
     CacheClientError,
     Conflict,
@@ -26,7 +22,12 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_client.errors import BY_CODE, AlreadyClosed
-from tests.unit.client_rig import PAGES, FakeDaemon, break_way, cells, hang_until, refuse
+from kvcache.v1 import cache_pb2
+
+from cachesvc.model.answers import Allocated
+from cachesvc.model.errors import ErrorCode
+from cachesvc.model.families import opaque
+from tests.unit.client_rig import PAGES, FakeDaemon, break_way, cells, hang_until, lose_answer, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 PROMPT_S = 2.0
@@ -46,6 +47,11 @@ def client_of(daemon: FakeDaemon, *, call_s: float = 10) -> AsyncCacheClient:
     return AsyncCacheClient(
         daemon.path, timeouts=Timeouts(call_s=call_s, close_s=1), retries=Retries(attempts=3, pause_s=0.001)
     )
+
+
+def hang_up_after(daemon: FakeDaemon, arrived: threading.Event) -> None:
+    if arrived.wait(30):
+        daemon.hang_up()
 
 
 async def test_a_life_from_connect_to_close(daemon: FakeDaemon) -> None:
@@ -84,17 +90,15 @@ async def test_a_broken_way_is_tried_again_with_the_same_request(daemon: FakeDae
 
 
 async def test_a_lost_answer_is_asked_for_again_before_the_next_call(daemon: FakeDaemon) -> None:
-    answered = threading.Event()
-    async with client_of(daemon, call_s=0.2) as client:
+    async with client_of(daemon) as client:
         lease = await client.open_lease(await client.register("m", LAYOUT))
         for rpc in ("Match", "Allocate"):
-            daemon.faults[rpc].append(hang_until(answered))
+            daemon.faults[rpc].append(lose_answer)
         with pytest.raises(DeadlineExceeded):
             await lease.match(b"")
         sequence = await lease.match(b"")
         with pytest.raises(DeadlineExceeded):
             await sequence.allocate(3)
-        answered.set()
         await sequence.publish(2, b"k" * 64)
         assert sequence.blocks == 3
         assert daemon.seen["Allocate"][0] == daemon.seen["Allocate"][1]
@@ -108,13 +112,11 @@ async def test_the_end_of_the_daemon_ends_calls_steps_and_leases(daemon: FakeDae
         told: asyncio.Queue[CacheClientError] = asyncio.Queue()
         lease.on_lost(told.put_nowait)
         sequence = await lease.match(b"")
-        daemon.faults["Allocate"].append(lambda _: (asyncio.run_coroutine_threadsafe(end(), loop), never.wait(30)))
+        arrived = threading.Event()
+        daemon.faults["Allocate"].append(hang_until(never, arrived))
         daemon.faults["Step"].append(hang_until(never))
-        loop = asyncio.get_running_loop()
-
-        async def end() -> None:
-            daemon.hang_up()
-
+        killer = threading.Thread(target=partial(hang_up_after, daemon, arrived))
+        killer.start()
         pending = await lease.step().send()
         began = time.monotonic()
         with pytest.raises(DaemonUnavailable):
@@ -124,6 +126,7 @@ async def test_the_end_of_the_daemon_ends_calls_steps_and_leases(daemon: FakeDae
         assert isinstance(await asyncio.wait_for(told.get(), PROMPT_S), DaemonUnavailable)
         assert time.monotonic() - began < PROMPT_S
         never.set()
+        killer.join()
         with pytest.raises(DaemonUnavailable):
             await lease.match(b"")
         assert lease.is_lost

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from cachesvc.model.answers import TicketView
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import TimelineSlot
 from cachesvc_client import (
     AlreadyClosed,
     AttachedPool,
@@ -26,6 +22,10 @@ from cachesvc_client import (
     NotSupported,
 )
 from cachesvc_client.life import LifeConnection
+
+from cachesvc.model.answers import TicketView
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import TimelineSlot
 from tests.unit.client_rig import LEASE_ID, PAGES, TOKEN, FakeDaemon
 
 LAYOUT = Layout(
@@ -100,7 +100,7 @@ def test_a_wait_ends_with_its_layer(daemon: FakeDaemon, pool: AttachedPool) -> N
     writer.start()
     pool.wait_layer(load(), 1, timeout_s=PROMPT_S)
     writer.join()
-    with pytest.raises(DeadlineExceeded, match="within 0.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
         pool.wait_ticket(load(), timeout_s=0.01)
     daemon.timeline.write(4, 14)
     pool.wait_ticket(load(), timeout_s=0)
@@ -199,4 +199,3 @@ def test_memory_of_a_kind_or_under_a_name_that_cannot_be_had(daemon: FakeDaemon,
     with pytest.raises(DaemonUnavailable):
         life.fetch_fd(b"x" * 16)
     assert lease.attach().pages == (PAGES, PAGES)
-

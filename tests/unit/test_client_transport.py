@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -28,10 +29,9 @@ from cachesvc_client.errors import BY_CODE, AlreadyClosed
 from cachesvc.model.errors import ErrorCode
 from cachesvc.model.families import opaque
 from cachesvc.wire.status import LIFE_SUFFIX
-from tests.unit.client_rig import EPOCH, LEASE_ID, TOKEN, FakeDaemon, break_way, hang_until, refuse
+from tests.unit.client_rig import EPOCH, LEASE_ID, TOKEN, FakeDaemon, break_way, hang_until, lose_answer, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
-QUICK = Timeouts(call_s=0.2, close_s=1)
 PROMPT_S = 2.0
 """Far less than any deadline below, far more than a loaded machine needs."""
 
@@ -112,14 +112,24 @@ def test_retries_end(daemon: FakeDaemon) -> None:
         assert len(daemon.seen["Prefetch"]) == 2
 
 
-def test_after_a_deadline_the_next_call_first_learns_what_became_of_the_last(daemon: FakeDaemon) -> None:
+def test_a_daemon_that_hangs_costs_a_deadline_and_no_more(daemon: FakeDaemon) -> None:
     answered = threading.Event()
-    with connected(daemon, timeouts=QUICK) as client:
+    with connected(daemon, timeouts=Timeouts(attach_s=0.05)) as client:
+        lease = leased(client)
+        daemon.faults["Attach"].append(hang_until(answered))
+        with pytest.raises(DeadlineExceeded) as caught:
+            lease.attach()
+        assert not caught.value.was_answered
+        answered.set()
+        assert len(daemon.seen["Attach"]) == 1
+
+
+def test_after_a_deadline_the_next_call_first_learns_what_became_of_the_last(daemon: FakeDaemon) -> None:
+    with connected(daemon) as client:
         sequence = leased(client).match(b"")
-        daemon.faults["Allocate"].append(hang_until(answered))
+        daemon.faults["Allocate"].append(lose_answer)
         with pytest.raises(DeadlineExceeded) as caught:
             sequence.allocate(3)
-        answered.set()
         assert not caught.value.was_answered
         assert sequence.blocks == 0
         sequence.publish(2, b"k" * 64)
@@ -130,26 +140,35 @@ def test_after_a_deadline_the_next_call_first_learns_what_became_of_the_last(dae
 
 
 def test_a_lost_answer_that_was_a_refusal_leaves_the_next_call_free(daemon: FakeDaemon) -> None:
-    answered = threading.Event()
-    with connected(daemon, timeouts=QUICK) as client:
+    with connected(daemon) as client:
         sequence = leased(client).match(b"")
-        daemon.faults["Allocate"] += [hang_until(answered), refuse(ErrorCode.EXHAUSTED)]
+        daemon.faults["Allocate"] += [lose_answer, refuse(ErrorCode.EXHAUSTED)]
         with pytest.raises(DeadlineExceeded):
             sequence.allocate(3)
-        answered.set()
         sequence.allocate(2)
         assert sequence.blocks == 2
         assert [request.blocks for request in daemon.seen["Allocate"]] == [3, 3, 2]
 
 
+def test_an_answer_that_stays_lost_is_asked_for_until_it_comes(daemon: FakeDaemon) -> None:
+    with connected(daemon) as client:
+        sequence = leased(client).match(b"")
+        daemon.faults["Allocate"] += [lose_answer, lose_answer]
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                sequence.allocate(3)
+        sequence.allocate(3)
+        first, again, last, fresh = daemon.seen["Allocate"]
+        assert first == again == last
+        assert fresh.request_id > first.request_id
+
+
 def test_a_match_without_an_answer_is_found_and_released_before_the_next(daemon: FakeDaemon) -> None:
-    answered = threading.Event()
-    with connected(daemon, timeouts=QUICK) as client:
+    with connected(daemon) as client:
         lease = leased(client)
-        daemon.faults["Match"].append(hang_until(answered))
+        daemon.faults["Match"].append(lose_answer)
         with pytest.raises(DeadlineExceeded):
             lease.match(b"k" * 32)
-        answered.set()
         lease.match(b"k" * 32)
         lost, again, fresh = daemon.seen["Match"]
         assert lost == again
@@ -157,19 +176,36 @@ def test_a_match_without_an_answer_is_found_and_released_before_the_next(daemon:
         assert [request.sequence_id for request in daemon.seen["Release"]] == [lost.sequence_id]
 
 
+def test_a_release_whose_answer_was_lost_is_asked_for_again_by_the_caller_or_the_next_match(
+    daemon: FakeDaemon,
+) -> None:
+    with connected(daemon) as client:
+        lease = leased(client)
+        first, second = lease.match(b""), lease.match(b"")
+        for sequence in (first, second):
+            daemon.faults["Release"].append(lose_answer)
+            with pytest.raises(DeadlineExceeded):
+                sequence.release()
+        assert first.release() == 2
+        with pytest.raises(AlreadyClosed):
+            first.release()
+        lease.match(b"")
+        assert [request.sequence_id for request in daemon.seen["Release"]] == [1, 2, 1, 2]
+        assert second.is_released
+
+
 @pytest.mark.parametrize("end", ["close", "hang_up"])
 def test_a_call_under_way_ends_with_the_daemon_and_later_ones_end_at_once(daemon: FakeDaemon, end: str) -> None:
     never = threading.Event()
-    lost: list[str] = []
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     with connected(daemon, timeouts=Timeouts(call_s=60, close_s=1)) as client:
-        client.on_lost(lambda: lost.append("client"))
+        client.on_lost(lambda: lost.put("client"))
         lease = leased(client)
-        told = threading.Event()
-        lease.on_lost(lambda error: (lost.append(type(error).__name__), told.set()))
+        lease.on_lost(lambda error: lost.put(type(error).__name__))
         sequence = lease.match(b"")
         arrived = threading.Event()
-        daemon.faults["Allocate"].append(lambda _: (arrived.set(), never.wait(30)))
-        killer = threading.Thread(target=lambda: (arrived.wait(30), getattr(daemon, end)()))
+        daemon.faults["Allocate"].append(hang_until(never, arrived))
+        killer = threading.Thread(target=lambda: arrived.wait(30) and getattr(daemon, end)())
         killer.start()
         began = time.monotonic()
         with pytest.raises(DaemonUnavailable):
@@ -177,8 +213,8 @@ def test_a_call_under_way_ends_with_the_daemon_and_later_ones_end_at_once(daemon
         assert time.monotonic() - began < PROMPT_S
         never.set()
         killer.join()
-        assert told.wait(PROMPT_S)
-        assert sorted(lost) == ["DaemonUnavailable", "client"]
+        assert {lost.get(timeout=PROMPT_S), lost.get(timeout=PROMPT_S)} == {"DaemonUnavailable", "client"}
+        assert lost.empty()
         assert not client.connected
         assert lease.is_lost
         for call in (lambda: sequence.allocate(1), lambda: lease.match(b""), lambda: client.register("m", LAYOUT)):
@@ -216,10 +252,8 @@ def test_beats_come_several_times_within_the_silence_limit(tmp_path: Path) -> No
         lease = leased(client)
         for _ in range(4):
             assert daemon.beats.acquire(timeout=PROMPT_S)
-        assert not lease.is_draining
         daemon.draining = True
-        while not lease.is_draining:
-            assert daemon.beats.acquire(timeout=PROMPT_S)
+        assert any(daemon.beats.acquire(timeout=PROMPT_S) and lease.is_draining for _ in range(100))
     daemon.close()
 
 
@@ -229,15 +263,13 @@ def test_a_beat_that_is_refused_loses_the_lease_and_a_broken_stream_does_not(tmp
     daemon.start()
     with connected(daemon) as client:
         lease = leased(client)
-        told: list[CacheClientError] = []
-        known = threading.Event()
+        told: queue.SimpleQueue[CacheClientError] = queue.SimpleQueue()
         for _ in range(3):
             assert daemon.beats.acquire(timeout=PROMPT_S)
-        lease.on_lost(lambda error: (told.append(error), known.set()))
+        lease.on_lost(told.put)
         assert not lease.is_lost
         daemon.faults["KeepAlive"].append(refuse(ErrorCode.LEASE_LOST, "it fell silent"))
-        assert known.wait(PROMPT_S)
-        assert isinstance(told[0], LeaseLost)
+        assert isinstance(told.get(timeout=PROMPT_S), LeaseLost)
         with pytest.raises(LeaseLost, match="it fell silent"):
             lease.match(b"")
         assert client.connected
@@ -279,7 +311,8 @@ def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaemon, tm
         second.faults["Register"].append(refuse(ErrorCode.EXHAUSTED, "came back smaller"))
         with pytest.raises(PoolExhausted):
             client.reconnect()
-        assert not client.connected
+        with pytest.raises(DaemonUnavailable):
+            client.register("m", LAYOUT)
         (fresh,) = client.reconnect()
         assert client.connected
         assert second.seen["Register"][-1] == daemon.seen["Register"][0]
@@ -291,16 +324,15 @@ def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaemon, tm
 
 
 def test_the_reattacher_comes_back_by_itself_once_somebody_listens(daemon: FakeDaemon, tmp_path: Path) -> None:
-    back: list[Lease] = []
-    came = threading.Event()
+    back: queue.SimpleQueue[tuple[Lease, ...]] = queue.SimpleQueue()
     with connected(daemon) as client:
         leased(client)
-        with Reattacher(client, lambda leases: (back.extend(leases), came.set()), first_pause_s=0.001):
+        with Reattacher(client, back.put, first_pause_s=0.001):
             daemon.close()
             second = FakeDaemon(tmp_path)
             second.start()
-            assert came.wait(PROMPT_S)
-            back[0].match(b"")
+            (fresh,) = back.get(timeout=PROMPT_S)
+            fresh.match(b"")
         client.close()
         second.close()
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
-from cachesvc_client.errors import DaemonUnavailable, LeaseLost
+from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, LeaseLost
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import Operation
 from cachesvc_client.sequence import SequenceView
@@ -82,9 +82,17 @@ class AsyncSequence(SequenceView):
 
     async def release(self) -> int:
         """As ``Sequence.release``."""
-        freed = await self._run(lambda: self.record.release(self._lease.record.stock), flushes=False)
+        is_asked_again = self.record.unanswered is not None
+        try:
+            self.require_no_steps()
+            await self._lease.settle(self.record)
+            if not (is_asked_again and self.is_released):
+                await self._lease.run(self.record.release(self._lease.record.stock))
+        except DeadlineExceeded:
+            self._lease.record.orphans.append(self.record)
+            raise
         self._lease.record.forget(self.record)
-        return freed
+        return self.record.freed_pages
 
     async def __aenter__(self) -> AsyncSequence:
         return self
@@ -102,9 +110,9 @@ class AsyncSequence(SequenceView):
     async def _wait(self, tickets: tuple[TicketView, ...], timeout_s: float | None) -> tuple[TicketView, ...]:
         return await self._lease.wait_tickets(tuple(ticket.id for ticket in tickets), timeout_s)
 
-    async def _run(self, build: Callable[[], Operation[T]], *, flushes: bool = True) -> T:
+    async def _run(self, build: Callable[[], Operation[T]]) -> T:
         self.require_no_steps()
         await self._lease.settle(self.record)
-        if flushes and self.record.growth:
+        if self.record.growth:
             await self._lease.flush()
         return await self._lease.run(build())

@@ -1,0 +1,237 @@
+"""How the daemon and its command line start, refuse to start, and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine import Engine, prompt
+from tests.e2e.remote import ROOT
+from tests.e2e.rig import Node, running_node, wait_until
+
+BAD_START = os.EX_USAGE if os.EX_USAGE == 2 else 2
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command to its end. It must end by itself."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def refuse_to_start(folder: Path, *arguments: str) -> str:
+    """Start a daemon that must not come up; what it says. It must leave no socket behind."""
+    path = folder / "refused.sock"
+    ended = run("cachesvc", "--socket", str(path), *arguments)
+    assert ended.returncode == BAD_START, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not os.path.lexists(path)
+    assert not os.path.lexists(f"{path}.life")
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device-pool", "many"], "'many' is no size; write a number with B, KiB, MiB, GiB or TiB"),
+        (["--host-pool", "-1"], "'-1' is no size"),
+        (["--device-pool", "0"], "device_pool must be positive, got 0"),
+        (["--shm-devices", "0"], "shm_devices must be positive, got 0"),
+        (["--lease-seconds", "0"], "lease_seconds must be positive"),
+        (["--lease-seconds", "nan"], "lease_seconds must be positive"),
+        (["--drain-seconds", "-1"], "drain_seconds may not be negative"),
+        (["--listen", "0.0.0.0:9000"], "0.0.0.0 is not loopback; without TLS"),
+        (["--listen", "localhost"], "'localhost' is not HOST:PORT"),
+        (["--listen", "localhost:70000"], "'localhost:70000' is not HOST:PORT"),
+        (["--listen", "localhost:0", "--tls-key", "key.pem"], "tls_certificate and tls_key go together"),
+        (["--eviction", "newest"], "invalid choice: 'newest' (choose from"),
+        (["--write-policy", "never"], "invalid choice: 'never'"),
+        (["--backend", "cuda"], "the cuda backend is not built"),
+        (["--config", "/does/not/exist.toml"], "cannot read the configuration"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None:
+    assert words in refuse_to_start(folder, *flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("devise_pool = '1GiB'\n", "unknown key 'devise_pool' in"),
+        ("eviction = 'newest'\n", "'newest'"),
+        ("lease_seconds = 'long'\n", "lease_seconds: 'long' is not a float"),
+        ("lease_seconds = true\n", "lease_seconds"),
+        ("host_chunk = '3KiB'\n", "chunk"),
+        ("socket = 7\n", "socket: 7 is not a text"),
+        ("allow_uids = 'root'\n", "allow_uids: 'root' is not a"),
+        ("device_pool = [1]\n", "is no size"),
+        ("= 3\n", "cannot read the configuration"),
+    ],
+)
+def test_a_bad_line_of_the_configuration_is_named(folder: Path, text: str, words: str) -> None:
+    config = folder / "cachesvc.toml"
+    config.write_text(text, encoding="utf-8")
+    said = run("cachesvc", "--config", str(config), *(() if "socket" in text else ("--socket", str(folder / "s"))))
+    assert said.returncode == BAD_START, said.stderr
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_a_file_that_is_no_text_is_named(folder: Path) -> None:
+    config = folder / "cachesvc.toml"
+    config.write_bytes(b"\xff\xfe\x00")
+    assert "cannot read the configuration" in refuse_to_start(folder, "--config", str(config))
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        (["--host-pool", "900TiB", "--device-pool", "1MiB"], "989560464998400"),
+        (["--device-pool", "900TiB", "--host-pool", "0"], "989560464998400"),
+        (
+            ["--device-pool", "225TiB", "--shm-devices", "4", "--host-pool", "0"],
+            "4 shm device pools of 247390116249600",
+        ),
+    ],
+)
+def test_pools_larger_than_memory_are_refused_with_the_numbers(folder: Path, flags: list[str], numbers: str) -> None:
+    said = refuse_to_start(folder, *flags)
+    assert numbers in said
+    assert "leaves" in said
+
+
+def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
+    ended = run("cachesvc", "--socket", str(folder / "nowhere" / "s"))
+    assert ended.returncode == BAD_START
+    assert f"the folder of the socket {folder}/nowhere/s does not exist; make it" in ended.stderr
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_named(folder: Path) -> None:
+    ended = run("cachesvc", "--socket", str(folder / ("s" * 100)))
+    assert ended.returncode == BAD_START
+    assert "at most 100 bytes" in ended.stderr
+
+
+def test_the_longest_path_that_is_allowed_works(folder: Path) -> None:
+    path = str(folder / "s").ljust(100, "s")
+    with subprocess.Popen([sys.executable, "-m", "cachesvc", "--socket", path], cwd=ROOT, stderr=-1) as daemon:
+        assert daemon.stderr is not None
+        line = daemon.stderr.readline()
+        while b'"ready"' not in line:
+            assert line, "it did not start"
+            line = daemon.stderr.readline()
+        with Engine(path) as engine:
+            assert engine.serve(prompt(1, 2)).bad == []
+        daemon.terminate()
+        daemon.stderr.read()
+    assert daemon.returncode == 0
+
+
+def test_a_file_in_the_sockets_place_is_left_alone(folder: Path) -> None:
+    path = folder / "notes.txt"
+    path.write_text("mine", encoding="utf-8")
+    ended = run("cachesvc", "--socket", str(path))
+    assert ended.returncode == BAD_START
+    assert "is no socket of ours" in ended.stderr
+    assert path.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_socket_in_use_is_left_to_its_daemon(node: Node) -> None:
+    ended = run("cachesvc", "--socket", node.socket)
+    assert ended.returncode == BAD_START
+    assert f"socket {node.socket} is in use by a running daemon; stop it or choose another --socket" in ended.stderr
+    with Engine(node.socket) as engine:
+        assert engine.serve(prompt(1, 2)).bad == []
+
+
+def test_a_port_in_use_is_named(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"cannot listen on {listen}" in refuse_to_start(folder, "--listen", listen)
+
+
+def test_the_configuration_is_read_and_flags_win(folder: Path) -> None:
+    config = folder / "cachesvc.toml"
+    config.write_text("host-pool = '8MiB'\ndevice_pool = '3MiB'\nlease_seconds = 3\n", encoding="utf-8")
+    with running_node(["--config", str(config), "--device-pool", "5MiB"], folder=folder) as node:
+        shown = next(json.loads(line) for line in node.log().splitlines() if '"event": "config"' in line)
+        assert (shown["device_pool"], shown["host_pool"]) == (str(5 << 20), str(64 << 20))
+        assert shown["lease_seconds"] == "3.0"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_daemon_well_and_removes_its_sockets(folder: Path, number: signal.Signals) -> None:
+    with running_node(folder=folder) as node:
+        with Engine(node.socket) as engine:
+            engine.serve(prompt(1, 2))
+        node.daemon.process.send_signal(number)
+        assert node.daemon.process.wait() == 0
+        assert '"stopped"' in node.log()
+        assert "Traceback" not in node.log()
+        assert [path.name for path in folder.iterdir()] == ["cachesvcd.log"]
+
+
+def test_a_signal_with_engines_at_work_waits_for_them(folder: Path) -> None:
+    with running_node(["--drain-seconds", "60"], folder=folder) as node:
+        engine = Engine(node.socket).start()
+        sequence = engine.lease.match(engine.keys(prompt(1, 2)))
+        node.daemon.process.terminate()
+        wait_until(lambda: engine.lease.is_draining, "the engine was told")
+        keys = engine.keys(prompt(1, 2))
+        sequence.allocate(2)
+        engine.fill(sequence, keys, range(2))
+        assert sequence.publish(2).sealed_blocks == 2
+        sequence.release()
+        engine.close()
+        assert node.daemon.process.wait() == 0
+
+
+def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("cachesvc_client.ctl.main", "replay", *arguments)
+
+
+def test_a_broken_line_of_a_trace_is_named(folder: Path) -> None:
+    trace = folder / "broken.jsonl"
+    good = '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n'
+    trace.write_text(good + '{"timestamp": 1, "input_length":\n', encoding="utf-8")
+    ended = replay(str(trace))
+    assert ended.returncode == 2
+    assert "broken.jsonl" in ended.stderr
+    assert "line 2" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device-blocks", "0"], "--device-blocks must be at least 1"),
+        (["--block-bytes", "12"], "must be a multiple of 8 times --layers 1"),
+        (["--eviction", "newest"], "newest"),
+        (["--engines", "0"], "0 is not positive"),
+        (["--device-blocks", "900000000000"], "leaves"),
+        (["--socket", "/nobody/listens.sock"], "UNAVAILABLE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_argument_of_a_replay_is_named(folder: Path, arguments: list[str], words: str) -> None:
+    trace = folder / "good.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n', encoding="utf-8")
+    ended = replay(str(trace), *arguments)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_trace_that_is_not_there_is_named() -> None:
+    ended = replay("/no/such/trace.jsonl")
+    assert ended.returncode == 2
+    assert "trace.jsonl" in ended.stderr

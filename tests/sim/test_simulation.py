@@ -1,0 +1,80 @@
+"""The whole daemon but its sockets, under one seed after another, with faults at every seam."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.sim.world import FAULTS, World, run
+
+SEEDS = 120
+STEPS = 250
+BATCHES = 4
+EVENTS = (
+    "device_hits",
+    "duplicates",
+    "host_hits",
+    "loads",
+    "loads_found_done",
+    "loads_joined",
+    "model_gave_way",
+    "pending",
+    "published",
+    "swap_out_failed",
+    "swapped_in",
+    "told_to_wait",
+)
+"""What must have happened too, or the run has shown little."""
+
+_seen: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_nothing_breaks_under_any_seed(batch: int) -> None:
+    for seed in range(batch, SEEDS, BATCHES):
+        world = run(seed, STEPS)
+        _seen.update(world.faults)
+        _seen.update(world.node.events)
+        _seen["steps"] += world.steps
+
+
+def test_every_kind_of_fault_was_seen() -> None:
+    if not _seen:
+        pytest.skip("the simulations ran in another process")
+    print(dict(sorted(_seen.items())))
+    assert _seen["steps"] >= 10_000
+    assert [name for name in (*FAULTS, *EVENTS) if not _seen[name]] == []
+
+
+def test_a_seed_always_tells_the_same_story() -> None:
+    first, second = run(7, 120), run(7, 120)
+    assert first.faults == second.faults
+    assert first.node.events == second.node.events
+    assert first.node.now == second.node.now
+
+
+def test_the_checks_see_a_corrupt_page() -> None:
+    for seed in range(50):
+        world = World(seed)
+        for _ in range(150):
+            world.step()
+        for model in world.node.core.ledger.models.values():
+            place = model.replicas[0].place
+            for row in model.blocks.index.rows.values():
+                if place.is_hittable(row):
+                    page = place.pages[place.lead][row]
+                    world.node.write_page(model, 0, place.lead, page, [b"\0"])
+                    assert world.node.corrupt()
+                    return
+    raise AssertionError("no seed left a sealed page on a device")
+
+
+def test_a_failing_run_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(self: World) -> None:
+        raise AssertionError("broken")
+
+    monkeypatch.setattr(World, "check", breaks)
+    with pytest.raises(AssertionError) as caught:
+        run(3, 10)
+    assert "python -m tests.sim 3 " in caught.value.__notes__[0]
