@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
 # BREAKING=yes lets proto-accept take an incompatible API as the new baseline.
 BREAKING ?= no
 
@@ -29,7 +28,7 @@ export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
-	@echo "PYTHON=python3.12 picks the interpreter, PYTEST_ARGS='-k ledger -x' and BENCH_ARGS go to the programs."
+	@echo "PYTHON=python3.12 picks the interpreter, PYTEST_ARGS='-k ledger -x' goes to pytest."
 
 setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
@@ -62,10 +61,11 @@ proto-accept: $(BUF_SETUP) ## Take the protos as they are for the baseline that 
 	@mkdir -p $(dir $(BASELINE))
 	$(BUF) build proto --exclude-source-info --output $(BASELINE)
 
-bench: $(SETUP) ## Run every benchmarks/bench_*.py
-	@set -e; for file in $(sort $(wildcard benchmarks/bench_*.py)); do \
-		echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS); \
-	done
+bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results and README's tables from these
+	$(BIN)/python -m benchmarks.ledger --json benchmarks/results/ledger.json
+	$(BIN)/python -m benchmarks.rpc --quiet --json benchmarks/results/rpc.json
+	$(BIN)/python -m benchmarks.swap --json benchmarks/results/swap-shm.json
+	$(BIN)/python -m tools.tables
 
 lock: $(UV) ## Pin the newest packages that pyproject.toml allows
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --python $(PYTHON) \

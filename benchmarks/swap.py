@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import threading
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine import describe_machine
 from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Backend, CopyJob, CopyStep, Slab
@@ -220,7 +219,7 @@ def main() -> None:
                 )
     bench.close()
     if arguments.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+        machine = describe_machine()
         found = {"benchmark": "swap", "backend": arguments.backend, "machine": machine, "numpy": np.__version__}
         arguments.json.write_text(json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 

@@ -87,6 +87,20 @@ def _pair(figures: Any, path: list[str]) -> str:
     return f"{figures['p50']:.2f} / {figures['p99']:.1f}"
 
 
+def swap() -> str:
+    """Scattered swaps beside one plain copy of the same bytes in the same run."""
+    found = _load("swap-shm.json")
+    kinds = {(row["way"], row["steps"], row["run_blocks"]): None for row in found["rows"]}
+    widths = sorted({row["plane_bytes"] for row in found["rows"]})
+    by_kind = {(row["way"], row["steps"], row["run_blocks"], row["plane_bytes"]): row for row in found["rows"]}
+    rows = []
+    for way, steps, run in kinds:
+        picked = [by_kind.get((way, steps, run, width)) for width in widths]
+        cells = [f"{row['gb_per_s']:.1f} ({row['ratio']:.2f})" if row else "-" for row in picked]
+        rows.append([f"{way}, {steps}, runs of {run}", *cells])
+    return _rows(["GB/s (of a plain copy)", *(f"{width >> 10} KiB" for width in widths)], rows, found["machine"])
+
+
 def replay() -> str:
     """Replays of the real traces."""
     rows = []
@@ -111,7 +125,7 @@ def replay() -> str:
     return _rows([*head, "kills", "corrupt pages", "conservation"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"ledger": ledger, "rpc": rpc, "replay": replay}
+TABLES: dict[str, Callable[[], str]] = {"ledger": ledger, "rpc": rpc, "swap": swap, "replay": replay}
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Replay one seed, or search many: ``python -m tests.sim SEED [STEPS]``, ``python -m tests.sim FIRST..LAST [STEPS]``."""
+"""Replay one seed or search many: ``python -m tests.sim SEED [STEPS]``, ``python -m tests.sim FIRST..LAST [STEPS]``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> int:
     for seed in range(int(first), int(last or first) + 1):
         try:
             world = run(seed, steps)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the search goes on
             failures[f"{type(error).__name__}: {str(error)[:100]}"] += 1
             if sum(failures.values()) <= 3:
                 traceback.print_exc()

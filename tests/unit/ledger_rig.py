@@ -19,7 +19,7 @@ from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import TimelineSlot, Transfer
-from cachesvc.model.words import NO_PAGE, Run, WritePolicy
+from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 
@@ -182,9 +182,5 @@ def rig_of(
     vault = Budget({f"gpu-{i}": 1 << 20 for i in range(replicas)})
     host_wish = PoolWish(tuple(host) if host is not None else (0,) * len(layout.groups))
     for i in range(replicas):
-        made = register(core, vault, "m", layout, b"", (f"gpu-{i}",), PoolWish(tuple(device)), host_wish, 0.0)
-    return Rig(core, mover, vault, made.model)
-
-
-def table(answer_pages: Sequence[int]) -> list[int]:
-    return [page for page in answer_pages if page != NO_PAGE]
+        register(core, vault, "m", layout, b"", (f"gpu-{i}",), PoolWish(tuple(device)), host_wish, 0.0)
+    return Rig(core, mover, vault, core.ledger.models[1])
