@@ -230,11 +230,16 @@ def list_times(answers: Sequence[Answer]) -> str:
 
 
 def make_plan(*, is_quick: bool) -> Plan:
-    """Two conversations on one text; quick: two turns over its first lines."""
+    """Two conversations on one text, which share its pages; quick: one, over the first lines."""
     first, second = conversations()[:2]
     if is_quick:
-        return Plan((replace(first, document=first.document[:400], turns=first.turns[:2]),), new_tokens=8)
-    return Plan((replace(first, turns=first.turns[:2]), replace(second, turns=second.turns[:1])), new_tokens=8)
+        return Plan((shorten(first, 400, turns=2),), new_tokens=8)
+    return Plan((shorten(first, 1000, turns=2), shorten(second, 1000, turns=1)), new_tokens=8)
+
+
+def shorten(conversation: Conversation, characters: int, *, turns: int) -> Conversation:
+    """The conversation's first turns over the beginning of its document."""
+    return replace(conversation, document=conversation.document[:characters], turns=conversation.turns[:turns])
 
 
 def daemon_flags(layout: Layout) -> list[str]:

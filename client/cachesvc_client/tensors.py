@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cachesvc_client.errors import NotSupported
+
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "uint8": np.uint8,
     "int8": np.int8,
@@ -25,6 +27,10 @@ _CARRIERS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Types that every release of every framework takes over DLPack; the right name is given afterwards."""
 
 
+PADDLE_LACKS = frozenset({"uint16", "uint32"})
+"""Paddle takes uint16 for bfloat16, and has no uint32."""
+
+
 def as_carrier(plane: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same bytes under a type of that width which can cross DLPack."""
     return plane.view(_CARRIERS[plane.dtype.itemsize])
@@ -38,7 +44,9 @@ def to_torch(plane: npt.NDArray[Any], dtype: str) -> Any:
 
 
 def to_paddle(plane: npt.NDArray[Any], dtype: str) -> Any:
-    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises ImportError without paddle."""
+    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises NotSupported, ImportError without paddle."""
+    if dtype in PADDLE_LACKS:
+        raise NotSupported(f"paddle has no {dtype}; use the array in AttachedPool.planes")
     import paddle
 
     return paddle.from_dlpack(as_carrier(plane)).view(dtype)

@@ -1,0 +1,141 @@
+"""Page pools: runs, coalescing, legal moves, and random operations against a set for each state."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cachesvc.ledger.pages import LEGAL_PAGE_MOVES, PagePool
+from cachesvc.model.errors import IllegalMove
+from cachesvc.model.words import PageState, Run, runs_of
+
+FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
+
+
+def pool_of(pages: int) -> PagePool:
+    pool = PagePool("pool", pages)
+    pool.add(0, pages)
+    return pool
+
+
+def test_taking_nothing_takes_nothing() -> None:
+    pool = pool_of(4)
+    assert pool.take(0, PRIVATE) == []
+    assert pool.free == 4
+    assert PagePool("empty", 0).take(0, PRIVATE) == []
+
+
+def test_a_pool_hands_out_one_run_where_it_can() -> None:
+    pool = pool_of(16)
+    first = pool.take(4, PRIVATE)
+    second = pool.take(8, PRIVATE)
+    pool.move_all(first, FREE)
+    assert len(runs_of(pool.take(4, PRIVATE))) == 1
+    pool.move_all(second, FREE)
+    assert len(runs_of(pool.take(12, PRIVATE))) == 1
+    assert pool.problems() == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_neighbours_become_one_run(order: tuple[int, ...]) -> None:
+    pool = pool_of(3)
+    pages = pool.take(3, PRIVATE)
+    for index in order:
+        pool.move(pages[index], FREE)
+        assert pool.problems() == []
+    assert runs_of(pool.take(3, SEALED)) == [Run(0, 3)]
+
+
+def test_memory_that_arrives_in_pieces_becomes_one_run() -> None:
+    pool = PagePool("pool", 12)
+    for first in (8, 0, 4):
+        pool.add(first, 4)
+    assert pool.problems() == []
+    assert runs_of(pool.take(12, PRIVATE)) == [Run(0, 12)]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 2), (-1, 1), (7, 2), (6, 0)])
+def test_pages_arrive_once_and_inside_the_pool(first: int, count: int) -> None:
+    pool = PagePool("pool", 8)
+    pool.add(0, 4)
+    with pytest.raises(ValueError, match="not new pages"):
+        pool.add(first, count)
+
+
+def test_more_than_is_free_is_refused_whole() -> None:
+    pool = pool_of(4)
+    pool.take(3, PRIVATE)
+    with pytest.raises(ValueError, match="2 pages wanted, 1 free"):
+        pool.take(2, PRIVATE)
+    assert pool.free == 1
+
+
+@pytest.mark.parametrize("source", list(PageState))
+@pytest.mark.parametrize("target", list(PageState))
+def test_moves_follow_the_table(source: PageState, target: PageState) -> None:
+    pool = pool_of(2)
+    page = 0
+    if source != FREE:
+        [page] = pool.take(1, source)
+    if (source, target) in LEGAL_PAGE_MOVES:
+        pool.move(page, target)
+        assert pool.states[page] == target
+    else:
+        with pytest.raises(IllegalMove):
+            pool.move(page, target)
+        assert pool.states[page] == source
+    assert pool.problems() == []
+
+
+def test_a_page_that_has_not_arrived_moves_nowhere() -> None:
+    with pytest.raises(IllegalMove):
+        PagePool("pool", 2).move(0, FREE)
+
+
+def test_a_page_given_again_is_of_another_generation() -> None:
+    pool = pool_of(1)
+    [page] = pool.take(1, PRIVATE)
+    before = pool.generations[page]
+    assert pool.owns(page, before)
+    pool.move(page, FREE)
+    assert not pool.owns(page, before)
+    pool.take(1, PRIVATE)
+    assert not pool.owns(page, before)
+    assert pool.owns(page, before + 1)
+    assert not pool.owns(-1, 0)
+    assert not pool.owns(1, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_operations_agree_with_sets(seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = rng.randint(1, 40)
+    pool = PagePool("pool", capacity)
+    absent = set(range(capacity))
+    sets: dict[PageState, set[int]] = {state: set() for state in PageState}
+    for _ in range(400):
+        if absent and rng.random() < 0.1:
+            run = rng.choice(runs_of(sorted(absent)))
+            count = rng.randint(1, run.count)
+            pool.add(run.first, count)
+            new = set(range(run.first, run.first + count))
+            absent -= new
+            sets[FREE] |= new
+        elif rng.random() < 0.5:
+            state = rng.choice([PRIVATE, SEALED, IN_FLIGHT])
+            count = rng.randint(0, len(sets[FREE]))
+            pages = pool.take(count, state)
+            assert len(set(pages)) == count
+            assert set(pages) <= sets[FREE]
+            sets[FREE] -= set(pages)
+            sets[state] |= set(pages)
+        else:
+            source, target = rng.choice(sorted(LEGAL_PAGE_MOVES))
+            for page in rng.sample(sorted(sets[source]), rng.randint(0, len(sets[source]))):
+                pool.move(page, target)
+                sets[source].remove(page)
+                sets[target].add(page)
+        assert pool.problems() == []
+        assert {state: pool.counts[state] for state in PageState} == {s: len(pages) for s, pages in sets.items()}
+        assert pool.usable == capacity - len(absent)
