@@ -110,7 +110,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[cache_pb2.StepRequest], context: Context
     ) -> AsyncIterator[cache_pb2.StepResponse]:
         async for request in request_iterator:
-            # A step whose stream breaks is carried through: sent again it must find its answer, not half of its effects.
+            # A step whose stream breaks is carried through: sent again it must find its answer.
             yield await asyncio.shield(self._step_or_error(request))
 
     async def _step_or_error(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:

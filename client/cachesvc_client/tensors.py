@@ -44,7 +44,7 @@ def to_torch(plane: npt.NDArray[Any], dtype: str) -> Any:
 
 
 def to_paddle(plane: npt.NDArray[Any], dtype: str) -> Any:
-    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises NotSupported, ImportError without paddle."""
+    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises NotSupported, or ImportError as torch's."""
     if dtype in PADDLE_LACKS:
         raise NotSupported(f"paddle has no {dtype}; use the array in AttachedPool.planes")
     import paddle

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.match import match
 from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.publish import publish
+from cachesvc.flows.release import release
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger, Model
@@ -17,6 +22,7 @@ from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
@@ -128,7 +134,8 @@ class Rig:
 
     def once(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer | Wait:
         try:
-            return flow(self.core, *arguments, self.now)
+            timed = "now" in inspect.signature(flow).parameters
+            return flow(self.core, *arguments, self.now) if timed else flow(self.core, *arguments)
         finally:
             while self.core.stillborn:
                 land(self.core, *self.core.stillborn.pop(0))
@@ -184,3 +191,21 @@ def rig_of(
     for i in range(replicas):
         register(core, vault, "m", layout, b"", (f"gpu-{i}",), PoolWish(tuple(device)), host_wish, 0.0)
     return Rig(core, mover, vault, core.ledger.models[1])
+
+
+def prefill(rig: Rig, lease: str, sequence: int, prompt: Sequence[object]) -> None:
+    """Match, allocate, land the loads, publish the rest: a request whose prompt is computed."""
+    keys = chain(*prompt)
+    rig.run(match, lease, sequence, keys, 0)
+    rig.run(allocate, lease, sequence, len(prompt))
+    held = rig.core.ledger.leases[lease].sequences[sequence]
+    for ticket in list(held.loads):
+        rig.land(ticket)
+    first = held.sealed
+    rig.run(publish, lease, sequence, first, keys[first * KEY_BYTES :], 0)
+
+
+def serve(rig: Rig, lease: str, sequence: int, prompt: Sequence[object]) -> None:
+    """``prefill`` and release."""
+    prefill(rig, lease, sequence, prompt)
+    rig.run(release, lease, sequence)

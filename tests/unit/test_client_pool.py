@@ -22,6 +22,7 @@ from cachesvc_client import (
     NotSupported,
 )
 from cachesvc_client.life import LifeConnection
+from cachesvc_client.tensors import to_paddle
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
@@ -199,3 +200,20 @@ def test_memory_of_a_kind_or_under_a_name_that_cannot_be_had(daemon: FakeDaemon,
     with pytest.raises(DaemonUnavailable):
         life.fetch_fd(b"x" * 16)
     assert lease.attach().pages == (PAGES, PAGES)
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_a_plane_as_a_tensor_has_the_layouts_dtype_and_the_same_bytes(pool: AttachedPool, framework: str) -> None:
+    pytest.importorskip(framework, exc_type=ImportError)
+    take = getattr(pool, f"to_{framework}")
+    tensor = take(0, "k")
+    assert str(tensor.dtype).endswith("bfloat16")
+    assert int(tensor.data_ptr()) == pool.planes[0, "k"].ctypes.data
+    assert str(take(1, "k", "window").dtype).endswith("float8_e4m3fn")
+    with pytest.raises(InvalidRequest, match="2 groups"):
+        take(1, "k")
+
+
+def test_what_a_framework_would_take_for_something_else_is_refused() -> None:
+    with pytest.raises(NotSupported, match="uint16"):
+        to_paddle(np.zeros(4, np.uint16), "uint16")
