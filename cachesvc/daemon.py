@@ -183,8 +183,8 @@ class Daemon:
         events.event("draining", live_leases=live)
         until = time.monotonic() + self._config.drain_seconds
         leases = self._node.core.ledger.leases
-        while time.monotonic() < until and any(lease.state is LeaseState.LIVE for lease in leases.values()):
-            await asyncio.sleep(DRAIN_LOOK_SECONDS)  # noqa: ASYNC110 - leases end in many places, for many reasons
+        while time.monotonic() < until and any(lease.state is LeaseState.LIVE for lease in leases.values()):  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
 
 
 def _core(config: Config, engine: SwapEngine) -> Core:

@@ -19,6 +19,21 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
 
     Raises InvalidRequest (ragged keys), LimitExceeded, StateConflict (the sequence is open), LeaseLost, Unavailable.
     """
+    hit, tables = open_on_hit(core, lease_id, sequence_id, keys, max_blocks, now)
+    model, replica = replica_of(core, core.ledger.lease(lease_id))
+    model.hit_blocks["device"] += hit.device_blocks
+    model.hit_blocks["host"] += hit.blocks - hit.device_blocks
+    core.count("match_requests")
+    core.count("match_blocks", len(keys) // KEY_BYTES)
+    if core.writing.counts_reuse and hit.row != NO_ROW:
+        _count_reuse(core, model, replica, hit.row)
+    return Matched(hit.device_blocks, hit.blocks - hit.device_blocks, _computing(model, keys, hit.blocks), tables)
+
+
+def open_on_hit(
+    core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: int, now: float
+) -> tuple[Hit, tuple[GroupCells, ...]]:
+    """``match`` without counting it as a use of the blocks."""
     lease = core.ledger.lease(lease_id)
     if core.ledger.draining:
         raise Unavailable("the daemon is draining and opens no new sequences; go on without the cache")
@@ -47,14 +62,7 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
     )
     pin_hit(core, model, place, sequence, hit)
     lease.sequences[sequence_id] = sequence
-    tables = _in_place(model, place, sequence, hit)
-    model.hit_blocks["device"] += hit.device_blocks
-    model.hit_blocks["host"] += hit.blocks - hit.device_blocks
-    core.count("match_requests")
-    core.count("match_blocks", len(keys) // KEY_BYTES)
-    if core.writing.counts_reuse and hit.row != NO_ROW:
-        _count_reuse(core, model, replica, hit.row)
-    return Matched(hit.device_blocks, hit.blocks - hit.device_blocks, _computing(model, keys, hit.blocks), tables)
+    return hit, _in_place(model, place, sequence, hit)
 
 
 def check_keys(core: Core, keys: bytes) -> None:

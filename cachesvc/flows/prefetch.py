@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import Core
-from cachesvc.flows.match import match
+from cachesvc.flows.match import open_on_hit
 from cachesvc.flows.release import let_go
 from cachesvc.model.answers import Prefetched, Wait
 from cachesvc.model.errors import CacheError
@@ -17,11 +17,10 @@ def prefetch(core: Core, lease_id: str, keys: bytes, now: float) -> Prefetched |
     """
     lease = core.ledger.lease(lease_id)
     sequence_id = min([0, *lease.sequences]) - 1
-    found = match(core, lease_id, sequence_id, keys, 0, now)
+    hit, _ = open_on_hit(core, lease_id, sequence_id, keys, 0, now)
     sequence = lease.sequences[sequence_id]
-    blocks = found.device_blocks + found.host_blocks
     try:
-        granted = allocate(core, lease_id, sequence_id, blocks, now)
+        granted = allocate(core, lease_id, sequence_id, hit.blocks, now)
     except CacheError:
         let_go(core, lease, sequence)
         raise
@@ -30,4 +29,4 @@ def prefetch(core: Core, lease_id: str, keys: bytes, now: float) -> Prefetched |
         return granted
     if not granted.tickets:
         let_go(core, lease, sequence)
-    return Prefetched(blocks, granted.tickets)
+    return Prefetched(hit.blocks, granted.tickets)

@@ -42,12 +42,12 @@ def _verdict(core: Core, ticket: Ticket) -> str | None:
     if ticket.landed is None:
         return None
     reason = ticket.landed
-    for above in ticket.after:
+    for above in ticket.after if not reason else ():
         other = book.running.get(above)
         if other is not None and not other.landed:
             return None
         broken = other.landed if other is not None else book.ended[above].reason if above in book.ended else ""
-        if broken and not reason:
+        if broken:
             reason = f"ticket {above} above it failed: {broken}"
     if reason and any(ticket.id in other.after for other in book.running.values()):
         return None
