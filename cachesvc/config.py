@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from dataclasses import asdict, dataclass, fields
@@ -72,8 +73,8 @@ class Config:
             _positive(name, getattr(self, name))
         for name in ("operations_per_step", "calls_in_flight"):
             _positive(name, getattr(self, name))
-        if self.host_pool < 0 or self.drain_seconds < 0:
-            raise InvalidRequest("host_pool and drain_seconds may not be negative")
+        if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
+            raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _check_listen(self)
 
     def shown(self) -> dict[str, str]:
@@ -87,7 +88,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     if path is not None:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise InvalidRequest(f"cannot read the configuration {path}: {error}") from error
     known = {field.name: field for field in fields(Config)}
     values = {name.replace("-", "_"): value for name, value in values.items()}
@@ -103,6 +104,8 @@ SIZES = ("device_pool", "host_pool", "host_chunk")
 
 def _coerce(name: str, value: Any) -> Any:
     default = getattr(Config(), name)
+    if isinstance(value, bool):
+        raise InvalidRequest(f"{name}: {value!r} is not a {type(default).__name__}")
     try:
         if name in SIZES:
             return parse_size(value)
@@ -125,8 +128,8 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise InvalidRequest(f"{name} must be positive, got {value}")
+    if not 0 < value < math.inf:
+        raise InvalidRequest(f"{name} must be positive and finite, got {value}")
 
 
 def _check_listen(config: Config) -> None:

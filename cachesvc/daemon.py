@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -35,7 +34,7 @@ from cachesvc.service.event_service import EventService
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
-from cachesvc.service.server import Listening, Server, Services, make_way
+from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -206,6 +205,10 @@ def _core(config: Config, engine: SwapEngine) -> Core:
 
 
 def make_way_for_life(path: str) -> None:
-    """Remove the life socket that a killed daemon left; the gRPC socket has told that no daemon runs."""
-    with contextlib.suppress(FileNotFoundError):
-        Path(path).unlink()
+    """Remove the life socket that a killed daemon left; the gRPC socket has told that no daemon runs.
+
+    Raises Unavailable for a file that is no socket.
+    """
+    if os.path.lexists(path):
+        require_socket(path)
+        Path(path).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +75,13 @@ class Server:
             server.add_insecure_port(f"unix:{self._listening.unix}")
         finally:
             os.umask(mask)
-        port = self._add_tcp(server)
-        await server.start()
         self._server = server
+        try:
+            port = self._add_tcp(server)
+        except Unavailable:
+            await self.close(0)
+            raise
+        await server.start()
         await self.tell(serving=True)
         return port
 
@@ -127,11 +132,15 @@ def service_names() -> tuple[str, ...]:
 
 
 def make_way(path: str) -> None:
-    """Remove a socket file that nobody listens on. Raises Unavailable when somebody does, or the folder is missing."""
+    """Remove a socket file that nobody listens on.
+
+    Raises Unavailable when somebody does, when the file is no socket, or when its folder is missing.
+    """
     if not Path(path).parent.is_dir():
         raise Unavailable(f"the folder of the socket {path} does not exist; make it or choose another --socket")
     if not os.path.lexists(path):
         return
+    require_socket(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         result = probe.connect_ex(path)
     if result == 0:
@@ -144,3 +153,9 @@ def make_way(path: str) -> None:
 def remove_socket(path: str) -> None:
     """Remove a socket's file, if it is still there."""
     Path(path).unlink(missing_ok=True)
+
+
+def require_socket(path: str) -> None:
+    """Raises Unavailable for a file of another kind, which is somebody's and not ours to remove."""
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise Unavailable(f"{path} exists and is no socket; move it away or choose another --socket")

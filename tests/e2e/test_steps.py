@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from cachesvc_client import Conflict, NotFound, PoolExhausted, Sequence, StockEmpty
+from kvcache.v1 import admin_pb2, cache_pb2
 
 from tests.e2e.engine import WINDOWED, Engine, prompt
+from tests.e2e.refusals import bare_stubs
 from tests.e2e.rig import Node
 
 
@@ -140,3 +142,35 @@ def test_a_step_that_names_an_ended_sequence_says_so(node: Node) -> None:
         freed, refused = steps.submit(batch)
         assert freed == 0
         assert isinstance(refused, NotFound)
+
+
+def test_a_step_whose_stream_breaks_is_found_again_under_its_id(node: Node) -> None:
+    """Wherever the break falls: before, amid (the swaps make the step wait), or after."""
+    with Engine(node.socket, device_pages=64, host_pages=256) as engine, bare_stubs(node.socket) as bare:
+        lease = engine.lease.id
+        for number in range(1, 9):
+            operations = []
+            for sequence in range(10 * number, 10 * number + 3):
+                keys = engine.keys(prompt(sequence, 8))
+                out = cache_pb2.SwapRequest(sequence_id=sequence, direction=cache_pb2.SWAP_DIRECTION_OUT)
+                operations += [
+                    cache_pb2.StepOperation(match=cache_pb2.MatchRequest(sequence_id=sequence, keys=keys)),
+                    cache_pb2.StepOperation(allocate=cache_pb2.AllocateRequest(sequence_id=sequence, blocks=8)),
+                    cache_pb2.StepOperation(publish=cache_pb2.PublishRequest(sequence_id=sequence, blocks=6)),
+                    cache_pb2.StepOperation(swap=out),
+                    cache_pb2.StepOperation(allocate=cache_pb2.AllocateRequest(sequence_id=sequence, blocks=40)),
+                ]
+            request = cache_pb2.StepRequest(lease_id=lease, request_id=1000 + number, operations=operations)
+            broken = bare.cache.Step(iter([request]))
+            bare.admin.GetStatus(admin_pb2.GetStatusRequest())
+            broken.cancel()
+            results = bare.step(request).results
+            assert [result.WhichOneof("result") for result in results] == [
+                "match", "allocate", "publish", "swap", "error",
+            ] * 3  # fmt: skip
+            ends = [
+                cache_pb2.StepOperation(release=cache_pb2.ReleaseRequest(sequence_id=sequence))
+                for sequence in range(10 * number, 10 * number + 3)
+            ]
+            end = bare.step(cache_pb2.StepRequest(lease_id=lease, request_id=2000 + number, operations=ends))
+            assert [result.WhichOneof("result") for result in end.results] == ["release"] * 3

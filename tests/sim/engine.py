@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.leases import attach, close_lease, keep_alive, open_lease, process_arrived, process_gone
+from cachesvc.flows.leases import keep_alive
 from cachesvc.flows.match import match
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import extend, recycle, refill_stock
 from cachesvc.flows.release import release
 from cachesvc.flows.swap import swap_in, swap_out
-from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import TicketState
-from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, TicketView, Wait
+from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
 from cachesvc.model.errors import (
     InvalidRequest,
     KeyReused,
@@ -34,141 +31,14 @@ from cachesvc.model.errors import (
 from cachesvc.model.keys import KEY_BYTES, block_keys
 from cachesvc.model.transfer import has_reached
 from cachesvc.model.words import NO_PAGE
-from tests.sim.node import SimNode, content_of
+from tests.sim.node import content_of
+from tests.sim.processes import Pending, Request, SimProcesses
 
 WAIT_SECONDS = 20.0
 
 
-@dataclass
-class Request:
-    """One sequence as its engine sees it. ``written``: blocks that hold their bytes; ``computed_tokens`` so far."""
-
-    id: int
-    keys: bytes
-    tables: list[list[int]]
-    hit: int = 0
-    sealed: int = 0
-    written: int = 0
-    total: int = 0
-    tickets: list[TicketView] = field(default_factory=list)
-    swapped: bool = False
-    returning: bool = False
-    spares: list[tuple[int, int]] = field(default_factory=list)
-    cursors: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class Pending:
-    """A call that was told to wait."""
-
-    call: Callable[[], object]
-    then: Callable[[Any], None]
-    tickets: tuple[int, ...]
-    until: float
-    request: Request | None
-
-
-class SimEngine:
+class SimEngine(SimProcesses):
     """One engine with a scheduler process and perhaps a worker, and one lease at a time."""
-
-    def __init__(self, node: SimNode, rng: random.Random, name: str, replica: int) -> None:
-        self.node = node
-        self.rng = rng
-        self.name = name
-        self.replica = replica
-        self.model: Model | None = None
-        self.lease = ""
-        self.tokens: list[bytes] = []
-        self.requests: dict[int, Request] = {}
-        self.stock: list[list[tuple[int, int]]] = []
-        self.pending: Pending | None = None
-        self.owned_when_lost: list[tuple[int, int]] = []
-        self.silent_until = 0.0
-        self.verified = 0
-        self._ids = 0
-
-    # -- life --------------------------------------------------------------------------------------------------
-
-    def start(self, model: Model) -> None:
-        """Connect, open a lease, attach from every process."""
-        self.model = model
-        self.tokens = [self.rng.randbytes(8) for _ in range(self.rng.choice((1, 2)))]
-        core, now = self.node.core, self.node.now
-        for token in self.tokens:
-            process_arrived(core, token, 1, 1)
-        try:
-            lease = open_lease(core, model.id, self.replica, self.name, self.tokens[0], 1, now)
-            again = open_lease(core, model.id, self.replica, self.name, self.tokens[0], 1, now)
-        except (Unavailable, LimitExceeded):
-            self.die()
-            return
-        assert again is lease
-        self.lease = lease.id
-        for token in self.tokens:
-            attach(core, self.lease, 0, token, now)
-        self.stock = [[] for _ in model.layout.groups]
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self.lease)
-
-    def die(self) -> None:
-        """Every process ends."""
-        for token in self.tokens:
-            self.node.run(partial(process_gone, self.node.core, token))
-        self._forget()
-
-    def lose_worker(self) -> bool:
-        """One process of two ends; the other may still write."""
-        if len(self.tokens) < 2:
-            return False
-        self.node.run(partial(process_gone, self.node.core, self.tokens.pop()))
-        return True
-
-    def own_pages(self) -> list[tuple[int, int]]:
-        """Pages that this engine believes to be its own to write."""
-        pages = [(group, page) for group, held in enumerate(self.stock) for page, _ in held]
-        for request in self.requests.values():
-            if not (request.swapped or request.returning):
-                pages += request.spares
-                pages += [
-                    (group, page)
-                    for group, table in enumerate(request.tables)
-                    for page in table[max(request.sealed, request.hit) :]
-                    if page != NO_PAGE
-                ]
-        return pages
-
-    def scribble(self) -> None:
-        """Kernels that hang on write into pages that were this engine's."""
-        assert self.model is not None
-        for group, page in self.owned_when_lost or self.own_pages():
-            garbage = [b"\xee" * self.model.layout.page_bytes(group)] * self.model.layout.ranks
-            self.node.write_page(self.model, self.replica, group, page, garbage)
-
-    def write_half(self) -> None:
-        """Leave a private page half written."""
-        assert self.model is not None
-        for group, page in self.own_pages()[:1]:
-            half = [b"\x77" * (self.model.layout.page_bytes(group) // 2)] * self.model.layout.ranks
-            self.node.write_page(self.model, self.replica, group, page, half)
-
-    def quiesce(self) -> None:
-        """A lost lease's engine stops its kernels and says so; it may then begin anew."""
-        self.node.run(partial(close_lease, self.node.core, self.lease, quiesced=True))
-        tokens, self.tokens = self.tokens, []
-        for token in tokens:
-            self.node.run(partial(process_gone, self.node.core, token))
-        self._forget()
-
-    def _forget(self) -> None:
-        self.lease, self.tokens, self.requests, self.stock = "", [], {}, []
-        self.pending, self.owned_when_lost = None, []
-
-    def _lost(self) -> None:
-        self.owned_when_lost = self.own_pages()
-        self.requests, self.pending = {}, None
-        self.stock = [[] for _ in self.stock]
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -184,7 +54,7 @@ class SimEngine:
                 self._act()
         except LeaseLost:
             self._lost()
-            if self.rng.random() < 0.5:
+            if self.rng.random() < 0.1:
                 self.quiesce()
 
     def _act(self) -> None:
@@ -502,34 +372,3 @@ class SimEngine:
     def _release(self, request: Request) -> None:
         del self.requests[request.id]
         self.node.run(partial(release, self.node.core, self.lease, request.id, self.node.now))
-
-    # -- checks ------------------------------------------------------------------------------------------------
-
-    def _check_tables(self, request: Request) -> None:
-        self._verify(request, 0, request.written)
-
-    def _verify(self, request: Request, first: int, last: int) -> None:
-        """Every page of the tables that must hold a block's bytes holds them, and no window has a hole."""
-        assert self.model is not None
-        layout = self.model.layout
-        for group, table in enumerate(request.tables):
-            required = self._required(group, last)
-            for position in range(first, last):
-                key = request.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-                page = table[position]
-                if page == NO_PAGE:
-                    assert position not in required, f"a hole at block {position} of group {group}"
-                    continue
-                self.verified += 1
-                found = self.node.page(self.model, self.replica, group, page)
-                assert found == content_of(layout, group, key), f"block {position} of group {group}, page {page}"
-
-    def _required(self, group: int, last: int) -> Iterable[int]:
-        assert self.model is not None
-        layout = self.model.layout
-        window = layout.groups[group].window_tokens
-        if window is None:
-            return range(last)
-        tokens = last * layout.block_tokens
-        start = max(0, tokens - window + 1) // layout.block_tokens
-        return {*range(min(layout.sink_blocks(group), last)), *range(start, last)}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.world import FAULTS, World, run
 
-SEEDS = 120
+SEEDS = 480
 STEPS = 250
 BATCHES = 4
 EVENTS = (

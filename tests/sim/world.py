@@ -64,18 +64,18 @@ class World:
         self.frozen: dict[tuple[str, Direction], int] = {}
         self.steps = 0
         self.names = 0
-        for _ in range(self.rng.choice((0, 1, 2, 24))):
+        for _ in range(self.rng.choice((0, 2, 8, 24, 24))):
             self.node.host_pool.fill_one()
         self.wishes = self._draw_wishes()
-        self.engines = [SimEngine(self.node, self.rng, f"engine {i}", 0) for i in range(3)]
-        self.kinds = {engine.name: self.rng.choice((0, 0, 1, 2)) for engine in self.engines}
+        self.engines = [SimEngine(self.node, self.rng, f"engine {i}", 0) for i in range(4)]
+        self.kinds = {engine.name: self.rng.choice((0, 0, 0, 1, 2)) for engine in self.engines}
         self.kinds["engine 0"], self.kinds["engine 1"] = 0, 2
 
     def _draw_wishes(self) -> list[tuple[Layout, bytes, tuple[str, ...], PoolWish, PoolWish]]:
         rng = self.rng
 
         def pages(groups: int, least: int) -> PoolWish:
-            return PoolWish(tuple(rng.randint(least, 36) for _ in range(groups)))
+            return PoolWish(tuple(rng.randint(least, 24) for _ in range(groups)))
 
         gqa, windowed = gqa_layout(), windowed_layout(rng.choice((0, 0, 4)))
         gqa_host, windowed_host = pages(1, 0), pages(2, 0)
@@ -112,18 +112,18 @@ class World:
             (60, self._engine_acts),
             (20, self._copy_moves),
             (14, self._deliver),
-            (2, self._host_fills),
+            (4, self._host_fills),
             (1, self._copy_fails),
-            (1, self._copy_freezes),
+            (3, self._copy_freezes),
             (1, self._sweep),
             (3, self._operator_evicts),
         ]
-        if self.rng.random() < 0.015:
+        if self.rng.random() < 0.025:
             kinds = [
                 (1, self._clock_jumps),
                 (1, self._operator_drains),
                 (0.5, self._rival),
-                (2, self._engine_fails),
+                (4, self._engine_fails),
                 (2, self._refuse_mover),
             ]
         weights = [weight for weight, _ in kinds]
@@ -184,7 +184,7 @@ class World:
         pending = self.node.backend.pending()
         if pending:
             one = self.rng.choice(pending)
-            self.frozen[one.device, one.direction] = self.steps + self.rng.randint(5, 40)
+            self.frozen[one.device, one.direction] = self.steps + self.rng.randint(5, 30)
             self.faults["copy_delayed"] += 1
 
     def _host_fills(self) -> None:

@@ -73,10 +73,11 @@ class RecordingMover:
 
 @dataclass
 class Budget:
-    """A vault that only counts bytes; ``late`` host pages are announced by nobody."""
+    """A vault that only counts bytes; of host pages only the first ``arrived`` are usable at once."""
 
     device_bytes: dict[str, int]
     host_pages: int = 1 << 20
+    arrived: int = 1 << 20
     closed: list[int] = field(default_factory=list)
     _held: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -90,7 +91,7 @@ class Budget:
         return int(self.host_pages * share)
 
     def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
-        return [[Run(0, count)] if count else [] for count in pages]
+        return [[Run(0, min(count, self.arrived))] if count else [] for count in pages]
 
     def open_replica(
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]

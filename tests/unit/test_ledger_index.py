@@ -96,7 +96,8 @@ def test_a_windowed_hit_is_the_longest_that_has_its_window(seed: int, sinks: int
     length = rng.randint(1, 9)
     device = rng.randint(0, length)
     host_from = rng.randint(0, device)
-    keys, rows = chain(*range(length)), []
+    keys = chain(*range(length))
+    rows: list[int] = []
     for i in range(length):
         row = ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], rows[-1] if rows else NO_ROW, 1)
         rows.append(row)

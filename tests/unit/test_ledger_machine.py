@@ -119,7 +119,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lease_id, replica = self.leases[lease]
         expected = self.naive_hit(prompt, replica)
         self.ids += 1
-        answer = self.rig.once(match, lease_id, self.ids, chain(*prompt), limit)
+        answer = self.rig.run(match, lease_id, self.ids, chain(*prompt), limit)
         hit = answer.device_blocks + answer.host_blocks
         if not self.rig.model.layout.window_groups:
             assert hit == (min(expected, limit) if limit else expected)
@@ -231,7 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if quiesced:
             close_lease(self.rig.core, lease_id, quiesced=True)
         self.leases[lease] = (self.rig.lease(f"e{lease}", replica), replica)
-        self.told = {id: told for id, told in self.told.items() if told.lease != lease_id}
+        self.told = {told.id: told for told in self.told.values() if told.lease != lease_id}
 
     @precondition(lambda self: self.rig.mover.transfers)
     @rule(data=st.data(), error=st.sampled_from(("", "", "", "broken")))

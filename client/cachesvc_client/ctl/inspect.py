@@ -44,11 +44,18 @@ def add_commands(commands: Any) -> None:
         if name in ("sequences", "blocks", "tickets", "tree"):
             parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
         if name == "tree":
-            parser.add_argument("--key", default="", metavar="HEX", help="start below this block")
+            parser.add_argument("--key", type=_hex, default=b"", metavar="HEX", help="start below this block")
             parser.add_argument("--depth", type=int, default=6, metavar="N", help="levels at most (default 6)")
         if name == "evict":
             parser.add_argument("--tier", choices=("device", "host"), default="device")
             parser.add_argument("--blocks", type=int, default=0, metavar="N", help="0: all that can go (default)")
+
+
+def _hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal") from error
 
 
 def _runner(show: Show) -> Callable[[argparse.Namespace], int]:
@@ -216,7 +223,7 @@ def _tickets(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str,
 
 def _tree(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
     request = admin_pb2.GetTreeRequest(
-        model_id=arguments.model, key=bytes.fromhex(arguments.key), depth=arguments.depth, limit=arguments.limit
+        model_id=arguments.model, key=arguments.key, depth=arguments.depth, limit=arguments.limit
     )
     answer = admin.GetTree(request, timeout=DEADLINE_SECONDS)
     lines = [

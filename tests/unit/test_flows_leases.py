@@ -1,0 +1,155 @@
+"""Leases and the processes behind them: loss, quarantine, and pages that come back only when nobody can write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.leases import (
+    attach,
+    close_lease,
+    detach,
+    keep_alive,
+    lose_silent,
+    open_lease,
+    process_arrived,
+    process_gone,
+)
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import refill_stock
+from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
+from cachesvc.model.words import PageState
+from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
+
+SCHEDULER, WORKER = b"scheduler", b"worker"
+
+
+def engine() -> tuple[Rig, str]:
+    """A lease of two processes that holds two sealed blocks, two private pages and a stock of one."""
+    rig = rig_of(one_group(), device=(8,))
+    for token in (SCHEDULER, WORKER):
+        process_arrived(rig.core, token, 1, 1)
+    lease = open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0).id
+    for token in (SCHEDULER, WORKER):
+        attach(rig.core, lease, 0, token, 0.0)
+    rig.run(match, lease, 1, chain(*"abcd"), 0)
+    rig.run(allocate, lease, 1, 4)
+    rig.run(publish, lease, 1, 0, b"", 2)
+    rig.run(refill_stock, lease, (1,))
+    return rig, lease
+
+
+def counts(rig: Rig) -> tuple[int, int, int]:
+    """Free, sealed, quarantined."""
+    pool = rig.place().pools[0]
+    return pool.counts[PageState.FREE], pool.counts[PageState.SEALED], pool.counts[PageState.QUARANTINED]
+
+
+def test_silence_costs_the_lease_but_keeps_its_pages_away() -> None:
+    rig, lease = engine()
+    assert lose_silent(rig.core, 30.0, 30.0) == []
+    assert lose_silent(rig.core, 30.0, 30.5) == [lease]
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    for flow in ((publish, lease, 1, 2, b"", 2), (allocate, lease, 1, 5), (match, lease, 2, b"", 0)):
+        with pytest.raises(LeaseLost, match="silent"):
+            rig.run(*flow)
+    with pytest.raises(LeaseLost):
+        keep_alive(rig.core, lease, 31.0)
+    assert rig.model.computing == {}
+    close_lease(rig.core, lease, quiesced=False)
+    assert counts(rig) == (3, 2, 3), "not without its word that nothing writes any more"
+    close_lease(rig.core, lease, quiesced=True)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    close_lease(rig.core, lease, quiesced=True)
+    with pytest.raises(LeaseLost):
+        keep_alive(rig.core, lease, 32.0)
+
+
+def test_quarantine_ends_with_the_last_process() -> None:
+    rig, _ = engine()
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert rig.core.ledger.leases == {}
+
+
+def test_the_only_process_ends() -> None:
+    """Found by reading: the lease was forgotten twice, and the second time raised KeyError."""
+    rig = rig_of(one_group(), device=(8,))
+    process_arrived(rig.core, SCHEDULER, 1, 1)
+    lease = open_lease(rig.core, 1, 0, "engine", SCHEDULER, 1, 0.0).id
+    rig.run(match, lease, 1, b"", 0)
+    rig.run(allocate, lease, 1, 3)
+    process_gone(rig.core, SCHEDULER)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (8, 0, 0)
+
+
+def test_the_last_writer_detaches_from_a_lost_lease() -> None:
+    """Found by reading: with its opener gone and its worker detached, a lease stayed in quarantine for good."""
+    rig, lease = engine()
+    process_gone(rig.core, SCHEDULER)
+    assert counts(rig) == (3, 2, 3)
+    detach(rig.core, lease, 0, WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    detach(rig.core, lease, 0, WORKER)
+
+
+def test_who_detached_no_longer_counts() -> None:
+    rig, lease = engine()
+    detach(rig.core, lease, 0, WORKER)
+    process_gone(rig.core, WORKER)
+    keep_alive(rig.core, lease, 1.0)
+    process_gone(rig.core, SCHEDULER)
+    assert counts(rig) == (6, 2, 0)
+
+
+def test_opening_again_with_the_same_key_gives_the_same_lease() -> None:
+    rig, lease = engine()
+    assert open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 1.0).id == lease
+    assert open_lease(rig.core, 1, 0, "engine", SCHEDULER, 6, 1.0).id != lease
+    unkeyed = {open_lease(rig.core, 1, 0, "engine", SCHEDULER, 0, 1.0).id for _ in range(2)}
+    assert len(unkeyed) == 2, "id 0 is never remembered"
+    two = rig_of(one_group(), device=(8,), replicas=2)
+    process_arrived(two.core, SCHEDULER, 1, 1)
+    open_lease(two.core, 1, 0, "engine", SCHEDULER, 5, 1.0)
+    with pytest.raises(KeyReused):
+        open_lease(two.core, 1, 1, "engine", SCHEDULER, 5, 1.0)
+
+
+def test_a_waiting_call_does_not_turn_the_clock_back() -> None:
+    """Found by reading: a call that is run again brings the time when it began."""
+    rig, lease = engine()
+    keep_alive(rig.core, lease, 50.0)
+    rig.now = 1.0
+    rig.run(allocate, lease, 1, 4)
+    assert lose_silent(rig.core, 30.0, 60.0) == []
+
+
+def test_what_cannot_be_opened_or_attached() -> None:
+    rig, lease = engine()
+    with pytest.raises(NotFound, match="model"):
+        open_lease(rig.core, 9, 0, "engine", SCHEDULER, 7, 0.0)
+    with pytest.raises(NotFound, match="replica"):
+        open_lease(rig.core, 1, 9, "engine", SCHEDULER, 7, 0.0)
+    with pytest.raises(NotFound, match="process"):
+        open_lease(rig.core, 1, 0, "engine", b"nobody", 7, 0.0)
+    for rank in (1, -1):
+        with pytest.raises(InvalidRequest, match="rank"):
+            attach(rig.core, lease, rank, SCHEDULER, 0.0)
+    with pytest.raises(NotFound):
+        close_lease(rig.core, "never", quiesced=True)
+    with pytest.raises(LimitExceeded):
+        rig.run(refill_stock, lease, (1 << 20,))
+    rig.core.ledger.draining = True
+    with pytest.raises(Unavailable):
+        open_lease(rig.core, 1, 0, "engine", SCHEDULER, 8, 0.0)
+    assert open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0).id == lease, "a retry still finds its lease"
