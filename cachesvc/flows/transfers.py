@@ -24,34 +24,37 @@ def land(core: Core, ticket_id: int, error: str) -> list[int]:
     moved = True
     while moved:
         moved = False
+        failing = _failing(core)
         for ticket in list(book.running.values()):
-            reason = _verdict(core, ticket)
-            if reason is not None:
+            reason = failing.get(ticket.id, "")
+            if ticket.landed is not None and _may_end(core, ticket, reason):
                 _end(core, ticket, reason)
                 ended.append(ticket.id)
                 moved = True
     return ended
 
 
-def _verdict(core: Core, ticket: Ticket) -> str | None:
-    """None while the ticket must wait; else why it fails, or empty when it is done.
-
-    A failed ticket ends only after those below it, so that no block is on the device without its parent.
-    """
+def _failing(core: Core) -> dict[int, str]:
+    """Why running tickets will fail: their copy broke, or what lies above them has failed or will."""
     book = core.ledger.tickets
-    if ticket.landed is None:
-        return None
-    reason = ticket.landed
-    for above in ticket.after if not reason else ():
-        other = book.running.get(above)
-        if other is not None and not other.landed:
-            return None
-        broken = other.landed if other is not None else book.ended[above].reason if above in book.ended else ""
-        if broken:
-            reason = f"ticket {above} above it failed: {broken}"
-    if reason and any(ticket.id in other.after for other in book.running.values()):
-        return None
-    return reason
+    failing: dict[int, str] = {}
+    for ticket in book.running.values():  # in the order of their ids: what lies above comes first
+        if ticket.landed:
+            failing[ticket.id] = ticket.landed
+        for above in ticket.after if ticket.id not in failing else ():
+            broken = failing.get(above) or (book.ended[above].reason if above in book.ended else "")
+            if broken:
+                failing[ticket.id] = f"ticket {above} above it failed: {broken}"
+                break
+    return failing
+
+
+def _may_end(core: Core, ticket: Ticket, reason: str) -> bool:
+    """A good ticket ends after those above it, a failed one after those below: no block is there without its parent."""
+    running = core.ledger.tickets.running
+    if reason:
+        return not any(ticket.id in other.after for other in running.values())
+    return not any(above in running for above in ticket.after)
 
 
 def _end(core: Core, ticket: Ticket, error: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.world import FAULTS, World, run
 
-SEEDS = 480
+SEEDS = 360
 STEPS = 250
 BATCHES = 4
 EVENTS = (
@@ -19,7 +19,6 @@ EVENTS = (
     "loads_found_done",
     "loads_joined",
     "model_gave_way",
-    "pending",
     "published",
     "swap_out_failed",
     "swapped_in",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from cachesvc.flows import admin
@@ -112,6 +114,23 @@ def test_a_load_below_a_failed_one_fails_with_it() -> None:
             rig.run(publish, a, sequence, 2, b"", 0)
         rig.run(release, a, sequence)
     assert rig.free() == [16]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+@pytest.mark.parametrize("broken", range(3))
+def test_a_chain_of_three_loads_always_ends(order: tuple[int, ...], broken: int) -> None:
+    """Found by the simulation (seed 3552): the third waited for the second, which was to fail only after the third."""
+    rig = hosted("abc")
+    a = rig.lease()
+    for sequence in (1, 2, 3):
+        rig.run(match, a, sequence, chain(*"abc"[:sequence]), 0)
+    for sequence in (1, 2, 3):
+        rig.run(allocate, a, sequence, sequence)
+    tickets = sorted(rig.mover.transfers)
+    for at in order:
+        rig.land(tickets[at], "broken" if at == broken else "")
+    assert rig.core.ledger.tickets.running == {}
+    assert len(rig.device_keys()) == broken
 
 
 def test_a_load_that_fails_alone_leaves_what_lies_above() -> None:
