@@ -157,7 +157,7 @@ def measure(bench: Bench, slab: Slab, width: int, way: Way, run: int, repeats: i
     blocks = pages // 4
     host = bench.host.reserve(layout.page_bytes(0), pages)
     while sum(come.count for come in bench.host.ready_pages(host)) < pages:
-        time.sleep(0.001)
+        time.sleep(0.001)  # reused pages are being zeroed; nothing is measured yet
     engine = SwapEngine(bench.backend, lambda _, error: bench.done(error), layers_per_step=way.layers_per_step)
     engine.start()
     engine.attach_model(0, layout, [[host]])

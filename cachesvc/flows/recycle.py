@@ -130,15 +130,20 @@ def extend(core: Core, lease_id: str, sequence_id: int, pages: tuple[GroupCells,
     return sequence.blocks
 
 
+def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
+    """Raises InvalidRequest or LimitExceeded for stock targets that cannot be."""
+    if len(targets) != lease.groups:
+        raise InvalidRequest(f"stock_pages needs {lease.groups} numbers, one a group, got {len(targets)}")
+    if sum(targets) > core.limits.stock_pages_per_lease:
+        raise LimitExceeded("stock pages of a lease", sum(targets), core.limits.stock_pages_per_lease)
+
+
 def refill_stock(core: Core, lease_id: str, targets: tuple[int, ...]) -> tuple[GroupCells, ...]:
     """Grant pages until the lease's stock has ``targets[g]`` of each group, as far as can be had at once."""
     lease = core.ledger.lease(lease_id)
     model, replica = replica_of(core, lease)
     place = replica.place
-    if len(targets) != len(place.pools):
-        raise InvalidRequest(f"stock_pages needs {len(place.pools)} numbers, one a group, got {len(targets)}")
-    if sum(targets) > core.limits.stock_pages_per_lease:
-        raise LimitExceeded("stock pages of a lease", sum(targets), core.limits.stock_pages_per_lease)
+    check_stock(core, lease, targets)
     wanted = [max(0, target - len(lease.stock[group])) for group, target in enumerate(targets)]
     if not any(wanted):
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,7 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
 from cachesvc.flows.core import ticket_view
-from cachesvc.flows.recycle import refill_stock
-from cachesvc.ledger.leases import Lease
+from cachesvc.flows.recycle import check_stock, refill_stock
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.service.calls import CallGate, Context, Repeats, Reply, seconds_left
@@ -110,8 +109,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[cache_pb2.StepRequest], context: Context
     ) -> AsyncIterator[cache_pb2.StepResponse]:
         async for request in request_iterator:
-            # A step whose stream breaks is carried through: sent again it must find its answer.
-            yield await asyncio.shield(self._step_or_error(request))
+            yield await self._gate.serve(context, partial(self._carry_through, request))
+
+    async def _carry_through(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
+        """A step whose stream breaks goes on to its end: sent again it must find its answer."""
+        return await asyncio.shield(self._step_or_error(request))
 
     async def _step_or_error(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
         try:
@@ -129,24 +131,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def _step(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
         lease = self._node.core.ledger.lease(request.lease_id)
-        self._check_stock(lease, request.stock_pages)
+        targets = tuple(request.stock_pages)
+        if targets:
+            check_stock(self._node.core, lease, targets)  # before any operation is applied
         lease.last_heard = self._node.now()
         response = cache_pb2.StepResponse(request_id=request.request_id)
         for operation in request.operations:
             response.results.append(await self._operate(request.lease_id, operation))
-        if request.stock_pages:
-            targets = tuple(request.stock_pages)
+        if targets:
             granted = self._node.run(partial(refill_stock, self._node.core, request.lease_id, targets))
             response.stock.extend(cells_to_proto(granted))
         return response
-
-    def _check_stock(self, lease: Lease, targets: Sequence[int]) -> None:
-        """Refuse what ``refill_stock`` would, before any operation is applied. Raises InvalidRequest, LimitExceeded."""
-        limit = self._node.core.limits.stock_pages_per_lease
-        if targets and len(targets) != lease.groups:
-            raise InvalidRequest(f"stock_pages needs {lease.groups} numbers, one a group, got {len(targets)}")
-        if sum(targets) > limit:
-            raise LimitExceeded("stock pages of a lease", sum(targets), limit)
 
     async def _operate(self, lease_id: str, message: cache_pb2.StepOperation) -> cache_pb2.OperationResult:
         name = message.WhichOneof("operation")

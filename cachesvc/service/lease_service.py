@@ -8,8 +8,7 @@ from functools import partial
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from cachesvc.flows.leases import close_lease, keep_alive, open_lease
-from cachesvc.model.errors import CacheError
-from cachesvc.service.calls import CallGate, Context, refuse
+from cachesvc.service.calls import CallGate, Context
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
 
@@ -45,15 +44,14 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
     async def KeepAlive(
         self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
     ) -> AsyncIterator[lease_pb2.KeepAliveResponse]:
+        async for request in request_iterator:
+            yield await self._gate.serve(context, partial(self._beat, request.lease_id))
+
+    async def _beat(self, lease_id: str) -> lease_pb2.KeepAliveResponse:
         node = self._node
-        try:
-            async for request in request_iterator:
-                keep_alive(node.core, request.lease_id, node.now())
-                yield lease_pb2.KeepAliveResponse(
-                    lease_id=request.lease_id, epoch=node.epoch, draining=node.core.ledger.draining
-                )
-        except CacheError as error:
-            await refuse(context, error)
+        keep_alive(node.core, lease_id, node.now())
+        draining = node.core.ledger.draining
+        return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)
 
     async def Close(self, request: lease_pb2.CloseRequest, context: Context) -> lease_pb2.CloseResponse:
         return await self._gate.serve(context, partial(self._close, request))

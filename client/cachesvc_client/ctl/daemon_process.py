@@ -57,7 +57,7 @@ class DaemonProcess:
                 said = self.log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
                 self._clean_up()
                 raise DaemonFailed(f"the daemon did not start: {said or 'it said nothing'}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # the log is a file, so that a daemon never blocks on a pipe nobody reads
 
     def _is_ready(self, began: int) -> bool:
         for line in self.log.read_bytes()[began:].splitlines(keepends=True):
