@@ -1,0 +1,171 @@
+"""A stream for copies: pitched copies by the copy engines, words written in order, events to wait for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_void_p
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_ops.driver import Copy2D, Driver, WordOperation, current
+
+PITCHED_FIELDS = ("src", "dst", "width", "height", "src_pitch", "dst_pitch")
+PitchedCopies = npt.NDArray[np.int64]
+"""``[copies, len(PITCHED_FIELDS)]``: addresses, and bytes but for ``height``, which counts rows."""
+
+NON_BLOCKING = 1
+LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, -1000
+"""The driver takes a number beyond its range for the end of it."""
+SLEEP_WHILE_WAITING, NO_TIMING = 1, 2
+UNIFIED = 4
+WRITE_WORD = 2
+POINTER = 1
+STREAM_ORDER = 1
+PREFER_COPY_ENGINES = 1
+
+_OPERAND = np.dtype(
+    {
+        "names": ["kind", "address", "pitch", "layer_height", "location", "device"],
+        "formats": ["<u4", "<u8", "<u8", "<u8", "<u4", "<i4"],
+        "offsets": [0, 8, 16, 24, 32, 36],
+        "itemsize": 40,
+    }
+)
+BATCH_ENTRY = np.dtype(
+    {
+        "names": ["src", "dst", "width", "height", "depth", "order", "flags"],
+        "formats": [_OPERAND, _OPERAND, "<u8", "<u8", "<u8", "<u4", "<u4"],
+        "offsets": [0, 40, 80, 88, 96, 104, 108],
+        "itemsize": 112,
+    }
+)
+"""CUDA_MEMCPY3D_BATCH_OP."""
+
+
+class CopyQueue:
+    """One stream of a context. Everything on it happens in order; nothing here runs a kernel."""
+
+    def __init__(self, context: int, priority: int = LOWEST_PRIORITY) -> None:
+        self._context = context
+        self._priority = priority
+        self._stream = 0
+        self._batched = False
+        self._events: list[int] = []
+
+    def start(self) -> None:
+        """Make the stream. Raises CudaError."""
+        with current(self._context) as cuda:
+            self._stream = cuda.number("cuStreamCreateWithPriority", c_void_p, NON_BLOCKING, self._priority)
+            self._batched = cuda.has("cuMemcpy3DBatchAsync")
+
+    @property
+    def is_batched(self) -> bool:
+        """True where one call submits many copies (drivers from CUDA 12.8 on)."""
+        return self._batched
+
+    def copy(self, copies: PitchedCopies) -> None:
+        """Queue copies between any two memories that this GPU reaches. Raises CudaError; some may be queued then."""
+        with current(self._context) as cuda:
+            self._copy(cuda, copies)
+
+    def write_words(self, words: Sequence[tuple[int, int]]) -> None:
+        """Once everything before is done, set each (address, value), in order."""
+        with current(self._context) as cuda:
+            self._write_words(cuda, words)
+
+    def mark(self) -> Mark:
+        """Something to wait for: everything that was queued so far."""
+        with current(self._context) as cuda:
+            return self._mark(cuda)
+
+    def submit(self, copies: PitchedCopies, words: Sequence[tuple[int, int]]) -> Mark:
+        """``copy``, ``write_words`` and ``mark`` in one."""
+        with current(self._context) as cuda:
+            self._copy(cuda, copies)
+            if words:
+                self._write_words(cuda, words)
+            return self._mark(cuda)
+
+    def synchronize(self) -> None:
+        """Wait until everything is done. Raises CudaError for what broke on the way."""
+        with current(self._context) as cuda:
+            cuda.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        """Wait, and give the stream back. Idempotent."""
+        if self._stream:
+            self.synchronize()
+            with current(self._context) as cuda:
+                cuda.call("cuStreamDestroy_v2", self._stream)
+                while self._events:
+                    cuda.call("cuEventDestroy_v2", self._events.pop())
+            self._stream = 0
+
+    def _copy(self, cuda: Driver, copies: PitchedCopies) -> None:
+        if not len(copies):
+            return
+        if not self._batched:
+            self._copy_one_by_one(cuda, copies)
+            return
+        entries = batch_entries(copies)
+        failed = ctypes.c_size_t()
+        cuda.call("cuMemcpy3DBatchAsync", len(entries), entries.ctypes.data, ctypes.byref(failed), 0, self._stream)
+
+    def _copy_one_by_one(self, cuda: Driver, copies: PitchedCopies) -> None:
+        one = Copy2D(src_type=UNIFIED, dst_type=UNIFIED)
+        for src, dst, width, height, src_pitch, dst_pitch in copies.tolist():
+            if height == 1:
+                cuda.call("cuMemcpyAsync", dst, src, width, self._stream)
+                continue
+            one.src_device, one.dst_device, one.width, one.height = src, dst, width, height
+            one.src_pitch, one.dst_pitch = src_pitch, dst_pitch
+            cuda.call("cuMemcpy2DAsync_v2", ctypes.byref(one), self._stream)
+
+    def _write_words(self, cuda: Driver, words: Sequence[tuple[int, int]]) -> None:
+        operations = (WordOperation * len(words))()
+        for operation, (address, value) in zip(operations, words, strict=True):
+            operation.operation, operation.address, operation.value = WRITE_WORD, address, value & 0xFFFFFFFF
+        cuda.call("cuStreamBatchMemOp_v2", self._stream, len(words), operations, 0)
+
+    def _mark(self, cuda: Driver) -> Mark:
+        event = self._events.pop() if self._events else _new_event(cuda)
+        cuda.call("cuEventRecord", event, self._stream)
+        return Mark(self._context, event, self._events)
+
+
+def _new_event(cuda: Driver) -> int:
+    return cuda.number("cuEventCreate", c_void_p, SLEEP_WHILE_WAITING | NO_TIMING)
+
+
+class Mark:
+    """A point on a stream. Waiting sleeps; ``close`` when it is not needed any more: its event is used again."""
+
+    def __init__(self, context: int, event: int, events: list[int]) -> None:
+        self._context = context
+        self._event = event
+        self._events = events
+
+    def wait(self) -> None:
+        """Until the stream has come here. Raises CudaError for what broke on the way."""
+        with current(self._context) as cuda:
+            cuda.call("cuEventSynchronize", self._event)
+
+    def close(self) -> None:
+        """Give the event back. Idempotent."""
+        if self._event:
+            self._events.append(self._event)
+            self._event = 0
+
+
+def batch_entries(copies: PitchedCopies) -> npt.NDArray[np.void]:
+    """The copies as the driver's structures, ``[len(copies)]`` of ``BATCH_ENTRY``."""
+    entries = np.zeros(len(copies), BATCH_ENTRY)
+    for side, address, pitch in (("src", 0, 4), ("dst", 1, 5)):
+        entries[side]["kind"] = POINTER
+        entries[side]["address"] = copies[:, address]
+        entries[side]["pitch"] = copies[:, pitch]
+    entries["width"], entries["height"], entries["depth"] = copies[:, 2], copies[:, 3], 1
+    entries["order"], entries["flags"] = STREAM_ORDER, PREFER_COPY_ENGINES
+    return entries
