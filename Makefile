@@ -10,6 +10,13 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 LOCK := requirements/lock.txt
 
+# Python of the goals for GPUs. GPU_PYTHON=python3 takes a machine's own, where that has what they need (CuPy, NumPy, gRPC,
+# pytest, pytest-asyncio; torch and paddle for their own tests): neither the venv nor a package index is needed then.
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(SETUP))
+GPU_PATH := PYTHONPATH=$(CURDIR):$(CURDIR)/client:$(CURDIR)/proto/gen:$(PYTHONPATH)
+SANITIZER ?= compute-sanitizer
+
 TOOLS := .tools
 NODE_VERSION := 24.19.0
 BUF_VERSION := 1.75.0
@@ -24,7 +31,7 @@ export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test demo lint types proto proto-check proto-accept bench lock clean
+.PHONY: help setup test gpu-test gpu-memcheck demo lint types proto proto-check proto-accept bench lock clean
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +41,14 @@ setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
 test: lint types proto-check ## All checks, then the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
+	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py $(PYTEST_ARGS)
+
+# No kernel uses shared memory, so there is nothing for the sanitizer's racecheck.
+gpu-memcheck: $(GPU_SETUP) ## Kernels and copies under compute-sanitizer: no byte out of bounds
+	$(GPU_PATH) $(SANITIZER) --tool memcheck --error-exitcode 99 --report-api-errors no \
+		$(GPU_PYTHON) -m pytest -m gpu tests/gpu/test_pages.py tests/gpu/test_queue.py $(PYTEST_ARGS)
 
 demo: $(SETUP) ## Run the demonstration
 	$(BIN)/python -m examples.demo
@@ -69,7 +84,7 @@ bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results
 
 lock: $(UV) ## Pin the newest packages that pyproject.toml allows
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --python $(PYTHON) \
-		--fork-strategy fewest --extra server --extra replay --extra dev \
+		--fork-strategy fewest --extra server --extra replay --extra dev --extra gpucheck \
 		--no-annotate --custom-compile-command "make lock" --output-file $(LOCK) pyproject.toml
 
 clean: ## Remove caches and build outputs; .venv and .tools stay
@@ -86,7 +101,7 @@ $(SETUP): pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		rm -rf $(VENV); echo "python3 lacks venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) editables hatchling
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,replay,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,replay,dev,gpucheck]'
 	@touch $@
 
 $(BUF_SETUP): | $(SETUP)

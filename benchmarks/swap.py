@@ -1,42 +1,68 @@
-"""Scattered swaps through the real engine, beside one plain copy of the same bytes in the same run.
+"""Scattered swaps through the real engine, beside one plain copy in the same run.
 
-    python -m benchmarks.swap [--json OUT] [--backend shm] [--pool-mib 1024] [--repeats 5]
+    python -m benchmarks.swap [--backend shm|cuda] [--json OUT] [--pool-mib N] [--repeats 5] [--quick]
 
-A quarter of the pool is moved each way, in runs of blocks that are contiguous in both pools. ``whole``:
-all layers in one step. ``layered``: steps as the planner's costs choose them. ``by layer``: a step for
-each layer. ``both``: a load and a store at once, bytes of both added. Ratios are medians over medians of
-the same way of plain copies.
+A part of the pool (shm: a quarter of 1 GiB; cuda: 1 GiB of 8) is moved each way, in runs of blocks that are contiguous
+in both pools and otherwise anywhere in them, differently on each side. ``whole``: all layers in one step. ``layered``:
+steps as the planner's costs choose them. ``by layer``: a step for each layer. ``both``: a load and a store at once,
+bytes of both added. ``of plain`` compares with plain copies the same ways at once, ``of one`` with one plain copy at a
+time. Ratios are medians over medians. On a GPU a plain copy is one call of the driver.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import describe_machine
-from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool
+from benchmarks.machine import describe_gpu, describe_machine, fail
+from benchmarks.mover import Arrivals, Mover, two_plane_layout
+from benchmarks.plain import PlainCopies
 from cachesvc.memory.host_slab import HostSlab
-from cachesvc.memory.seam import Backend, CopyJob, CopyStep, Slab
-from cachesvc.memory.shm import ShmBackend
+from cachesvc.memory.seam import Slab
+from cachesvc.model.errors import CacheError
 from cachesvc.model.geometry import device_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
 from cachesvc.swap.engine import SwapEngine
 
-MIB = 1 << 20
-LAYERS = 16
-WIDTHS = (4 << 10, 16 << 10, 32 << 10, 72 << 10, 128 << 10, 512 << 10)
-RUNS = (1, 16)
+KIB, MIB = 1 << 10, 1 << 20
 LOAD, STORE = Direction
-BACKENDS: dict[str, Callable[[int], Backend]] = {"shm": lambda size: ShmBackend(1, size)}
+ROW_SECONDS = 2.0
+"""A row that has taken this long ends after ``FEWEST_REPEATS``."""
+FEWEST_REPEATS = 3
+CHECKED_PAGES = 4
+LONGEST_RUN = 16
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What is measured on one kind of memory. ``moved_part``: one in so many blocks of a pool moves each way."""
+
+    layers: int
+    widths: tuple[int, ...]
+    runs: tuple[int, ...]
+    pool_mib: int
+    moved_part: int
+
+
+GROUNDS = {
+    "shm": Ground(16, (4 * KIB, 16 * KIB, 32 * KIB, 72 * KIB, 128 * KIB, 512 * KIB), (1, 16), 1024, 4),
+    "cuda": Ground(
+        32,
+        (4 * KIB, 8 * KIB, 8448, 16 * KIB, 32 * KIB, 41_984, 72 * KIB, 128 * KIB, 512 * KIB),
+        (1, 4, 16),
+        8192,
+        8,
+    ),
+}
+QUICK_WIDTHS, QUICK_RUNS = (32 * KIB, 128 * KIB), (1, 16)
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,7 @@ WAYS = (
     Way("out", (STORE,), "whole", 0),
     Way("both", (LOAD, STORE), "whole", 0),
     Way("in", (LOAD,), "layered", None),
+    Way("both", (LOAD, STORE), "layered", None),
     Way("in", (LOAD,), "by layer", 1),
     Way("both", (LOAD, STORE), "by layer", 1),
 )
@@ -70,157 +97,193 @@ class Row:
     copy_bytes: int
     gb_per_s: float
     plain_gb_per_s: float
+    one_way_gb_per_s: float
     ratio: float
+    of_one_way: float
 
 
-class Bench:
-    """One device slab and one host pool, on which layouts of every width are laid in turn."""
+class Field:
+    """One layout on a device slab and on host pages whose every plane differs from every other."""
 
-    def __init__(self, backend: Backend, pool_bytes: int) -> None:
-        self.backend = backend
-        self.pool_bytes = pool_bytes
-        self.host = HostPool(2 * pool_bytes, min(MAX_CHUNK_BYTES, 2 * pool_bytes), 2, None, backend)
-        self.ended = threading.Semaphore(0)
-        self.errors: list[Exception] = []
-        self.tickets = iter(range(1 << 30))
+    def __init__(self, mover: Mover, slab: Slab, layout: Layout, pages: int, blocks: int) -> None:
+        self.mover = mover
+        self.slab = slab
+        self.layout = layout
+        self.pages = pages
+        self.blocks = blocks
+        self.copy_bytes = blocks * layout.page_bytes(0)
+        self.host: HostSlab = mover.reserve(layout, pages)
+        self.plain = PlainCopies(mover, slab, self.host, self.copy_bytes)
+        self.arrivals = Arrivals()
+        self._tickets = itertools.count(1)
 
-    def start(self) -> Slab:
-        """Start all, and touch all memory once, so that no measurement pays for its pages."""
-        self.backend.start()
-        slab = self.backend.create_slab(self.backend.devices()[0], self.pool_bytes)
-        self.host.start()
-        self.host.join_filling()
-        return slab
+    def start(self) -> None:
+        """Write the host pages and load each into some device page."""
+        self.plain.start()
+        planes = len(self.layout.planes)
+        stamps = np.arange(1, planes + 1, dtype=np.uint64)
+        for page in range(self.pages):
+            words = np.frombuffer(self.mover.host.view(self.host, page), np.uint64).reshape(planes, -1)
+            words[:, 0] = words[:, -1] = stamps + np.uint64(page * planes)
+        everywhere = np.random.default_rng(0).permutation(self.pages).tolist()
+        engine = self.engine(0)
+        engine.submit(self._transfer(LOAD, tuple(everywhere), tuple(range(self.pages)), layered=False))
+        self.arrivals.wait(1)
+        engine.close()
 
     def close(self) -> None:
-        """Stop all."""
-        self.backend.close()
-        self.host.close()
+        """Give the host pages back."""
+        self.plain.close()
+        self.mover.host.release(self.host)
 
-    def done(self, error: Exception | None) -> None:
-        """The end of a job."""
-        if error is not None:
-            self.errors.append(error)
-        self.ended.release()
+    def engine(self, layers_per_step: int | None) -> SwapEngine:
+        """The mover's engine for these pages."""
+        return self.mover.engine(
+            self.layout, self.host, self.slab, self.pages, self.arrivals.done, layers_per_step=layers_per_step
+        )
 
-    def wait(self, jobs: int) -> None:
-        """Until ``jobs`` have ended; raises what broke."""
-        for _ in range(jobs):
-            self.ended.acquire()
-        if self.errors:
-            raise self.errors[0]
+    def transfers(self, way: Way, run: int) -> list[Transfer]:
+        """One transfer for each direction, on pages that do not meet."""
+        rng = np.random.default_rng(run)
+        device, host = (scattered(rng, self.pages, self.blocks, run, len(way.directions)) for _ in range(2))
+        return [
+            self._transfer(direction, mine, theirs, layered=direction is LOAD and way.steps != "whole")
+            for direction, mine, theirs in zip(way.directions, device, host, strict=True)
+        ]
 
-    def plain(self, way: Way, slab: Slab, host: HostSlab, copy_bytes: int) -> float:
-        """Seconds of one plain copy of ``copy_bytes`` for each direction of ``way``."""
-        extent = host.table.extents[0]
-        begin = time.perf_counter()
-        for part, direction in enumerate(way.directions):
-            here, there = (extent.region, extent.offset + part * copy_bytes), (slab.region, part * copy_bytes)
-            ends = (*here, *there) if direction is LOAD else (*there, *here)
-            copies = np.array([(*ends, copy_bytes, 1, copy_bytes, copy_bytes)], np.int64)
-            device = self.backend.devices()[0]
-            stream = self.backend.load_stream(device) if direction is LOAD else self.backend.store_stream(device)
-            stream.submit(CopyJob(next(self.tickets), (CopyStep(copies),), None, None, 0, self.done))
-        self.wait(len(way.directions))
-        return time.perf_counter() - begin
+    def _transfer(
+        self, direction: Direction, device: tuple[int, ...], host: tuple[int, ...], *, layered: bool
+    ) -> Transfer:
+        return Transfer(next(self._tickets), 0, 0, direction, (PagePairs(0, device, host),), layered=layered)
 
 
-def layout_of(width: int) -> Layout:
-    """Two planes a layer of ``width`` bytes a block."""
-    planes = tuple(Plane(name, layer, "full", (width,), "uint8") for layer in range(LAYERS) for name in ("k", "v"))
-    return Layout(64, 1, (PlaneGroup("full"),), planes)
+def scattered(rng: np.random.Generator, pages: int, blocks: int, run: int, parts: int) -> list[tuple[int, ...]]:
+    """For each part ``blocks`` pages out of the whole pool, in shuffled runs of ``run`` with gaps between."""
+    starts = 2 * run * rng.permutation(pages // (2 * run))
+    count = blocks // run
+    return [
+        tuple(int(page) for start in starts[part * count : (part + 1) * count] for page in range(start, start + run))
+        for part in range(parts)
+    ]
 
 
-def scattered(rng: np.random.Generator, first: int, blocks: int, run: int) -> tuple[int, ...]:
-    """``blocks`` pages out of twice as many from ``first`` on, in runs of ``run`` with gaps between,
-    shuffled."""
-    starts = first + 2 * run * rng.permutation(blocks // run)
-    return tuple(int(page) for start in starts for page in range(start, start + run))
-
-
-def transfers(bench: Bench, way: Way, blocks: int, run: int) -> list[Transfer]:
-    """One transfer for each direction, on halves of both pools that do not meet."""
-    rng = np.random.default_rng(run)
-    made = []
-    for part, direction in enumerate(way.directions):
-        device, host = (scattered(rng, part * 2 * blocks, blocks, run) for _ in range(2))
-        layered = direction is LOAD and way.steps != "whole"
-        pairs = PagePairs(0, device, host)
-        made.append(Transfer(next(bench.tickets), 0, 0, direction, (pairs,), layered))
-    return made
-
-
-def measure(bench: Bench, slab: Slab, width: int, way: Way, run: int, repeats: int) -> Row:
-    """Median of ``repeats``, each beside its own plain copy."""
-    layout = layout_of(width)
-    pages = bench.pool_bytes // layout.page_bytes(0) // 4 // max(RUNS) * max(RUNS) * 4
-    blocks = pages // 4
-    host = bench.host.reserve(layout.page_bytes(0), pages)
-    while sum(come.count for come in bench.host.ready_pages(host)) < pages:
-        time.sleep(0.001)  # reused pages are being zeroed; nothing is measured yet
-    engine = SwapEngine(bench.backend, lambda _, error: bench.done(error), layers_per_step=way.layers_per_step)
-    engine.start()
-    engine.attach_model(0, layout, [[host]])
-    assert device_geometry(layout, 0, pages).total_bytes <= slab.handle.size_bytes
-    engine.attach_replica(0, 0, bench.backend.devices(), [[slab]], [pages])
-    copy_bytes = blocks * layout.page_bytes(0)
-    swap_s, plain_s = [], []
+def measure(field: Field, way: Way, run: int, repeats: int) -> Row:
+    """Medians of ``repeats``, each beside its own plain copies."""
+    engine = field.engine(way.layers_per_step)
+    swap_s, plain_s, one_s = [], [], []
+    until = time.perf_counter() + ROW_SECONDS
     for repeat in range(repeats + 1):
-        plain = bench.plain(way, slab, host, copy_bytes)
-        ready = transfers(bench, way, blocks, run)
+        plain = field.plain.seconds(way.directions)
+        one = field.plain.one_way_seconds(way.directions) if len(way.directions) > 1 else plain
+        ready = field.transfers(way, run)
         begin = time.perf_counter()
         for transfer in ready:
             engine.submit(transfer)
-        bench.wait(len(way.directions))
+        field.arrivals.wait(len(ready))
+        spent = time.perf_counter() - begin
         if repeat:  # the first one warms up
-            swap_s.append(time.perf_counter() - begin)
+            swap_s.append(spent)
             plain_s.append(plain)
-    check(engine, transfers(bench, way, blocks, run))
+            one_s.append(one)
+        check(engine, ready)
+        if repeat >= FEWEST_REPEATS and time.perf_counter() > until:
+            break
     engine.close()
-    bench.host.release(host)
-    total = copy_bytes * len(way.directions)
-    swap, plain = total / statistics.median(swap_s) / 1e9, total / statistics.median(plain_s) / 1e9
-    return Row(width, way.name, way.steps, run, total, round(swap, 2), round(plain, 2), round(swap / plain, 3))
+    ways = len(way.directions)
+    total = field.copy_bytes * ways
+    swap = total / statistics.median(swap_s) / 1e9
+    plain_rate = field.plain.size_bytes * ways / statistics.median(plain_s) / 1e9
+    one_rate = field.plain.size_bytes / statistics.median(one_s) / 1e9
+    width = field.layout.planes[0].page_bytes
+    rates = (round(swap, 2), round(plain_rate, 2), round(one_rate, 2))
+    ratios = (round(swap / plain_rate, 3), round(swap / one_rate, 3))
+    return Row(width, way.name, way.steps, run, total, *rates, *ratios)
 
 
 def check(engine: SwapEngine, moved: list[Transfer]) -> None:
-    """The last block of each transfer is the same on both sides."""
+    """Some blocks of each transfer are the same on both sides, and different from each other."""
     for transfer in moved:
         pairs = transfer.pages[0]
-        device, host = (
-            engine.page_bytes(0, 0, 0, 0, pairs.device_pages[-1]),
-            engine.page_bytes(0, None, 0, 0, pairs.host_pages[-1]),
-        )
-        assert device == host
+        found = set()
+        for at in np.linspace(0, len(pairs.device_pages) - 1, CHECKED_PAGES).astype(int).tolist():
+            device = engine.page_bytes(0, 0, 0, 0, pairs.device_pages[at])
+            host = engine.page_bytes(0, None, 0, 0, pairs.host_pages[at])
+            if device != host:
+                raise AssertionError(f"ticket {transfer.ticket}: block {at} differs between device and host")
+            found.add(device)
+        assert len(found) == CHECKED_PAGES
+
+
+HEAD = ("plane", "way", "steps", "run", "MiB", "GB/s", "plain", "one way", "of plain", "of one")
+
+
+def show(row: Row) -> None:
+    """One line."""
+    print(
+        f"{row.plane_bytes:>7} B {row.way:>5} {row.steps:>9} {row.run_blocks:>4} {row.copy_bytes // MIB:>6} "
+        f"{row.gb_per_s:>7.2f} {row.plain_gb_per_s:>7.2f} {row.one_way_gb_per_s:>8.2f} {row.ratio:>9.3f} "
+        f"{row.of_one_way:>7.3f}",
+        flush=True,
+    )
+
+
+def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list[Row]:
+    """Every width, way and run."""
+    slab = mover.backend.create_slab(mover.device, pool_bytes)
+    rows = []
+    print(
+        f"{HEAD[0]:>9} {HEAD[1]:>5} {HEAD[2]:>9} {HEAD[3]:>4} {HEAD[4]:>6} {HEAD[5]:>7} {HEAD[6]:>7} {HEAD[7]:>8} "
+        f"{HEAD[8]:>9} {HEAD[9]:>7}"
+    )
+    for width in ground.widths:
+        layout = two_plane_layout(ground.layers, width)
+        blocks = pool_bytes // layout.page_bytes(0) // ground.moved_part // LONGEST_RUN * LONGEST_RUN
+        if not blocks:
+            print(f"{width:>7} B needs a larger --pool-mib")
+            continue
+        pages = blocks * ground.moved_part
+        assert device_geometry(layout, 0, pages).total_bytes <= pool_bytes
+        field = Field(mover, slab, layout, pages, blocks)
+        field.start()
+        for way, run in itertools.product(WAYS, ground.runs):
+            rows.append(measure(field, way, run, repeats))
+            show(rows[-1])
+        field.close()
+    return rows
 
 
 def main() -> None:
     """Measure, print the table, and write it as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--backend", choices=sorted(BACKENDS), default="shm")
-    parser.add_argument("--pool-mib", type=int, default=1024, help="bytes on each side; a quarter moves each way")
+    parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
+    parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 8192)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="planes of 32 and 128 KiB alone")
     arguments = parser.parse_args()
-    pool_bytes = arguments.pool_mib * MIB
-    bench = Bench(BACKENDS[arguments.backend](pool_bytes), pool_bytes)
-    slab = bench.start()
-    rows = []
-    print(f"{'plane':>9} {'way':>5} {'steps':>9} {'run':>4} {'MiB':>6} {'GB/s':>7} {'plain':>7} {'ratio':>6}")
-    for width in WIDTHS:
-        for way in WAYS:
-            for run in RUNS:
-                row = measure(bench, slab, width, way, run, arguments.repeats)
-                rows.append(row)
-                print(
-                    f"{row.plane_bytes >> 10:>5} KiB {row.way:>5} {row.steps:>9} {row.run_blocks:>4} "
-                    f"{row.copy_bytes // MIB:>6} {row.gb_per_s:>7.2f} {row.plain_gb_per_s:>7.2f} {row.ratio:>6.3f}",
-                    flush=True,
-                )
-    bench.close()
+    ground = GROUNDS[arguments.backend]
+    if arguments.quick:
+        ground = Ground(ground.layers, QUICK_WIDTHS, QUICK_RUNS, ground.pool_mib, ground.moved_part)
+    pool_bytes = (arguments.pool_mib or ground.pool_mib) * MIB
+    try:
+        mover = Mover(arguments.backend, pool_bytes, 2 * pool_bytes if pool_bytes < 1 << 31 else pool_bytes + (1 << 30))
+        mover.start()
+    except CacheError as error:
+        fail(str(error))
+    began = time.monotonic()
+    rows = run_all(mover, ground, pool_bytes, arguments.repeats)
+    mover.close()
     if arguments.json:
-        machine = describe_machine()
-        found = {"benchmark": "swap", "backend": arguments.backend, "machine": machine, "numpy": np.__version__}
+        found = {
+            "benchmark": "swap",
+            "backend": arguments.backend,
+            "machine": describe_machine() | (describe_gpu() if arguments.backend == "cuda" else {}),
+            "numpy": np.__version__,
+            "link": mover.link,
+            "pool_mib": pool_bytes // MIB,
+            "planes": 2 * ground.layers,
+            "seconds": round(time.monotonic() - began, 1),
+        }
         arguments.json.write_text(json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from cachesvc.config import BACKENDS, LOG_LEVELS, Config, load_config
+from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, Config, load_config
 from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--host-pool", metavar="SIZE", help="bytes of the host tier (default 1GiB; 0: none)")
     add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 2)")
     add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
+    add("--device-memory", choices=DEVICE_MEMORY, help="how engines map GPU pools: IPC handle (default) or fd")
+    add("--calibration", choices=CALIBRATION, help="measure each GPU's link at the start (default), or never")
+    add("--load-limit", metavar="SIZE", help="bytes per second from host to each device (default 0: no limit)")
+    add("--store-limit", metavar="SIZE", help="bytes per second from each device to host (default 0: no limit)")
+    add("--slice-bytes", metavar="SIZE", help="copied before a more urgent copy may go first (default 32MiB)")
     add("--write-policy", choices=[policy.value for policy in WritePolicy], help="default write_back")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
     add("--eviction", choices=sorted(RANK_RULES), help="default lru")

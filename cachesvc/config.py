@@ -15,6 +15,8 @@ from cachesvc.model.words import WritePolicy
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
 _UNITS |= {"t": 1 << 40, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BACKENDS = ("auto", "shm", "cuda")
+DEVICE_MEMORY = ("ipc", "vmm")
+CALIBRATION = ("start", "never")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -31,9 +33,12 @@ class Config:
     """Every setting, with its unit in its name. Raises InvalidRequest for a value that cannot be.
 
     ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``listen``: loopback TCP, or empty.
-    ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend.
-    ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits for transfers.
-    ``drain_seconds``: how long SIGTERM waits for engines to finish. ``allow_uids``: empty: its own and root.
+    ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend. ``device_memory``: how
+    engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``calibration``: when each GPU's link is
+    measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
+    before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
+    longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
+    ``allow_uids``: empty: its own and root.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -46,6 +51,11 @@ class Config:
     host_chunk: int = 1 << 30
     host_threads: int = 2
     shm_devices: int = 1
+    load_limit: int = 0
+    store_limit: int = 0
+    slice_bytes: int = 32 << 20
+    device_memory: str = "ipc"
+    calibration: str = "start"
     write_policy: str = WritePolicy.WRITE_BACK.value
     write_through_threshold: int = 2
     eviction: str = "lru"
@@ -64,6 +74,8 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("write_policy", self.write_policy, tuple(policy.value for policy in WritePolicy))
+        _one_of("device_memory", self.device_memory, DEVICE_MEMORY)
+        _one_of("calibration", self.calibration, CALIBRATION)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         if not self.socket or len(self.socket.encode()) > 100:
             raise InvalidRequest(f"socket must be a path of at most 100 bytes (a unix socket's limit): {self.socket!r}")
@@ -73,6 +85,9 @@ class Config:
             _positive(name, getattr(self, name))
         for name in ("operations_per_step", "calls_in_flight"):
             _positive(name, getattr(self, name))
+        _positive("slice_bytes", self.slice_bytes)
+        if min(self.load_limit, self.store_limit) < 0:
+            raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _check_listen(self)
@@ -99,7 +114,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 
 
-SIZES = ("device_pool", "host_pool", "host_chunk")
+SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes")
 
 
 def _coerce(name: str, value: Any) -> Any:

@@ -7,7 +7,9 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +20,17 @@ from cachesvc.flows.leases import process_arrived, process_gone
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory import numa
+from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.available import MemoryLimit, memory_limits
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.seam import Backend
 from cachesvc.memory.shm import ShmBackend
-from cachesvc.model.errors import InvalidRequest, NotSupported
+from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
-from cachesvc.service.admin_service import AdminService
+from cachesvc.service.admin_service import AdminService, DeviceLine
 from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
 from cachesvc.service.engine_service import EngineService
@@ -36,20 +40,85 @@ from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
+from gpu_ops.calibration import LinkFigures, calibrate
+from gpu_ops.errors import CudaMissing
+from gpu_ops.gpu import Gpu, find_gpus
 
-HOST_POOL_NODE = 0
 DRAIN_LOOK_SECONDS = 0.05
 
 
-def choose_backend(config: Config) -> Backend:
-    """The backend that the configuration asks for. Raises NotSupported for one that is not built."""
-    if config.backend == "cuda":
-        raise NotSupported("the cuda backend is not built in this release; use --backend shm")
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The memory that the daemon will own. ``gpus`` are those of the cuda backend; ``node``: of the host pool."""
+
+    backend: Backend
+    gpus: tuple[Gpu, ...] = ()
+    node: int | None = None
+
+
+def choose_hardware(config: Config) -> Hardware:
+    """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started.
+
+    Raises Unavailable where cuda was asked for and cannot be had, InvalidRequest for pools beyond the memory.
+    """
+    if config.backend != "shm":
+        try:
+            return gpu_hardware(config)
+        except CudaMissing as missing:
+            if config.backend == "cuda":
+                raise Unavailable(f"{missing}; or use --backend shm") from missing
+            events.event("no_gpu", reason=str(missing))
     check_shm_memory(config, memory_limits())
-    return ShmBackend(config.shm_devices, config.device_pool)
+    rules = copy_rules(config)
+    return Hardware(
+        ShmBackend(config.shm_devices, config.device_pool, rules=rules), node=0 if len(numa.nodes()) > 1 else None
+    )
+
+
+def copy_rules(config: Config) -> CopyRules:
+    """How copies share a link."""
+    return CopyRules(
+        slice_bytes=config.slice_bytes,
+        load_bytes_per_second=config.load_limit,
+        store_bytes_per_second=config.store_limit,
+    )
+
+
+def gpu_hardware(config: Config) -> Hardware:
+    """Every GPU that this process sees; the host pool goes to their NUMA node, where they agree on one."""
+    gpus = find_gpus()
+    backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
+    near = {numa.node_of_pci(gpu.facts.pci) for gpu in gpus}
+    node = near.pop() if len(near) == 1 else None
+    if len(numa.nodes()) > 1:
+        events.event("host_pool_node", node=node, gpus=len(gpus))
+    return Hardware(backend, gpus, node)
+
+
+def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine], None]) -> LinkCosts:
+    """Measure started GPUs and tell what each is; the costs are the slowest one's. The default without a GPU."""
+    found: list[LinkFigures] = []
+    for gpu in gpus:
+        figures = calibrate(gpu) if config.calibration == "start" else None
+        line = DeviceLine(gpu.uuid, gpu.facts.name, config.device_pool, gpu.context_bytes, figures)
+        events.event("device_ready", pci=gpu.facts.pci, free_bytes=gpu.free_bytes(), **line.logged())
+        tell(line)
+        if figures is not None:
+            found.append(figures)
+    if not found:
+        return LinkCosts()
+    slowest = min(found, key=lambda figures: figures.load_bytes_per_us)
+    return LinkCosts(
+        per_copy_us=slowest.per_copy_us,
+        per_row_ns=slowest.per_row_ns,
+        bytes_per_us=slowest.load_bytes_per_us,
+        per_step_us=slowest.per_step_us,
+        max_pitch_bytes=slowest.max_pitch_bytes,
+    )
 
 
 def check_shm_memory(config: Config, limits: tuple[MemoryLimit, ...]) -> None:
@@ -87,11 +156,18 @@ class Daemon:
         began = time.monotonic()
         make_way(config.socket)
         make_way_for_life(config.socket + LIFE_SUFFIX)
-        backend = choose_backend(config)
+        hardware = choose_hardware(config)
+        backend = hardware.backend
         backend.start()
         self._stack.callback(backend.close)
+        devices: list[DeviceLine] = []
+        costs = link_costs(config, hardware.gpus, devices.append)
         epoch = secrets.randbits(63)
-        engine = SwapEngine(backend, lambda ticket, error: node.on_transfer_done(ticket, error))  # noqa: PLW0108 - made below
+        engine = SwapEngine(
+            backend,
+            lambda ticket, error: node.on_transfer_done(ticket, error),  # noqa: PLW0108 - made below
+            costs=costs,
+        )
         node = Node(
             _core(config, engine), epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds
         )
@@ -102,7 +178,7 @@ class Daemon:
             config.host_pool,
             config.host_chunk,
             config.host_threads,
-            HOST_POOL_NODE if len(numa.nodes()) > 1 else None,
+            hardware.node,
             backend,
         )
         vault = Vault(backend, host_pool, engine, node.on_host_pages)
@@ -111,7 +187,7 @@ class Daemon:
         host_pool.start()
         self._stack.callback(host_pool.close)
         self._start_life(node, vault, epoch)
-        port = await self._start_server(node, backend, host_pool)
+        port = await self._start_server(node, backend, host_pool, devices)
         events.event("config", **config.shown())
         events.event(
             "ready",
@@ -137,7 +213,7 @@ class Daemon:
         life.start()
         self._stack.callback(life.close)
 
-    async def _start_server(self, node: Node, backend: Backend, host_pool: HostPool) -> int:
+    async def _start_server(self, node: Node, backend: Backend, host_pool: HostPool, devices: list[DeviceLine]) -> int:
         config = self._config
         gate = CallGate(config.calls_in_flight)
         shown = {**config.shown(), "backend": backend.name}
@@ -146,7 +222,7 @@ class Daemon:
             lease=LeaseService(node, gate),
             cache=CacheService(node, gate, config.operations_per_step),
             event=EventService(),
-            admin=AdminService(node, gate, host_pool, shown, self._not_serving),
+            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
         )
         listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
         server = Server(services, listening)

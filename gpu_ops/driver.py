@@ -103,6 +103,7 @@ _NEEDED: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_OUT,),
+    "cuCtxSetLimit": (c_int, c_size_t),
     "cuCtxEnablePeerAccess": (c_void_p, c_uint),
     "cuMemGetInfo_v2": (_OUT, _OUT),
     "cuMemAlloc_v2": (_OUT, c_size_t),

@@ -20,6 +20,7 @@ from gpu_ops.streams import LOWEST_PRIORITY, CopyQueue
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76
 MAX_PITCH = 11
 PORTABLE, DEVICE_MAPPED = 1, 2
+STACK_LIMIT, SMALLEST_STACK = 0, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,16 @@ class Gpu:
         device = driver().number("cuDeviceGet", c_int, self.facts.ordinal)
         self._context = driver().number("cuDevicePrimaryCtxRetain", c_void_p, device)
         self.context_bytes = self.facts.total_bytes - self.free_bytes()
+
+    def shrink(self) -> None:
+        """Give back what the context keeps for kernels' stacks: of a process that runs none, 230 MiB on an H100.
+
+        For a process that has the context to itself; ``context_bytes`` is what is left of it.
+        """
+        before = self.free_bytes()
+        with self.current() as cuda:
+            cuda.call("cuCtxSetLimit", STACK_LIMIT, SMALLEST_STACK)
+        self.context_bytes -= self.free_bytes() - before
 
     def close(self) -> None:
         """Leave the context; it goes when nobody in this process holds it. Idempotent."""

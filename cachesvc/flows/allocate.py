@@ -7,7 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cachesvc.flows.backup import submit
-from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_on_device, ticket_view
+from cachesvc.flows.core import (
+    Core,
+    cells,
+    expedite,
+    open_sequence,
+    replica_of,
+    require_on_device,
+    ticket_view,
+    wait_for,
+)
 from cachesvc.flows.room import make_room
 from cachesvc.ledger.blocks import window_positions
 from cachesvc.ledger.ledger import Model, Replica
@@ -16,7 +25,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
-from cachesvc.model.transfer import Direction, PagePairs
+from cachesvc.model.transfer import Direction, PagePairs, Urgency
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
 
 
@@ -37,15 +46,17 @@ class _Loads:
     blocked: list[int]
 
 
-def allocate(core: Core, lease_id: str, sequence_id: int, blocks: int, now: float) -> Allocated | Wait:
-    """Make the sequence's tables ``blocks`` long, all or nothing.
+def allocate(
+    core: Core, lease_id: str, sequence_id: int, blocks: int, now: float, urgency: Urgency = Urgency.AWAITED
+) -> Allocated | Wait:
+    """Make the sequence's tables ``blocks`` long, all or nothing. ``urgency``: of the loads that this takes.
 
     Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded, PoolExhausted, LoadFailed,
     LeaseLost, StateConflict (swapped out).
     """
     lease, sequence = open_sequence(core, lease_id, sequence_id)
     if sequence.swap_ticket:
-        return Wait((sequence.swap_ticket,))
+        return wait_for(core, (sequence.swap_ticket,))
     require_on_device(sequence)
     model, replica = replica_of(core, lease)
     lease.heard(now)
@@ -58,13 +69,13 @@ def allocate(core: Core, lease_id: str, sequence_id: int, blocks: int, now: floa
         )
     loads = _loads(core, model, replica, sequence)
     if loads.blocked:
-        return Wait(tuple(loads.blocked))
+        return wait_for(core, loads.blocked)
     fresh = blocks - first - len(loads.rows)
     with _kept(model, replica, loads):
         wait = make_room(core, model, replica, _pages_wanted(model, loads, fresh))
         if wait is not None:
             return wait
-        tickets = _start_loads(core, model, replica, sequence, loads) if loads.rows else []
+        tickets = _start_loads(core, model, replica, sequence, loads, urgency) if loads.rows else []
     _add_fresh(replica, sequence, fresh)
     declare_computing(model, sequence)
     tables = tuple(cells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
@@ -122,14 +133,18 @@ def _pages_wanted(model: Model, loads: _Loads, fresh: int) -> list[int]:
     return [fresh + len(loads.windows.get(group, loads.whole)) for group in range(len(model.layout.groups))]
 
 
-def _start_loads(core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads) -> list[Ticket]:
+def _start_loads(
+    core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads, urgency: Urgency
+) -> list[Ticket]:
     """Fill what is missing from the host, join what is being filled, and write both into the tables."""
     place = replica.place
     book = core.ledger.tickets
     tickets = [book.running[ticket] for ticket in loads.joined]
+    if urgency is Urgency.AWAITED:
+        expedite(core, loads.joined)
     _anchor_present(model, replica, sequence, loads)
     if loads.whole or any(loads.windows.values()):
-        ticket = book.open(model.id, replica.id, Direction.LOAD)
+        ticket = book.open(model.id, replica.id, Direction.LOAD, urgency)
         ticket.after = list(loads.joined)
         tickets.append(ticket)
         _fill(core, model, replica, loads, ticket)

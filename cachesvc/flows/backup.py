@@ -7,14 +7,15 @@ from cachesvc.ledger.evict import Drain, host_pages_for
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import CacheError
-from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.model.words import READY
 
 
 def back_up(core: Core, model: Model, replica: Replica, rows: list[int]) -> Ticket | None:
     """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take.
 
-    Best effort: a host pool without room ends it silently, because the device copies are still there.
+    Best effort: a host pool without room ends it silently, because the device copies are still there. Nobody waits for
+    it yet.
     """
     blocks = model.blocks
     place = replica.place
@@ -41,7 +42,7 @@ def back_up(core: Core, model: Model, replica: Replica, rows: list[int]) -> Tick
         blocks.start_fill(blocks.host, row, pages)
         blocks.end_flight(row)
         pairs.append((row, pages))
-    return submit_store(core, model, replica, pairs, [])
+    return submit_store(core, model, replica, pairs, [], Urgency.BACKGROUND)
 
 
 def submit_store(
@@ -50,9 +51,10 @@ def submit_store(
     replica: Replica,
     rows: list[tuple[int, tuple[int, ...]]],
     drains: list[tuple[Drain, tuple[int, ...]]],
+    urgency: Urgency,
 ) -> Ticket:
     """One store ticket for backups (``rows``) and evictions (``drains``), each with its host pages by group."""
-    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, urgency)
     ticket.rows = [row for row, _ in rows]
     ticket.drains = [drain for drain, _ in drains]
     place = replica.place
@@ -76,7 +78,9 @@ def submit(core: Core, model: Model, ticket: Ticket, pairs: tuple[PagePairs, ...
     if not pairs:
         core.stillborn.append((ticket.id, ""))
         return
-    transfer = Transfer(ticket.id, model.id, ticket.replica, ticket.direction, pairs, layered=layered)
+    transfer = Transfer(
+        ticket.id, model.id, ticket.replica, ticket.direction, pairs, layered=layered, urgency=ticket.urgency
+    )
     try:
         ticket.slot = core.mover.submit(transfer)
     except CacheError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,9 +13,9 @@ from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
-from cachesvc.model.answers import GroupCells, TicketView
+from cachesvc.model.answers import GroupCells, TicketView, Wait
 from cachesvc.model.errors import LoadFailed, PoolExhausted, StateConflict
-from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.transfer import TimelineSlot, Transfer, Urgency
 from cachesvc.model.words import PageState
 from cachesvc.policy.eviction import RankRule
 from cachesvc.policy.writing import WriteRule
@@ -25,6 +26,12 @@ class Mover(Protocol):
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
         """Queue a transfer; returns where its progress can be read."""
+
+    def expedite(self, ticket: int) -> None:
+        """Somebody waits for a BACKGROUND transfer now. Nothing where it has ended."""
+
+    def pause_write_backs(self, devices: Seq[str], seconds: float) -> None:
+        """Start no copies of BACKGROUND stores on the devices for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,23 @@ def require_on_device(sequence: Sequence) -> None:
         raise StateConflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
     if sequence.swapped_out:
         raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")
+
+
+def wait_for(core: Core, tickets: Iterable[int]) -> Wait:
+    """The answer of a flow that can go on only when one of the tickets has ended; they are awaited from now on."""
+    wait = Wait(tuple(tickets))
+    expedite(core, wait.tickets)
+    return wait
+
+
+def expedite(core: Core, tickets: Iterable[int]) -> None:
+    """Somebody waits for the tickets now, and so for those that must end before them."""
+    running = core.ledger.tickets.running
+    for ticket in tickets:
+        if ticket in running and running[ticket].urgency is Urgency.BACKGROUND:
+            running[ticket].urgency = Urgency.AWAITED
+            core.mover.expedite(ticket)
+            expedite(core, running[ticket].after)
 
 
 def remember_dropped(core: Core, model: Model) -> None:

@@ -9,6 +9,9 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.model.errors import InvalidRequest, KeyReused, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 
+LONGEST_PAUSE_MS = 1000
+"""An engine that forgets to take its word back holds up the others' backups no longer."""
+
 
 def process_arrived(core: Core, token: bytes, pid: int, uid: int) -> None:
     """A process opened its life connection."""
@@ -95,6 +98,21 @@ def keep_alive(core: Core, lease_id: str, now: float) -> Lease:
     lease = core.ledger.lease(lease_id)
     lease.heard(now)
     return lease
+
+
+def pause_write_backs(core: Core, lease_id: str, milliseconds: int) -> None:
+    """Copy no backups off the lease's replica for a while: its engine says that its decode is being hurt.
+
+    Raises InvalidRequest (too long at a time), LeaseLost, NotFound.
+    """
+    if not 0 <= milliseconds <= LONGEST_PAUSE_MS:
+        raise InvalidRequest(
+            f"write-backs pause for at most {LONGEST_PAUSE_MS} ms at a time, not {milliseconds}; tell it again instead"
+        )
+    lease = core.ledger.lease(lease_id)
+    replica = core.ledger.models[lease.model].replicas[lease.replica]
+    core.mover.pause_write_backs(replica.devices, milliseconds / 1000)
+    core.count("write_back_pauses")
 
 
 def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:

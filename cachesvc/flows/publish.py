@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachesvc.flows.allocate import withdraw_computing
 from cachesvc.flows.backup import back_up
-from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_on_device
+from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_on_device, wait_for
 from cachesvc.flows.match import check_keys
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
@@ -25,14 +25,14 @@ def publish(
     """
     lease, sequence = open_sequence(core, lease_id, sequence_id)
     if sequence.swap_ticket:
-        return Wait((sequence.swap_ticket,))
+        return wait_for(core, (sequence.swap_ticket,))
     require_on_device(sequence)
     model, replica = replica_of(core, lease)
     lease.heard(now)
     model.last_used = now
     running = tuple(ticket for ticket in sequence.loads if core.ledger.tickets.is_running(ticket))
     if running:
-        return Wait(running)
+        return wait_for(core, running)
     count = _check(core, sequence, first_block, keys, blocks)
     first = sequence.sealed
     keys = keys or bytes(sequence.keys[first * KEY_BYTES : (first + count) * KEY_BYTES])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cachesvc.flows.backup import submit_store
-from cachesvc.flows.core import Core, exhausted, remember_dropped
+from cachesvc.flows.core import Core, exhausted, remember_dropped, wait_for
 from cachesvc.ledger.evict import evictable_pages, idle_windows
 from cachesvc.ledger.leaves import Rank
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
-from cachesvc.model.transfer import Direction
+from cachesvc.model.transfer import Direction, Urgency
 
 
 def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> Wait | None:
@@ -47,10 +47,10 @@ def _evict_blocks(core: Core, model: Model, replica: Replica, shortage: int, wan
         core.count("host_evictions", len(plan.host_drops))
         remember_dropped(core, model)
         if drains:
-            draining.append(submit_store(core, model, replica, [], drains))
+            draining.append(submit_store(core, model, replica, [], drains, Urgency.AWAITED))
     if all(place.pools[group].free >= wanted[group] for group in place.full_groups):
         return None
-    return Wait(tuple(ticket.id for ticket in draining))
+    return wait_for(core, (ticket.id for ticket in draining))
 
 
 def _wait_or_refuse(core: Core, model: Model, replica: Replica, group: int, wanted: int) -> Wait:
@@ -61,7 +61,7 @@ def _wait_or_refuse(core: Core, model: Model, replica: Replica, group: int, want
     if running:
         moves = sum(move.is_own and move.group == group for ticket in running for move in ticket.moves)
         if pool.free + moves + _evictable(model, place, group, after_flights=True) >= wanted:
-            return Wait(tuple(ticket.id for ticket in running))
+            return wait_for(core, (ticket.id for ticket in running))
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
 
 

@@ -16,6 +16,7 @@ from cachesvc.flows.core import (
     remember_dropped,
     replica_of,
     ticket_view,
+    wait_for,
 )
 from cachesvc.flows.release import unpin_windows
 from cachesvc.flows.room import make_room
@@ -46,7 +47,7 @@ def swap_out(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped
     host = model.blocks.host
     running += _tickets_filling(core, model, [row for row in path if host.state(row) == FILLING])
     if running:
-        return Wait(tuple(running))
+        return wait_for(core, running)
     rows = [row for row in path if not host.is_present(row)]
     moves = _own_moves(sequence, replica)
     _host_room(core, model, path, rows, moves)
@@ -89,7 +90,7 @@ def swap_in(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped 
     path = model.blocks.index.path(sequence.anchor)
     joined = _tickets_filling(core, model, [row for row in path if place.state(row) == FILLING])
     if joined:
-        return Wait(tuple(joined))
+        return wait_for(core, joined)
     present = [row for row in path if place.state(row) != ABSENT]
     absent = [row for row in path if place.state(row) == ABSENT]
     wanted = [len(absent) if g in place.full_groups else 0 for g in range(len(place.pools))]

@@ -8,7 +8,7 @@ from enum import Enum
 
 from cachesvc.ledger.evict import Drain
 from cachesvc.model.errors import NotFound
-from cachesvc.model.transfer import Direction, TimelineSlot
+from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 
 
 class TicketState(Enum):
@@ -42,6 +42,7 @@ class Ticket:
     model: int
     replica: int
     direction: Direction
+    urgency: Urgency
     rows: list[int] = field(default_factory=list)
     drains: list[Drain] = field(default_factory=list)
     moves: list[PageMove] = field(default_factory=list)
@@ -69,9 +70,9 @@ class TicketBook:
         self._keep = keep
         self._next = 1
 
-    def open(self, model: int, replica: int, direction: Direction) -> Ticket:
+    def open(self, model: int, replica: int, direction: Direction, urgency: Urgency = Urgency.AWAITED) -> Ticket:
         """A new running ticket."""
-        ticket = Ticket(self._next, model, replica, direction)
+        ticket = Ticket(self._next, model, replica, direction, urgency)
         self._next += 1
         self.running[ticket.id] = ticket
         return ticket

@@ -26,10 +26,17 @@ class CopyOutOfBounds(InvalidRequest):
 
 def check_bounds(copies: CopyBatch, region_bytes: Mapping[int, int]) -> None:
     """Raises CopyOutOfBounds for the first copy that is not wholly inside its two regions."""
-    width, height = copies[:, 4], copies[:, 5]
-    for side, region, offset, pitch in (("source", 0, 1, 6), ("destination", 2, 3, 7)):
+    sizes = []
+    for region in (0, 2):
         named, index = np.unique(copies[:, region], return_inverse=True)
-        size = np.array([region_bytes.get(int(one), -1) for one in named], np.int64)[index]
+        sizes.append(np.array([region_bytes.get(int(one), -1) for one in named], np.int64)[index])
+    check_sizes(copies, sizes[0], sizes[1])
+
+
+def check_sizes(copies: CopyBatch, src_bytes: Int64s, dst_bytes: Int64s) -> None:
+    """As ``check_bounds``, with the sizes of each copy's regions, -1 for one that does not exist."""
+    width, height = copies[:, 4], copies[:, 5]
+    for side, offset, pitch, size in (("source", 1, 6, src_bytes), ("destination", 3, 7, dst_bytes)):
         bad = _is_outside(copies[:, offset], copies[:, pitch], width, height, size)
         if bad.any():
             first = int(np.argmax(bad))

@@ -1,33 +1,50 @@
-"""A copy stream made of one thread: jobs in order, steps in order, the timeline word after each step."""
+"""A device's two copy streams, each a thread that starts the slices which the arbiter gives it, and sees them land."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.memory.seam import CopyBatch, CopyJob
-from cachesvc.model.errors import LimitExceeded, Unavailable
+from cachesvc.memory.arbiter import Arbiter, CopyRules
+from cachesvc.memory.seam import CopyJob, Slice, SliceRunner
+from cachesvc.model.errors import Unavailable
+from cachesvc.model.transfer import Direction
 
 log = logging.getLogger(__name__)
 
+Clock = Callable[[], float]
+WriteWord = Callable[[int, int], None]
+
 
 class CopyThread:
-    """FIFO of at most ``limit`` waiting jobs. ``copy`` moves one batch; ``write_word`` sets a timeline
-    word."""
+    """One direction. ``changed`` is held around the arbiter, by both threads of the device; ``write_word`` sets a
+    timeline word of a job that failed."""
 
     def __init__(
-        self, name: str, copy: Callable[[CopyBatch], None], write_word: Callable[[int, int], None], limit: int
+        self,
+        name: str,
+        direction: Direction,
+        arbiter: Arbiter,
+        changed: threading.Condition,
+        runner: SliceRunner,
+        write_word: WriteWord,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.name = name
-        self._copy = copy
+        self._direction = direction
+        self._arbiter = arbiter
+        self._changed = changed
+        self._runner = runner
         self._write_word = write_word
-        self._limit = limit
-        self._jobs: deque[CopyJob] = deque()
-        self._changed = threading.Condition()
+        self._clock = clock
+        self._on_way: deque[tuple[Slice, object]] = deque()
+        self._errors: dict[int, Exception] = {}
+        self._broken: Exception | None = None
         self._closed = False
+        self._drained = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def start(self) -> None:
@@ -39,50 +56,135 @@ class CopyThread:
         with self._changed:
             if self._closed:
                 raise Unavailable(f"copy stream {self.name} is closed")
-            if len(self._jobs) >= self._limit:
-                raise LimitExceeded(f"jobs waiting on copy stream {self.name}", len(self._jobs) + 1, self._limit)
-            self._jobs.append(job)
-            self._changed.notify()
+            self._arbiter.push(self._direction, job, self._clock())
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Fail what is queued, finish what runs, and end. Idempotent; from a ``done`` callback it does not
+        """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not
         wait."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _serve(self) -> None:
-        yield_to_callers()
+        try:
+            self._runner.begin()
+        except Exception as failure:  # noqa: BLE001 - a thread's root: every job tells it
+            self._broken = failure
         while True:
-            with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
-                closed = self._closed
-            if closed:
+            piece, refused = self._next()
+            if piece is not None:
+                self._start(piece)
+            elif self._on_way:
+                self._land_oldest()
+            elif not refused:
+                return
+            for job in refused:
                 end_job(job, Unavailable(f"copy stream {self.name} was closed first"), self._write_word)
-            else:
-                self._run(job)
-            del job  # a job holds its plan: do not keep it while waiting
+            del piece, refused  # a job holds its plan: do not keep it while waiting
 
-    def _run(self, job: CopyJob) -> None:
+    def _next(self) -> tuple[Slice | None, list[CopyJob]]:
+        """A slice to start, or the jobs that ``close`` came before; neither: see to what is on its way, or end."""
+        with self._changed:
+            while True:
+                if self._closed and not self._drained:
+                    self._drained = True
+                    if refused := self._arbiter.drain(self._direction):
+                        return None, refused
+                if len(self._on_way) >= self._runner.depth:
+                    return None, []
+                now = self._clock()
+                piece = self._arbiter.pop(self._direction, now)
+                if piece is not None or self._on_way:
+                    return piece, []
+                until = self._arbiter.next_time(self._direction, now)
+                if until is None and self._closed:
+                    return None, []
+                self._changed.wait(None if until is None else max(until - now, 0.0))
+
+    def _start(self, piece: Slice) -> None:
+        try:
+            if self._broken is not None:
+                raise self._broken
+            started = self._runner.submit(piece)
+        except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
+            self._settle(piece, failure)
+        else:
+            self._on_way.append((piece, started))
+
+    def _land_oldest(self) -> None:
+        piece, started = self._on_way.popleft()
         error: Exception | None = None
         try:
-            for step in job.steps:
-                if len(step.copies):
-                    self._copy(step.copies)
-                if step.word_value is not None and job.word is not None:
-                    self._write_word(job.word, step.word_value)
+            self._runner.wait(started)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             error = failure
-        end_job(job, error, self._write_word)
+        self._settle(piece, error)
+
+    def _settle(self, piece: Slice, error: Exception | None) -> None:
+        """A slice has landed or broken: its job ends with its last one, or when the rest of a broken job has
+        landed."""
+        job = piece.job
+        with self._changed:
+            if error is not None:
+                self._arbiter.fail(job)
+            if self._arbiter.landed(self._direction, piece):
+                self._changed.notify_all()
+        if error is not None:
+            self._errors.setdefault(id(job), error)
+        if any(other.job is job for other, _ in self._on_way):
+            return
+        failure = self._errors.pop(id(job), None)
+        if failure is not None or piece.is_last:
+            end_job(job, failure, self._write_word)
 
 
-def end_job(job: CopyJob, error: Exception | None, write_word: Callable[[int, int], None]) -> None:
+class CopyThreads:
+    """The two streams of one device under one arbiter. ``runners``: one for each direction."""
+
+    def __init__(
+        self,
+        device: str,
+        rules: CopyRules,
+        runners: Mapping[Direction, SliceRunner],
+        write_word: WriteWord,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._arbiter = Arbiter(device, rules)
+        self._changed = threading.Condition()
+        self._clock = clock
+        self.streams = {
+            direction: CopyThread(
+                f"{direction.value}-{device}", direction, self._arbiter, self._changed, runner, write_word, clock
+            )
+            for direction, runner in runners.items()
+        }
+
+    def start(self) -> None:
+        """Start the threads."""
+        for stream in self.streams.values():
+            stream.start()
+
+    def expedite(self, ticket: int) -> None:
+        """As ``Backend.expedite``."""
+        with self._changed:
+            self._arbiter.expedite(ticket)
+            self._changed.notify_all()
+
+    def pause_background(self, seconds: float) -> None:
+        """As ``Backend.pause_background``."""
+        with self._changed:
+            self._arbiter.pause_background(Direction.STORE, self._clock() + seconds)
+
+    def close(self) -> None:
+        """Close both streams. Idempotent."""
+        for stream in self.streams.values():
+            stream.close()
+
+
+def end_job(job: CopyJob, error: Exception | None, write_word: WriteWord) -> None:
     """Release a failed job's waiters and tell its owner how it ended; an owner that raises is logged,
     once."""
     if error is not None:

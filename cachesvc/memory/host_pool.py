@@ -1,4 +1,4 @@
-"""The host tier's memory: memfd chunks that several threads fill while the daemon already serves.
+"""The host tier's memory: chunks that several threads fill while the daemon already serves.
 
     start    threads map each chunk, place it on the node and populate it slice by slice; when it is full they
              register it with the backend and call on_ready(chunk)
@@ -11,7 +11,6 @@ A page is usable once its chunk is registered and, after an earlier slab, its by
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from cachesvc.memory import numa
 from cachesvc.memory.available import MemoryLimit, memory_limits
 from cachesvc.memory.free_ranges import ALIGN_BYTES, ByteRange, FreeRanges
 from cachesvc.memory.host_slab import HostExtent, HostSlab, OnPages
-from cachesvc.memory.mapped import address_of, map_memfd, populate, sealed_memfd, yield_to_callers, zero
+from cachesvc.memory.mapped import address_of, map_anonymous, populate, yield_to_callers, zero
 from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import InvalidRequest, PoolExhausted, StateConflict, Unavailable
 from cachesvc.model.words import Run
@@ -242,11 +241,7 @@ class HostPool:
         return None
 
     def _map(self, size_bytes: int) -> memoryview:
-        fd = sealed_memfd("kvcache-host", size_bytes)
-        try:
-            view = map_memfd(fd, size_bytes)
-        finally:
-            os.close(fd)
+        view = map_anonymous(size_bytes)
         self.placement = numa.bind(address_of(view), size_bytes, self.node)
         return view
 

@@ -13,6 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cachesvc.model.transfer import Urgency
+
 COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", "height", "src_pitch", "dst_pitch")
 """Columns of a CopyBatch: a pitched copy of ``height`` rows of ``width`` bytes."""
 
@@ -40,7 +42,7 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """One rank's share of a ticket, executed in order on one stream.
+    """One rank's share of a ticket, executed in order on one stream, between slices of other jobs.
 
     ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
     On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
@@ -52,6 +54,40 @@ class CopyJob:
     failed_word: int | None
     end_value: int
     done: Callable[[Exception | None], None]
+    urgency: Urgency = Urgency.AWAITED
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a job that is started at once. ``word_value``: what the job's word is set to when the slice has landed.
+
+    Slices of one job are given out in order, and ``is_last`` is the job's end.
+    """
+
+    job: CopyJob
+    copies: CopyBatch
+    size_bytes: int
+    word_value: int | None
+    is_last: bool
+
+
+class SliceRunner(Protocol):
+    """Executes the slices of one direction on one device, in the order of their start. Used by one thread alone."""
+
+    depth: int
+    """Slices that may be on their way at a time."""
+
+    def begin(self) -> None:
+        """Called first, on the thread that makes all other calls. What it raises fails every job."""
+
+    def submit(self, piece: Slice) -> object:
+        """Start a slice and its word. Raises what broke: then nothing of this slice is on its way."""
+
+    def wait(self, started: object) -> None:
+        """Wait for what ``submit`` returned, until it has landed and its word stands. Raises what broke.
+
+        A slice after a broken one of the same job must not set its word: waiters would take it for the whole.
+        """
 
 
 class Slab(Protocol):
@@ -66,7 +102,7 @@ class Slab(Protocol):
 
 
 class Timeline(Protocol):
-    """32-bit words in memory that engines map too."""
+    """32-bit words in host memory that engines map too."""
 
     handle: Handle
     fd: int | None
@@ -83,13 +119,13 @@ class Timeline(Protocol):
 
 
 class CopyStream(Protocol):
-    """A FIFO of copy jobs in one direction on one device."""
+    """Copy jobs in one direction on one device; jobs of one size and urgency end in the order they came in."""
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job; returns at once. Raises Unavailable after ``close``."""
 
     def close(self) -> None:
-        """Fail what is queued, finish what runs, and end."""
+        """Fail what has not begun, finish what has, and end."""
 
 
 class Backend(Protocol):
@@ -117,6 +153,15 @@ class Backend(Protocol):
 
     def store_stream(self, device: str) -> CopyStream:
         """The device -> host stream."""
+
+    def expedite(self, device: str, ticket: int) -> None:
+        """An engine waits for a ticket now: its jobs on the device are AWAITED. Nothing where none is queued.
+
+        Raises NotFound (device), never Unavailable: with ``close`` every job ends anyway. So does ``pause_background``.
+        """
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Start no slice of BACKGROUND stores on the device for ``seconds`` from now; a longer pause stays."""
 
     def register_host(self, buffer: memoryview) -> int:
         """Make a chunk of host memory copyable; returns its region."""

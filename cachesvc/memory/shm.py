@@ -12,17 +12,16 @@ import secrets
 import threading
 from collections.abc import Callable
 
+from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
-from cachesvc.memory.copy_thread import CopyThread
-from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.memory.seam import CopyBatch, Handle
+from cachesvc.memory.copy_thread import CopyThread, CopyThreads, WriteWord
+from cachesvc.memory.mapped import map_memfd, sealed_memfd, yield_to_callers
+from cachesvc.memory.seam import CopyBatch, Handle, Slice
+from cachesvc.memory.timeline import TIMELINE_WORDS, HostTimeline
 from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
-from cachesvc.model.shared_words import WORD_BYTES, store_and_wake, words_of
+from cachesvc.model.transfer import Direction
 
 TOKEN_BYTES = 16
-TIMELINE_WORDS = 8192
-QUEUED_JOBS = 4096
-"""Jobs that one stream holds at most: more than the engine has tickets in flight."""
 
 
 class ShmSlab:
@@ -43,28 +42,28 @@ class ShmSlab:
         self.fd = None
 
 
-class ShmTimeline:
-    """One memfd of 32-bit words; whoever maps it waits by futex."""
+class ShmRunner:
+    """Copies while it is asked to start: nothing is on its way afterwards."""
 
-    def __init__(self, words: int) -> None:
-        self.words = words
-        self.fd: int | None = sealed_memfd("kvcache-timeline", words * WORD_BYTES)
-        self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
-        self._array = words_of(map_memfd(self.fd, words * WORD_BYTES))
+    depth = 1
 
-    def read(self, word: int) -> int:
-        """Present value of a word."""
-        return int(self._array[word])
+    def __init__(self, copy: Callable[[CopyBatch], None], write_word: WriteWord) -> None:
+        self._copy = copy
+        self._write_word = write_word
 
-    def write(self, word: int, value: int) -> None:
-        """Set a word and wake whoever waits on it."""
-        store_and_wake(self._array, word, value)
+    def begin(self) -> None:
+        """Let calls go first: copies are made by the processor that serves them."""
+        yield_to_callers()
 
-    def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last reference to this timeline."""
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+    def submit(self, piece: Slice) -> None:
+        """Copy, then set the word. Raises CopyOutOfBounds, with nothing copied."""
+        if len(piece.copies):
+            self._copy(piece.copies)
+        if piece.word_value is not None and piece.job.word is not None:
+            self._write_word(piece.job.word, piece.word_value)
+
+    def wait(self, started: object) -> None:
+        """It has landed."""
 
 
 class ShmBackend:
@@ -78,20 +77,20 @@ class ShmBackend:
         device_bytes: int,
         *,
         timeline_words: int = TIMELINE_WORDS,
-        queued_jobs: int = QUEUED_JOBS,
+        rules: CopyRules | None = None,
     ) -> None:
         self._devices = tuple(f"shm-{i}" for i in range(devices))
         self._device_bytes = device_bytes
         self._timeline_words = timeline_words
-        self._queued_jobs = queued_jobs
+        self._rules = rules or CopyRules()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._used = dict.fromkeys(self._devices, 0)
         self._slabs: dict[int, ShmSlab] = {}
         self._regions: dict[int, memoryview] = {}
         self._sizes: dict[int, int] = {}
-        self._timelines: dict[str, ShmTimeline] = {}
-        self._streams: dict[tuple[str, str], CopyThread] = {}
+        self._timelines: dict[str, HostTimeline] = {}
+        self._copying: dict[str, CopyThreads] = {}
         self._running = False
 
     def devices(self) -> tuple[str, ...]:
@@ -112,11 +111,10 @@ class ShmBackend:
         """Make the timelines and start two copy threads for each device."""
         self._running = True
         for device in self._devices:
-            self._timelines[device] = ShmTimeline(self._timeline_words)
-            for way in ("load", "store"):
-                stream = CopyThread(f"{way}-{device}", self._copy, self._timelines[device].write, self._queued_jobs)
-                stream.start()
-                self._streams[device, way] = stream
+            timeline = self._timelines[device] = HostTimeline(self._timeline_words)
+            runners = {direction: ShmRunner(self._copy, timeline.write) for direction in Direction}
+            self._copying[device] = CopyThreads(device, self._rules, runners, timeline.write)
+            self._copying[device].start()
 
     def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
         """Zeroed memory. Raises PoolExhausted (in bytes) when the device's budget cannot hold it."""
@@ -141,7 +139,7 @@ class ShmBackend:
             self._give_back(device, size_bytes)
             raise
 
-    def timeline(self, device: str) -> ShmTimeline:
+    def timeline(self, device: str) -> HostTimeline:
         """The device's timeline."""
         self._check_running()
         self._check_device(device)
@@ -151,13 +149,25 @@ class ShmBackend:
         """The host -> device stream."""
         self._check_running()
         self._check_device(device)
-        return self._streams[device, "load"]
+        return self._copying[device].streams[Direction.LOAD]
 
     def store_stream(self, device: str) -> CopyThread:
         """The device -> host stream."""
         self._check_running()
         self._check_device(device)
-        return self._streams[device, "store"]
+        return self._copying[device].streams[Direction.STORE]
+
+    def expedite(self, device: str, ticket: int) -> None:
+        """A ticket's jobs on the device are awaited now."""
+        self._check_device(device)
+        if (copying := self._copying.get(device)) is not None:  # None: not running
+            copying.expedite(ticket)
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Start no slice of background stores for a while."""
+        self._check_device(device)
+        if (copying := self._copying.get(device)) is not None:  # None: not running
+            copying.pause_background(seconds)
 
     def register_host(self, buffer: memoryview) -> int:
         """Make host memory copyable; it must stay mapped until ``close``."""
@@ -178,14 +188,14 @@ class ShmBackend:
     def close(self) -> None:
         """Stop the streams, then free every slab and timeline. Idempotent."""
         self._running = False
-        for stream in self._streams.values():
-            stream.close()
+        for copying in self._copying.values():
+            copying.close()
         for slab in list(self._slabs.values()):
             slab.close()
         for timeline in self._timelines.values():
             timeline.close()
         with self._lock:  # nothing may keep a mapping alive: streams and backend know each other
-            for known in (self._streams, self._timelines, self._regions, self._sizes):
+            for known in (self._copying, self._timelines, self._regions, self._sizes):
                 known.clear()
 
     def _copy(self, copies: CopyBatch) -> None:

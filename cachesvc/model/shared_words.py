@@ -19,6 +19,7 @@ import numpy.typing as npt
 from cachesvc.model.transfer import has_reached
 
 WORD_BYTES = 4
+FOREVER_S = 1e6
 Words = npt.NDArray[np.uint32]
 
 _FUTEX_WAIT = 0
@@ -64,10 +65,17 @@ def store_and_wake(words: Words, index: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"FUTEX_WAKE of word {index} failed")
 
 
-def wait_reached(words: Words, index: int, target: int, deadline_s: float) -> bool:
+def wait_reached(
+    words: Words, index: int, target: int, deadline_s: float, *, poll_s: tuple[float, float] | None = None
+) -> bool:
     """True once the word is at or past ``target``, cyclically; False when ``time.monotonic()`` passes
-    ``deadline_s``."""
+    ``deadline_s``.
+
+    ``poll_s``: the first and the longest pause between looks at a word that is set by one who wakes nobody, such as a
+    GPU; pauses double. None: whoever sets the word wakes.
+    """
     address = _address(words, index)
+    pause_s, longest_s = poll_s if poll_s is not None else (FOREVER_S, FOREVER_S)
     while True:
         value = int(words[index])
         if has_reached(value, target):
@@ -75,7 +83,8 @@ def wait_reached(words: Words, index: int, target: int, deadline_s: float) -> bo
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return False
-        _sleep_while(address, value, min(left_s, 1e6))
+        _sleep_while(address, value, min(left_s, pause_s))
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def _sleep_while(address: int, value: int, seconds: float) -> None:

@@ -13,6 +13,13 @@ class Direction(Enum):
     STORE = "store"  # device -> host
 
 
+class Urgency(Enum):
+    """Whether somebody waits for a transfer now."""
+
+    AWAITED = "awaited"  # an engine waits for it
+    BACKGROUND = "background"  # write-through backups and prefetches: nobody waits yet
+
+
 @dataclass(frozen=True, slots=True)
 class PagePairs:
     """Pages of one group: ``device_pages[i]`` and ``host_pages[i]`` hold the same block."""
@@ -27,6 +34,7 @@ class Transfer:
     """One transfer job between a replica's device pools and the host pool of one model.
 
     ``layered``: a load whose waiters follow layer by layer; the timeline word then moves after each layer (or few).
+    ``urgency``: what it is at first; the mover's ``expedite`` makes a BACKGROUND transfer an AWAITED one.
     """
 
     ticket: int
@@ -35,6 +43,7 @@ class Transfer:
     direction: Direction
     pages: tuple[PagePairs, ...]
     layered: bool
+    urgency: Urgency = Urgency.AWAITED
 
 
 @dataclass(frozen=True, slots=True)

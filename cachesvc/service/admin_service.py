@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any, Protocol
 
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
@@ -22,6 +24,74 @@ from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 DEFAULT_LISTED = 1024
 
 
+class Link(Protocol):
+    """What was measured of a device's link."""
+
+    @property
+    def load_bytes_per_us(self) -> float:
+        """Host -> device."""
+
+    @property
+    def store_bytes_per_us(self) -> float:
+        """Device -> host."""
+
+    @property
+    def both_bytes_per_us(self) -> float:
+        """Both at once, together."""
+
+    @property
+    def per_copy_us(self) -> float:
+        """What a copy costs beside its rows and bytes."""
+
+    @property
+    def per_row_ns(self) -> float:
+        """What a row costs beside its bytes."""
+
+    @property
+    def per_step_us(self) -> float:
+        """What a step costs beside its copies."""
+
+    @property
+    def narrow_plane_bytes(self) -> int:
+        """Planes narrower than this load at less than half of the link's speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLine:
+    """One device as operators see it. ``link`` is None where it was not measured."""
+
+    uuid: str
+    name: str
+    pool_bytes: int
+    context_bytes: int
+    link: Link | None
+
+    def logged(self) -> dict[str, object]:
+        """For the log, whose events have a name of their own."""
+        known = self.shown()
+        return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
+
+    def shown(self) -> dict[str, object]:
+        """By the names of DeviceStatus."""
+        known: dict[str, object] = {
+            "uuid": self.uuid,
+            "name": self.name,
+            "pool_bytes": self.pool_bytes,
+            "context_bytes": self.context_bytes,
+        }
+        if self.link is None:
+            return known
+        return known | {
+            "load_gb_per_second": round(self.link.load_bytes_per_us / 1e3, 2),
+            "store_gb_per_second": round(self.link.store_bytes_per_us / 1e3, 2),
+            "both_gb_per_second": round(self.link.both_bytes_per_us / 1e3, 2),
+            "copy_us": round(self.link.per_copy_us, 2),
+            "row_ns": round(self.link.per_row_ns, 1),
+            "step_us": round(self.link.per_step_us, 2),
+            "narrow_plane_bytes": self.link.narrow_plane_bytes,
+        }
+
+
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """Reads the ledger on the loop's thread; nothing here waits."""
 
@@ -31,12 +101,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         gate: CallGate,
         host_pool: HostPool,
         config: dict[str, str],
+        devices: Sequence[DeviceLine],
         on_drain: Callable[[], Awaitable[None]],
     ) -> None:
         self._node = node
         self._gate = gate
         self._host_pool = host_pool
         self._config = config
+        self._devices = devices
         self._on_drain = on_drain
         self._evictions: dict[int, int] = {}
 
@@ -74,6 +146,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 for line in admin.pools(core)
             ],
             counters=counters,
+            devices=[_device(line) for line in self._devices],
             host_pool_bytes=int(self._config["host_pool"]),
             host_pool_ready_bytes=min(
                 int(self._config["host_pool"]), self._host_pool.ready_chunks * int(self._config["host_chunk"])
@@ -235,3 +308,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             pages_checked=found.pages,
             blocks_checked=found.blocks,
         )
+
+
+def _device(line: DeviceLine) -> admin_pb2.DeviceStatus:
+    known: dict[str, Any] = line.shown()
+    return admin_pb2.DeviceStatus(**known)

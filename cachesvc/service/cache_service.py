@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
-from cachesvc.flows.core import ticket_view
+from cachesvc.flows.core import expedite, ticket_view
 from cachesvc.flows.recycle import check_stock, refill_stock
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
@@ -98,6 +98,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if len(request.tickets) > MAX_WAITED_TICKETS:
             raise LimitExceeded("tickets to wait for", len(request.tickets), MAX_WAITED_TICKETS)
         tickets = [node.core.ledger.tickets.get(ticket) for ticket in request.tickets]
+        if request.wait_ms:
+            node.run(partial(expedite, node.core, request.tickets))
         left = seconds_left(context)
         until = node.now() + min(request.wait_ms / 1000, left if left is not None else request.wait_ms / 1000)
         while running := [ticket.id for ticket in tickets if node.core.ledger.tickets.is_running(ticket.id)]:

@@ -72,6 +72,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         model, replica = node.run(flow)
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
+        timeline = self._backend.timeline(device)
         return engine_pb2.AttachResponse(
             device=device,
             slabs=[
@@ -83,7 +84,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 )
                 for group, slab in enumerate(slabs)
             ],
-            timeline=_handle(self._backend.timeline(device).handle),
+            timeline=_handle(timeline.handle),
         )
 
     async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
-from cachesvc.flows.leases import close_lease, keep_alive, open_lease
+from cachesvc.flows.leases import close_lease, keep_alive, open_lease, pause_write_backs
 from cachesvc.service.calls import CallGate, Context
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
@@ -45,10 +45,12 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
     ) -> AsyncIterator[lease_pb2.KeepAliveResponse]:
         async for request in request_iterator:
-            yield await self._gate.serve(context, partial(self._beat, request.lease_id))
+            yield await self._gate.serve(context, partial(self._beat, request))
 
-    async def _beat(self, lease_id: str) -> lease_pb2.KeepAliveResponse:
-        node = self._node
+    async def _beat(self, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
+        node, lease_id = self._node, request.lease_id
+        if request.pause_write_backs_ms:
+            node.run(partial(pause_write_backs, node.core, lease_id, request.pause_write_backs_ms))
         keep_alive(node.core, lease_id, node.now())
         draining = node.core.ledger.draining
         return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)

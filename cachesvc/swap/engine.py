@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cachesvc.memory.seam import Backend, CopyJob, Slab, Timeline
 from cachesvc.model.errors import InvalidRequest, NotFound, StateConflict, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Direction, TimelineSlot, Transfer
+from cachesvc.model.transfer import Direction, TimelineSlot, Transfer, Urgency
 from cachesvc.swap.attached import (
     AttachedModel,
     HostPages,
@@ -52,6 +52,7 @@ class _Flight:
     moves: RankMoves
     copy_bytes: int
     left: int
+    urgency: Urgency
     error: Exception | None = None
 
 
@@ -160,11 +161,29 @@ class SwapEngine:
                 raise NotFound("replica", transfer.replica)
             slot = self._slots.acquire(model.layout.layers)
             copy_bytes = sum(_move_bytes(rank) for rank in moves)
-            flight = _Flight(transfer, slot, replica.devices, moves, copy_bytes, len(replica.devices))
+            flight = _Flight(transfer, slot, replica.devices, moves, copy_bytes, len(moves), transfer.urgency)
             self._flights[transfer.ticket] = flight
             self.counters.jobs += 1
-        self._planning.submit(transfer.direction, lambda error: self._launch(flight, error))
+        self._planning.submit(
+            transfer.direction, transfer.urgency, transfer.ticket, lambda error: self._launch(flight, error)
+        )
         return slot
+
+    def expedite(self, ticket: int) -> None:
+        """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""
+        with self._lock:
+            flight = self._flights.get(ticket)
+            if flight is None or flight.urgency is Urgency.AWAITED:
+                return
+            flight.urgency = Urgency.AWAITED
+        self._planning.expedite(flight.transfer.direction, ticket)
+        for device in flight.devices:
+            self._backend.expedite(device, ticket)
+
+    def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
+        """Start no copies of BACKGROUND stores on the devices for ``seconds``. Raises NotFound (device)."""
+        for device in devices:
+            self._backend.pause_background(device, seconds)
 
     def page_bytes(self, model_id: int, replica_id: int | None, rank: int, group: int, page: int) -> bytes:
         """One page in copy order, from a replica or (None) from the host. Raises NotFound and
@@ -207,10 +226,13 @@ class SwapEngine:
             failed_word=slot.failed_word,
             end_value=slot.end,
             done=lambda error: self._end_rank(flight, error),
+            urgency=flight.urgency,
         )
         is_load = transfer.direction is Direction.LOAD
         stream = self._backend.load_stream(device) if is_load else self._backend.store_stream(device)
         stream.submit(job)
+        if flight.urgency is not job.urgency:  # expedited since the job was made, perhaps before it was queued
+            self._backend.expedite(device, transfer.ticket)
 
     def _end_rank(self, flight: _Flight, error: Exception | None) -> None:
         with self._lock:
@@ -225,7 +247,7 @@ class SwapEngine:
             self._count(flight)
             del self._flights[flight.transfer.ticket]
         self._slots.release(flight.slot)
-        self._planning.ended(flight.transfer.direction)
+        self._planning.ended(flight.transfer.direction, flight.transfer.ticket)
         try:
             self._on_done(flight.transfer.ticket, flight.error)
         except Exception:

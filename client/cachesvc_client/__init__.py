@@ -8,6 +8,7 @@
                 sequence.allocate(blocks)         # pages for the rest; what lies on the host starts to load
                 for ticket in sequence.tickets:   # before layer l's attention
                     pool.wait_layer(ticket, l, timeout_s=5)
+                    # on a GPU: pool.wait_layer_on(stream, ticket, l), and pool.confirm(*sequence.tickets) at the end
                 ...                               # compute from block sequence.hit_blocks on, into sequence.tables
                 sequence.publish(len(keys) // 32)
 
@@ -27,6 +28,7 @@ from cachesvc_client.errors import (
     DaemonFault,
     DaemonUnavailable,
     DeadlineExceeded,
+    GpuFailed,
     InvalidRequest,
     LeaseLost,
     LimitExceeded,
@@ -38,7 +40,7 @@ from cachesvc_client.errors import (
     StockEmpty,
 )
 from cachesvc_client.lease import Lease
-from cachesvc_client.pool import AttachedPool
+from cachesvc_client.pool import AttachedPool, LoadOutcome
 from cachesvc_client.reattach import Reattacher
 from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
@@ -62,12 +64,14 @@ __all__ = [
     "DaemonUnavailable",
     "DeadlineExceeded",
     "ExtraKey",
+    "GpuFailed",
     "InvalidRequest",
     "Layout",
     "Lease",
     "LeaseLost",
     "LimitExceeded",
     "LoadFailed",
+    "LoadOutcome",
     "NotFound",
     "NotOwned",
     "NotSupported",

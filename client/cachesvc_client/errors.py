@@ -13,7 +13,8 @@ CacheClientError
 ├── PoolExhausted         not enough pages: release, ask for fewer, or recompute
 │   └── StockEmpty        no page in the client's own stock: allocate, or wait for the next step
 ├── LimitExceeded         more than a limit: send less at a time
-├── NotSupported          the daemon does not know the call
+├── NotSupported          the daemon does not know the call, or this process cannot do what it would take
+├── GpuFailed             a call of the GPU's driver failed: end the process if it goes on
 └── DaemonFault           the daemon failed in a way that it has no name for: a bug, tell its operators
 
 ``error.code`` is the kind, ``str(error)`` says what was wrong and what to do. Keys and layouts are built without the
@@ -111,9 +112,20 @@ class LimitExceeded(CacheClientError):
 
 
 class NotSupported(CacheClientError):
-    """Known by name, not built; or a call that this daemon does not know."""
+    """Known by name, not built; a call that this daemon does not know; or memory that this process cannot map."""
 
     code = ErrorCode.UNSUPPORTED
+
+
+class GpuFailed(CacheClientError):
+    """The driver of the GPU refused a call that should work: its memory is full, or the process's context is broken.
+
+    ``driver_code``: the driver's own number.
+    """
+
+    def __init__(self, message: str, driver_code: int) -> None:
+        super().__init__(message)
+        self.driver_code = driver_code
 
 
 class DaemonFault(CacheClientError):

@@ -1,4 +1,5 @@
-"""Keeps a lease alive: a beat every third of the silence limit, and word at once when the lease is lost."""
+"""Keeps a lease alive: a beat every third of the silence limit, one at once where there is something to tell, and word
+at once when the lease is lost."""
 
 from __future__ import annotations
 
@@ -33,16 +34,24 @@ class Keeper:
         self._stopped = threading.Event()
         self._call: grpc.Call | None = None
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._streams = 0
         self._thread = threading.Thread(target=self._run, name=f"kvcache-keeper-{record.id}", daemon=True)
 
     def start(self) -> None:
         """Begin to beat."""
         self._thread.start()
 
+    def nudge(self) -> None:
+        """Beat now: the record has something to tell."""
+        with self._changed:
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Stop beating. Idempotent."""
-        with self._lock:
+        with self._changed:
             self._stopped.set()
+            self._changed.notify_all()
             if self._call is not None:
                 self._call.cancel()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -83,12 +92,22 @@ class Keeper:
         with self._lock:
             if self._stopped.is_set():
                 return
-            call = self._connection.open_stream(KEEP_ALIVE, self._beats())
+            self._streams += 1
+            self._changed.notify_all()
+            call = self._connection.open_stream(KEEP_ALIVE, self._beats(self._streams))
             self._call = call
         yield from call
 
-    def _beats(self) -> Iterator[lease_pb2.KeepAliveRequest]:
-        beat = lease_pb2.KeepAliveRequest(lease_id=self._record.id)
-        yield beat
-        while not self._stopped.wait(self._record.beat_interval_s):
+    def _beats(self, stream: int) -> Iterator[lease_pb2.KeepAliveRequest]:
+        """Ends with its stream: gRPC goes on asking for the beats of one that broke, which may swallow no news."""
+        while True:
+            with self._changed:
+                if self._stopped.is_set() or self._streams != stream:
+                    return
+                beat = self._record.build_beat()
             yield beat
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stopped.is_set() or self._streams != stream or self._record.has_news,
+                    self._record.beat_interval_s,
+                )

@@ -15,6 +15,7 @@ from kvcache.v1 import engine_pb2, lease_pb2
 from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.connection import Connection
 from cachesvc_client.errors import (
+    AlreadyClosed,
     CacheClientError,
     Conflict,
     DaemonUnavailable,
@@ -85,6 +86,11 @@ class Lease:
         """True when the daemon wants to go: finish what runs, open nothing."""
         return self.record.is_draining
 
+    @property
+    def pools(self) -> tuple[AttachedPool, ...]:
+        """The pools that this lease attached in this process."""
+        return tuple(self._pools)
+
     def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
         """Call ``callback(error)`` once when the lease is lost, from a thread of the client's; at once if it is."""
         with self._lock:
@@ -119,6 +125,16 @@ class Lease:
     def prefetch(self, keys: bytes) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
         return self.run(self.record.prefetch(keys))
+
+    def pause_write_backs(self, seconds: float) -> None:
+        """Tell the daemon that decode is being hurt: it copies no backups off this lease's devices for ``seconds``.
+
+        At most 1 at a time (ValueError); tell it again for longer. Returns at once. Swaps and evictions that somebody
+        waits for go on.
+        """
+        self.record.ask_pause(seconds)
+        assert self._keeper is not None
+        self._keeper.nudge()
 
     def step(self, stock_pages: int | Seq[int] = 0) -> StepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
@@ -266,7 +282,7 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.ask(DETACH, request, timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # nothing that must be told
+        except (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # nobody must know
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, detach)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,9 @@ from cachesvc_client.stock import Stock
 BEATS_WITHIN_SILENCE = 3
 """A beat may be late or lost twice before the daemon takes the engine for silent."""
 
+LONGEST_PAUSE_S = 1.0
+"""The daemon refuses to pause write-backs for longer at a time."""
+
 LONGEST_WAIT_S = 10.0
 """One WaitTickets holds a slot of the daemon's; longer waits ask again."""
 
@@ -54,6 +58,7 @@ class LeaseRecord:
         self.is_draining = False
         self.is_closed = False
         self.loss: LeaseLost | DaemonUnavailable | None = None
+        self._pause_ms = 0
         self._request_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
         self._used_ids: set[int] = set()
@@ -78,6 +83,25 @@ class LeaseRecord:
             if is_first:
                 self.loss = error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost(str(error))
         return is_first
+
+    def ask_pause(self, seconds: float) -> None:
+        """The next beat tells the daemon to pause write-backs. Raises ValueError, and what ``check`` raises."""
+        if not 0 < seconds <= LONGEST_PAUSE_S:
+            raise ValueError(f"write-backs pause for at most {LONGEST_PAUSE_S:g} s at a time, not {seconds:g}")
+        self.check()
+        with self._lock:
+            self._pause_ms = max(self._pause_ms, math.ceil(seconds * 1000))
+
+    @property
+    def has_news(self) -> bool:
+        """True when a beat should go at once."""
+        return self._pause_ms > 0
+
+    def build_beat(self) -> lease_pb2.KeepAliveRequest:
+        """A beat, with what there is to tell: it is told once."""
+        with self._lock:
+            pause_ms, self._pause_ms = self._pause_ms, 0
+        return lease_pb2.KeepAliveRequest(lease_id=self.id, pause_write_backs_ms=pause_ms)
 
     def note_beat(self, answer: lease_pb2.KeepAliveResponse) -> CacheClientError | None:
         """Take in the daemon's answer to a beat; why the lease is over, if it is."""

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 class LifeConnection:
     """One process's life connection. ``lost`` is set for good once either side has ended it.
 
-    ``start`` connects; ``on_lost`` is then called once, from the reading thread, unless ``close`` was called first.
+    ``start`` connects. At the loss every watcher and then ``on_lost`` are called once, from the reading thread, unless
+    ``close`` was called first.
     """
 
     def __init__(self, socket_path: str, timeout_s: float, on_lost: Callable[[], None]) -> None:
@@ -40,9 +41,11 @@ class LifeConnection:
         self._path = socket_path + LIFE_SUFFIX
         self._timeout_s = timeout_s
         self._on_lost = on_lost
+        self._watchers: list[Callable[[], None]] = []
         self._socket: socket.socket | None = None
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
         self._asking = threading.Lock()
+        self._watching = threading.Lock()
         self._closing = False
         self._reader = threading.Thread(target=self._read, name="kvcache-life", daemon=True)
 
@@ -92,6 +95,17 @@ class LifeConnection:
         _close_all(descriptors)
         raise NotFound(f"the daemon gives no memory for this handle: {message[2:].decode(errors='replace')}")
 
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher()`` at the loss, before calls under way end. Whoever comes after the loss is not called: look
+        at ``lost`` afterwards."""
+        with self._watching:
+            self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        """Do not call it any more; it may be running now. Idempotent."""
+        with self._watching:
+            self._watchers = [each for each in self._watchers if each != watcher]
+
     def close(self) -> None:
         """End the connection: to the daemon this process is gone. Idempotent."""
         self._closing = True
@@ -125,10 +139,13 @@ class LifeConnection:
         if self._closing:
             return
         log.warning("daemon_lost path=%s", self._path)
-        try:
-            self._on_lost()
-        except Exception:
-            log.exception("on_lost_failed path=%s", self._path)
+        with self._watching:
+            watchers = list(self._watchers)
+        for told in (*watchers, self._on_lost):
+            try:
+                told()
+            except Exception:
+                log.exception("on_lost_failed path=%s", self._path)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -10,7 +10,9 @@ from typing import Protocol, TypeVar
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, InvalidRequest, LeaseLost
 from cachesvc_client.lease_record import LeaseRecord
+from cachesvc_client.losses import lost_tokens
 from cachesvc_client.methods import Operation
+from cachesvc_client.pool import AttachedPool
 from cachesvc_client.sequence_record import SequenceRecord
 from cachesvc_client.tables import Pages
 
@@ -105,6 +107,14 @@ class SequenceLease(Protocol):
     def record(self) -> LeaseRecord:
         """What is known of the lease."""
 
+    @property
+    def pools(self) -> tuple[AttachedPool, ...]:
+        """The pools that it attached in this process."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True once it is over for the daemon, or the daemon is gone."""
+
     def settle(self, record: SequenceRecord) -> None:
         """Learn what became of a call whose answer never came."""
 
@@ -180,6 +190,11 @@ class Sequence(SequenceView):
         """Wait until all of ``tickets`` are done. Raises LoadFailed, DeadlineExceeded."""
         if self.record.tickets:
             self.record.end_loads(self._lease.wait_tickets(_ids(self.record.tickets), timeout_s))
+
+    def lost_tokens(self) -> range:
+        """Positions of the tokens that this sequence's loads did not bring, because they failed or the daemon went:
+        what is to be computed anew. Empty when all came, and for loads that still run. No round trip."""
+        return lost_tokens(self.record, self._lease.pools, self._lease.is_lost)
 
     def wait_swapped(self, timeout_s: float | None = None) -> None:
         """Wait until the last swap is done. Raises LoadFailed (it is where it was before), DeadlineExceeded."""

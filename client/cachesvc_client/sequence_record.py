@@ -56,6 +56,7 @@ T = TypeVar("T")
 class SequenceRecord:
     """Block tables and cursors of one sequence, as of the last answer.
 
+    ``loading``: blocks that ``tickets`` bring, or brought.
     ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
     stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
     answer, ``steps`` operations of all kinds that went out in a step.
@@ -70,6 +71,8 @@ class SequenceRecord:
         self.asked_blocks = 0
         self.known_keys = 0
         self.tickets: tuple[TicketView, ...] = ()
+        self.loading = range(0)
+        self.has_failed_load = False
         self.spares: list[tuple[int, int]] = []
         self.growth: list[GroupCells] = []
         self.stranded: list[GroupCells] = []
@@ -111,6 +114,8 @@ class SequenceRecord:
             self._put(answer.tables)
             self.tickets += answer.tickets
             hit = self.matched.device_blocks + self.matched.host_blocks
+            if answer.tickets:
+                self.loading = range(self.matched.device_blocks, hit)
             self.sealed_blocks = max(self.sealed_blocks, hit)
             self.asked_blocks = max(self.asked_blocks, hit)
             return answer
@@ -190,6 +195,7 @@ class SequenceRecord:
             self._put(answer.tables)
             self.is_swapped_out = False
             self.tickets = self.swap_tickets = answer.tickets
+            self.loading = range(self.blocks)
             return answer
 
         return self._operation(SWAP, build_swap(self.id, SWAP_IN), apply)
@@ -254,6 +260,7 @@ class SequenceRecord:
         self.tickets = ()
         broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
         if broken is not None:
+            self.has_failed_load = True
             self.failure = LoadFailed(
                 f"load {broken.id} of sequence {self.id} failed: {broken.reason}; release it, match again and recompute"
             )

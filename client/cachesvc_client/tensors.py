@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cachesvc_client.errors import NotSupported
 
@@ -31,22 +31,39 @@ PADDLE_LACKS = frozenset({"uint16", "uint32"})
 """Paddle takes uint16 for bfloat16, and has no uint32."""
 
 
-def as_carrier(plane: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same bytes under a type of that width which can cross DLPack."""
+def as_carrier(plane: Any) -> Any:
+    """The same bytes under a type of that width which every framework takes."""
     return plane.view(_CARRIERS[plane.dtype.itemsize])
 
 
-def to_torch(plane: npt.NDArray[Any], dtype: str) -> Any:
-    """A torch tensor over the plane's bytes, of the layout's dtype. Raises ImportError without torch."""
+def to_torch(plane: Any, dtype: str) -> Any:
+    """A torch tensor over the plane's bytes, of the layout's dtype. Raises ImportError without torch.
+
+    ``plane``: a NumPy array, or a ``DevicePlane``, which torch takes by the CUDA array interface: that needs no CuPy,
+    and makes no stream wait for another.
+    """
     import torch
 
-    return torch.from_dlpack(as_carrier(plane)).view(getattr(torch, dtype))
+    carrier = as_carrier(plane)
+    if hasattr(carrier, "__cuda_array_interface__"):
+        return torch.as_tensor(carrier, device=f"cuda:{carrier.ordinal}").view(getattr(torch, dtype))
+    return torch.from_dlpack(carrier).view(getattr(torch, dtype))
 
 
-def to_paddle(plane: npt.NDArray[Any], dtype: str) -> Any:
-    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises NotSupported, or ImportError as torch's."""
+def to_paddle(plane: Any, dtype: str) -> Any:
+    """A paddle tensor over the plane's bytes, of the layout's dtype. Raises NotSupported, or ImportError as torch's.
+
+    ``plane``: a NumPy or a CuPy array.
+    """
     if dtype in PADDLE_LACKS:
         raise NotSupported(f"paddle has no {dtype}; use the array in AttachedPool.planes")
     import paddle
 
-    return paddle.from_dlpack(as_carrier(plane)).view(dtype)
+    with _device_of(plane):
+        return paddle.from_dlpack(as_carrier(plane)).view(dtype)
+
+
+def _device_of(plane: Any) -> AbstractContextManager[Any]:
+    """CuPy exports an array on the device that is current; a NumPy array has none."""
+    device = getattr(plane, "device", None)
+    return device if isinstance(device, AbstractContextManager) else nullcontext()

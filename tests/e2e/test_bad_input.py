@@ -194,6 +194,9 @@ LEASING = [
          StatusCode.NOT_FOUND, "unknown lease"),
     Case("beats for an unknown lease", lambda s: list(s.bare.lease.KeepAlive(iter(
         [lease_pb2.KeepAliveRequest(lease_id=NO_LEASE)]))), NotFound, StatusCode.NOT_FOUND, "unknown lease"),
+    Case("too long a pause", lambda s: list(s.bare.lease.KeepAlive(iter([lease_pb2.KeepAliveRequest(
+        lease_id=s.engine.lease.id, pause_write_backs_ms=1001)]))), InvalidRequest, StatusCode.INVALID_ARGUMENT,
+         "at most 1000 ms at a time, not 1001"),
     Case("match under an unknown lease", lambda s: s.match(b"", lease_id=NO_LEASE), NotFound, StatusCode.NOT_FOUND,
          "unknown lease"),
     Case("another engine's sequence", lambda s: s.allocate(5, lease=s.other.lease.id), NotFound, StatusCode.NOT_FOUND,

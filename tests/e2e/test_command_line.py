@@ -53,7 +53,7 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
         (["--listen", "localhost:0", "--tls-key", "key.pem"], "tls_certificate and tls_key go together"),
         (["--eviction", "newest"], "invalid choice: 'newest' (choose from"),
         (["--write-policy", "never"], "invalid choice: 'never'"),
-        (["--backend", "cuda"], "the cuda backend is not built"),
+        (["--backend", "cuda"], "NVIDIA driver"),
         (["--config", "/does/not/exist.toml"], "cannot read the configuration"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.leases import keep_alive
+from cachesvc.flows.leases import keep_alive, pause_write_backs
 from cachesvc.flows.match import match
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
@@ -61,10 +61,14 @@ class SimEngine(SimProcesses):
         keep_alive(self.node.core, self.lease, self.node.now)
         choices: list[Callable[[], None]] = [self._begin, self._begin, self._begin, self._begin, self._prefetch]
         if self.rng.random() < 0.2:
-            choices.append(self._refill)
+            choices += [self._refill, self._pause]
         for request in self.requests.values():
             choices += [partial(action, request) for action in self._actions(request)]
         self.rng.choice(choices)()
+
+    def _pause(self) -> None:
+        """Its decode is being hurt."""
+        self.node.run(partial(pause_write_backs, self.node.core, self.lease, self.rng.choice((1, 400, 1000))))
 
     def _actions(self, request: Request) -> list[Callable[[Request], None]]:
         if request.swapped:

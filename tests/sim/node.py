@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.mapped import populate
 from cachesvc.model.answers import Wait
@@ -76,6 +77,14 @@ class Refusing:
             raise Unavailable("the simulator refuses this transfer")
         return self._engine().submit(transfer)
 
+    def expedite(self, ticket: int) -> None:
+        self._faults["ticket_expedited"] += 1
+        self._engine().expedite(ticket)
+
+    def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
+        self._faults["write_backs_paused"] += 1
+        self._engine().pause_write_backs(devices, seconds)
+
 
 class SimNode:
     """Core, Vault and SwapEngine. What threads would bring waits in ``inbox`` until it is delivered."""
@@ -85,7 +94,12 @@ class SimNode:
         self.faults = faults
         self.events: Counter[str] = Counter()
         self.inbox: deque[Callable[[], object]] = deque()
-        self.backend = SteppedBackend(2, 1 << 16, timeline_words=rng.choice((16, 64, 256)))
+        self.backend = SteppedBackend(
+            2,
+            1 << 16,
+            timeline_words=rng.choice((16, 64, 256)),
+            rules=CopyRules(slice_bytes=rng.choice((16, 100, 1 << 20))),
+        )
         self.backend.start()
         self.engine = SwapEngine(
             self.backend,

@@ -1,17 +1,17 @@
 """A backend on plain arrays whose copy streams do nothing until told: the simulator decides what lands when.
 
-No thread, no clock, no descriptor: the same calls give the same bytes. It must pass the contract suite of
-the real backends (tests/contracts/test_backend.py).
+No thread, no descriptor, and a clock that others set: the same calls give the same bytes. The arbiter is the real one.
+It must pass the contract suite of the real backends (tests/contracts/test_backend.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
 from cachesvc.memory.copy_thread import end_job
 from cachesvc.memory.seam import CopyJob, Handle
@@ -66,59 +66,68 @@ class SteppedTimeline:
 
 
 class SteppedStream:
-    """Jobs in order; ``step`` is the only thing that moves a byte."""
+    """Jobs as the arbiter gives them out; ``step`` is the only thing that moves a byte."""
 
-    def __init__(self, backend: SteppedBackend, timeline: SteppedTimeline, name: str) -> None:
-        self.name = name
-        self.jobs: deque[CopyJob] = deque()
+    def __init__(self, backend: SteppedBackend, timeline: SteppedTimeline, arbiter: Arbiter, way: Direction) -> None:
         self._backend = backend
         self._timeline = timeline
-        self._next_step = 0
+        self._arbiter = arbiter
+        self._way = way
         self._is_closed = False
+
+    @property
+    def jobs(self) -> int:
+        """Jobs that have not ended."""
+        return self._arbiter.queued(self._way)
+
+    def next_job(self) -> CopyJob | None:
+        """The job that ``step`` would move on."""
+        return self._arbiter.next_job(self._way, self._backend.now)
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job. Raises Unavailable after ``close``."""
         if self._is_closed:
-            raise Unavailable(f"copy stream {self.name} is closed")
-        self.jobs.append(job)
+            raise Unavailable(f"the {self._way.value} stream is closed")
+        self._arbiter.push(self._way, job, self._backend.now)
 
     def step(self) -> None:
-        """Run the next step of the oldest job; with its last one the job ends."""
-        job = self.jobs[0]
+        """Run the next slice; with its last one a job ends."""
+        piece = self._arbiter.pop(self._way, self._backend.now)
+        assert piece is not None
+        job, error = piece.job, None
         try:
-            if self._next_step < len(job.steps):
-                step = job.steps[self._next_step]
-                self._backend.copy(step.copies)
-                if step.word_value is not None and job.word is not None:
-                    self._timeline.write(job.word, step.word_value)
-                self._next_step += 1
-        except InvalidRequest as error:
-            self.end(error)
-            return
-        if self._next_step >= len(job.steps):
-            self.end(None)
+            self._backend.copy(piece.copies)
+            if piece.word_value is not None and job.word is not None:
+                self._timeline.write(job.word, piece.word_value)
+        except InvalidRequest as failure:
+            error = failure
+            self._arbiter.fail(job)
+        self._arbiter.landed(self._way, piece)
+        if piece.is_last or error is not None:
+            end_job(job, error, self._timeline.write)
 
-    def end(self, error: Exception | None) -> None:
-        """End the oldest job as it is."""
-        self._next_step = 0
-        end_job(self.jobs.popleft(), error, self._timeline.write)
+    def fail(self, error: Exception) -> None:
+        """End the next job as it is."""
+        job = self.next_job()
+        assert job is not None
+        self._arbiter.fail(job)
+        end_job(job, error, self._timeline.write)
 
     def close(self) -> None:
-        """Fail what is queued; what has begun is finished first."""
+        """Fail what has not begun; what has begun is finished."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._next_step:
-            begun = self.jobs[0]
-            while self.jobs and self.jobs[0] is begun:
-                self.step()
+        waiting = self._arbiter.drain(self._way)
         while self.jobs:
-            self.end(Unavailable(f"copy stream {self.name} was closed first"))
+            self.step()
+        for job in waiting:
+            end_job(job, Unavailable(f"the {self._way.value} stream was closed first"), self._timeline.write)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A stream that has jobs: how many, and the ticket of the oldest."""
+    """A stream that has a slice to run now: how many jobs it has, and the ticket of the next one."""
 
     device: str
     direction: Direction
@@ -127,18 +136,23 @@ class Pending:
 
 
 class SteppedBackend:
-    """``devices`` pretended devices ``step-0``, ``step-1``, ... of ``device_bytes`` each."""
+    """``devices`` pretended devices ``step-0``, ``step-1``, ... of ``device_bytes`` each. ``now``: seconds, for the
+    arbiter; ``run_all`` moves it on where only time is waited for."""
 
     name = "stepped"
 
-    def __init__(self, devices: int, device_bytes: int, timeline_words: int = 8192) -> None:
+    def __init__(
+        self, devices: int, device_bytes: int, timeline_words: int = 8192, rules: CopyRules | None = None
+    ) -> None:
+        self.now = 0.0
         self._free = {f"step-{i}": device_bytes for i in range(devices)}
         self._device_bytes = device_bytes
         self._regions: dict[int, memoryview] = {}
         self._last_region = 0
         self._timelines = {device: SteppedTimeline(device, timeline_words) for device in self._free}
+        self._arbiters = {device: Arbiter(device, rules or CopyRules()) for device in self._free}
         self._streams = {
-            (device, way): SteppedStream(self, self._timelines[device], f"{way.value}-{device}")
+            (device, way): SteppedStream(self, self._timelines[device], self._arbiters[device], way)
             for device in self._free
             for way in Direction
         }
@@ -147,36 +161,43 @@ class SteppedBackend:
     def pending(self) -> tuple[Pending, ...]:
         """Streams that have something to do, in a fixed order."""
         return tuple(
-            Pending(device, way, len(stream.jobs), stream.jobs[0].ticket)
+            Pending(device, way, stream.jobs, job.ticket)
             for (device, way), stream in self._streams.items()
-            if stream.jobs
+            if (job := stream.next_job()) is not None
         )
 
     def run_step(self, device: str, direction: Direction) -> None:
-        """Run one step of the oldest job of a stream."""
+        """Run one slice of the next job of a stream."""
         self._streams[device, direction].step()
 
     def run_one(self, device: str, direction: Direction) -> None:
-        """Run the oldest job of a stream to its end."""
+        """Run a stream for as long as it stays with its next job."""
         stream = self._streams[device, direction]
-        job = stream.jobs[0]
-        while stream.jobs and stream.jobs[0] is job:
+        job = stream.next_job()
+        while job is not None and stream.next_job() is job:
             stream.step()
 
     def fail_one(self, device: str, direction: Direction, error: Exception) -> None:
-        """Break the oldest job of a stream where it stands."""
-        self._streams[device, direction].end(error)
+        """Break the next job of a stream where it stands."""
+        self._streams[device, direction].fail(error)
 
     def run_all(self) -> None:
         """Run until nothing is pending, one step of each stream in turn."""
         for _ in range(CRANKS):
             waiting = self.pending()
-            if not waiting:
+            if not waiting and not self._wait():
                 return
             for one in waiting:
-                if self._streams[one.device, one.direction].jobs:
+                if self._streams[one.device, one.direction].next_job() is not None:
                     self.run_step(one.device, one.direction)
         raise AssertionError(f"still pending after {CRANKS} cranks: {self.pending()}")
+
+    def _wait(self) -> bool:
+        """Move the clock to where a stream can go on; False where none has anything to do."""
+        times = [self._arbiters[device].next_time(way, self.now) for device, way in self._streams]
+        coming = [time for time in times if time is not None]
+        self.now = max(self.now, min(coming, default=self.now))
+        return bool(coming)
 
     def copy(self, copies: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
         """Check and run a batch at once."""
@@ -236,6 +257,16 @@ class SteppedBackend:
         self._check(device)
         self._check_running()
         return self._streams[device, Direction.STORE]
+
+    def expedite(self, device: str, ticket: int) -> None:
+        """A ticket's jobs on the device are awaited now."""
+        self._check(device)
+        self._arbiters[device].expedite(ticket)
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Run no slice of background stores until ``now`` has come so far."""
+        self._check(device)
+        self._arbiters[device].pause_background(Direction.STORE, self.now + seconds)
 
     def register_host(self, buffer: memoryview) -> int:
         """Make host memory copyable."""

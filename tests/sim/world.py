@@ -33,7 +33,9 @@ FAULTS = (
     "engine_fell_silent",
     "host_pages_late",
     "mover_refused",
+    "ticket_expedited",
     "worker_died",
+    "write_backs_paused",
     "wrote_after_loss",
 )
 """Kinds of bad luck that a long enough run must have seen."""
@@ -108,6 +110,7 @@ class World:
         """One event, and the checks after it."""
         self.steps += 1
         self.node.now += self.rng.random()
+        self.node.backend.now = max(self.node.backend.now, self.node.now)
         kinds: list[tuple[float, Callable[[], None]]] = [
             (60, self._engine_acts),
             (20, self._copy_moves),

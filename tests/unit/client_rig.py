@@ -25,7 +25,7 @@ from kvcache.v1 import (
 )
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.memory.shm import ShmTimeline
+from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import ErrorCode
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
@@ -85,7 +85,7 @@ class FakeDaemon:
         self.draining = False
         self.layout: Layout | None = None
         self.memory_kind = "memfd"
-        self.timeline = ShmTimeline(64)
+        self.timeline = HostTimeline(64)
         self.slab_fds: list[int] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(16))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -61,6 +61,8 @@ class RecordingMover:
     def __init__(self) -> None:
         self.transfers: dict[int, Transfer] = {}
         self.all: list[Transfer] = []
+        self.expedited: list[int] = []
+        self.pauses: list[tuple[tuple[str, ...], float]] = []
         self.refusing = False
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
@@ -69,6 +71,12 @@ class RecordingMover:
         self.transfers[transfer.ticket] = transfer
         self.all.append(transfer)
         return TimelineSlot(0, 1, 0, 1)
+
+    def expedite(self, ticket: int) -> None:
+        self.expedited.append(ticket)
+
+    def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
+        self.pauses.append((tuple(devices), seconds))
 
 
 @dataclass

@@ -64,6 +64,8 @@ async def test_a_life_from_connect_to_close(daemon: FakeDaemon) -> None:
                 await sequence.allocate(2)
                 assert [table.tolist() for table in sequence.tables] == [[0, 1]]
                 assert (await sequence.publish(2)).sealed_blocks == 2
+                assert lease.pools == (pool,)
+                assert not sequence.lost_tokens()
             assert sequence.is_released
             assert (await lease.prefetch(b"")).device_blocks == 3
     assert [len(daemon.seen[rpc]) for rpc in ("Release", "Detach", "Close")] == [1, 1, 1]

@@ -13,11 +13,13 @@ from cachesvc_client import (
     AlreadyClosed,
     AttachedPool,
     CacheClient,
+    Conflict,
     DaemonUnavailable,
     DeadlineExceeded,
     InvalidRequest,
     Lease,
     LoadFailed,
+    LoadOutcome,
     NotFound,
     NotSupported,
 )
@@ -153,6 +155,23 @@ def test_the_end_of_the_daemon_ends_every_wait_soon(daemon: FakeDaemon, pool: At
     assert len(ended) == 3
 
 
+def test_no_stream_waits_for_host_memory_and_what_was_waited_for_is_confirmed(
+    daemon: FakeDaemon, pool: AttachedPool
+) -> None:
+    with pytest.raises(NotSupported, match="use wait_layer"):
+        pool.wait_layer_on(0, load(), 0)
+    with pytest.raises(NotSupported, match="use wait_layer"):
+        pool.wait_ticket_on(0, load())
+    with pytest.raises(Conflict, match="has not ended"):
+        pool.confirm(load())
+    assert pool.outcome(load(state="failed")) is LoadOutcome.FAILED
+    daemon.timeline.write(4, 14)
+    pool.confirm(load(), load(state="done"))
+    daemon.timeline.write(5, 14)
+    with pytest.raises(LoadFailed):
+        pool.confirm(load())
+
+
 def test_closing_unmaps_tells_the_daemon_and_ends_all_use(daemon: FakeDaemon, pool: AttachedPool) -> None:
     ended: list[str] = []
 
@@ -182,14 +201,28 @@ def test_the_daemon_is_told_of_an_unmapping_only_when_nothing_is_held(daemon: Fa
     other = lease.attach()
     kept = other.planes[0, "k"]
     kept[0] = 5
-    other.close()
+    assert not other.close()
     assert len(daemon.seen["Detach"]) == 1
     assert kept[0].min() == 5
+    del kept
+    assert other.close()
+    assert other.close()
+    assert len(daemon.seen["Detach"]) == 2
+
+
+def test_a_sequence_without_loads_has_lost_none(daemon: FakeDaemon, lease: Lease, pool: AttachedPool) -> None:
+    sequence = lease.match(b"")
+    assert lease.pools == (pool,)
+    daemon.hang_up()
+    assert not sequence.lost_tokens()
 
 
 def test_memory_of_a_kind_or_under_a_name_that_cannot_be_had(daemon: FakeDaemon, lease: Lease) -> None:
-    daemon.memory_kind = "cuda_ipc"
-    with pytest.raises(NotSupported, match="cuda_ipc"):
+    daemon.memory_kind = "rdma"
+    with pytest.raises(NotSupported, match=r"'rdma'.*memfd, cuda_ipc, cuda_fd"):
+        lease.attach()
+    daemon.memory_kind = "cuda_ipc"  # no machine has a GPU of that name
+    with pytest.raises(NotSupported, match=r"lies on shm-0.*CUDA_VISIBLE_DEVICES"):
         lease.attach()
     daemon.memory_kind = "memfd"
     life = LifeConnection(daemon.path, PROMPT_S, lambda: None)

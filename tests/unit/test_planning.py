@@ -6,10 +6,11 @@ from __future__ import annotations
 import threading
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.transfer import Direction
+from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.swap.planning import ThreadPlanning, Work
 
 LOAD, STORE = Direction
+AWAITED, BACKGROUND = Urgency
 
 
 def test_who_submits_does_not_wait_and_the_other_direction_goes_on() -> None:
@@ -23,19 +24,19 @@ def test_who_submits_does_not_wait_and_the_other_direction_goes_on() -> None:
     def note(number: int) -> Work:
         def work(_: Exception | None) -> None:
             order.append(number)
-            planning.ended(LOAD)
+            planning.ended(LOAD, number)
 
         return work
 
-    planning.submit(LOAD, wait)
+    planning.submit(LOAD, AWAITED, -1, wait)
     for number in range(50):
-        planning.submit(LOAD, note(number))
-    planning.submit(STORE, lambda _: passed.set())
+        planning.submit(LOAD, AWAITED, number, note(number))
+    planning.submit(STORE, AWAITED, 0, lambda _: passed.set())
     passed.wait()
     assert order == []
     gate.set()
     last = threading.Event()
-    planning.submit(LOAD, lambda _: last.set())
+    planning.submit(LOAD, AWAITED, 50, lambda _: last.set())
     last.wait()
     assert order == list(range(50))
     planning.close()
@@ -51,13 +52,13 @@ def test_no_more_is_planned_ahead_than_may_wait() -> None:
         count.append(1)
         begun.release()
 
-    for _ in range(5):
-        planning.submit(LOAD, work)
+    for ticket in range(5):
+        planning.submit(LOAD, AWAITED, ticket, work)
     for planned in range(2, 6):
         while len(count) < planned:
             begun.acquire()
         assert len(count) == planned
-        planning.ended(LOAD)
+        planning.ended(LOAD, planned - 2)
     planning.close()
 
 
@@ -65,10 +66,39 @@ def test_close_abandons_what_waits_and_what_comes_later() -> None:
     planning = ThreadPlanning(planned_ahead=1)
     planning.start()
     errors: list[Exception | None] = []
-    for _ in range(4):
-        planning.submit(STORE, errors.append)
+    for ticket in range(4):
+        planning.submit(STORE, AWAITED, ticket, errors.append)
     planning.close()
-    planning.submit(STORE, errors.append)
+    planning.submit(STORE, AWAITED, 4, errors.append)
     planning.close()
     assert len(errors) == 5
     assert all(isinstance(error, Unavailable) for error in errors[1:])
+
+
+def test_awaited_plans_wait_for_no_background_ones_and_an_expedited_one_is_awaited() -> None:
+    planning = ThreadPlanning(planned_ahead=2)
+    begun, order = threading.Semaphore(0), list[int]()
+
+    def note(number: int) -> Work:
+        def work(_: Exception | None) -> None:
+            order.append(number)
+            begun.release()
+
+        return work
+
+    for ticket in range(5):
+        planning.submit(LOAD, BACKGROUND, ticket, note(ticket))
+    planning.submit(LOAD, AWAITED, 10, note(10))
+    planning.expedite(LOAD, 3)
+    planning.expedite(LOAD, 99)
+    planning.start()
+    for _ in range(4):
+        begun.acquire()
+    assert order == [10, 3, 0, 1]
+    planning.expedite(LOAD, 0)  # planned already: it counts as awaited now, and leaves its place
+    begun.acquire()
+    assert order == [10, 3, 0, 1, 2]
+    planning.ended(LOAD, 1)
+    begun.acquire()
+    assert order == [10, 3, 0, 1, 2, 4]
+    planning.close()

@@ -104,10 +104,14 @@ class AsyncConnection:
         call.add_done_callback(self._calls.discard)
         return call
 
-    async def pause(self, seconds: float) -> None:
-        """Wait, but no longer than the daemon lives."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.gone_event.wait(), seconds)
+    async def pause(self, seconds: float, until: asyncio.Event | None = None) -> None:
+        """Wait, but no longer than the daemon lives, nor than until an event."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.gone_event, until) if event is not None]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def gone(self) -> CacheClientError:
         """Why nothing can be asked here any more."""

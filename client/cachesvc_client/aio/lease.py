@@ -61,6 +61,7 @@ class AsyncLease:
         self._opening = (engine, request_id)
         self._record: LeaseRecord | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
         self._stream: AsyncStepStream | None = None
         self._pools: list[AttachedPool] = []
         self._unmapped_ranks: list[int] = []
@@ -94,6 +95,11 @@ class AsyncLease:
     def is_draining(self) -> bool:
         """As ``Lease.is_draining``."""
         return self.record.is_draining
+
+    @property
+    def pools(self) -> tuple[AttachedPool, ...]:
+        """As ``Lease.pools``."""
+        return tuple(self._pools)
 
     def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
         """Call ``callback(error)`` on the loop, once, when the lease is lost; at once if it is."""
@@ -133,6 +139,11 @@ class AsyncLease:
     async def prefetch(self, keys: bytes) -> Prefetched:
         """As ``Lease.prefetch``."""
         return await self.run(self.record.prefetch(keys))
+
+    async def pause_write_backs(self, seconds: float) -> None:
+        """As ``Lease.pause_write_backs``."""
+        self.record.ask_pause(seconds)
+        self._news.set()
 
     def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
         """As ``Lease.step``."""
@@ -266,13 +277,14 @@ class AsyncLease:
                 call = connection.open_stream(KEEP_ALIVE)
                 with contextlib.closing(_Cancelling(call)):
                     while loss is None:
-                        await call.write(lease_pb2.KeepAliveRequest(lease_id=self.id))
+                        self._news.clear()
+                        await call.write(record.build_beat())
                         answer = await call.read()
                         if answer is grpc.aio.EOF:
                             break
                         heard_s = time.monotonic()
                         loss = record.note_beat(answer)
-                        await connection.pause(record.beat_interval_s)
+                        await connection.pause(record.beat_interval_s, self._news)
             except grpc.RpcError as broken:
                 failure = broken
             except (asyncio.CancelledError, asyncio.InvalidStateError, DaemonUnavailable):

@@ -10,7 +10,9 @@ from typing import Protocol, TypeVar
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, LeaseLost
 from cachesvc_client.lease_record import LeaseRecord
+from cachesvc_client.losses import lost_tokens
 from cachesvc_client.methods import Operation
+from cachesvc_client.pool import AttachedPool
 from cachesvc_client.sequence import SequenceView
 from cachesvc_client.sequence_record import SequenceRecord
 
@@ -25,6 +27,14 @@ class AsyncSequenceLease(Protocol):
     @property
     def record(self) -> LeaseRecord:
         """What is known of the lease."""
+
+    @property
+    def pools(self) -> tuple[AttachedPool, ...]:
+        """The pools that it attached in this process."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True once it is over for the daemon, or the daemon is gone."""
 
     async def settle(self, record: SequenceRecord) -> None:
         """Learn what became of a call whose answer never came."""
@@ -74,6 +84,10 @@ class AsyncSequence(SequenceView):
         """As ``Sequence.wait_loaded``."""
         if self.record.tickets:
             self.record.end_loads(await self._wait(self.record.tickets, timeout_s))
+
+    def lost_tokens(self) -> range:
+        """As ``Sequence.lost_tokens``: no round trip, so nothing to await."""
+        return lost_tokens(self.record, self._lease.pools, self._lease.is_lost)
 
     async def wait_swapped(self, timeout_s: float | None = None) -> None:
         """As ``Sequence.wait_swapped``."""

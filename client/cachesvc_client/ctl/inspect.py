@@ -92,6 +92,12 @@ def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
         f"{', DRAINING' if answer.draining else ''}\n"
         f"host pool: {describe_bytes(answer.host_pool_ready_bytes)} of {describe_bytes(answer.host_pool_bytes)} ready"
     )
+    devices = "".join(
+        f"\n{d.name} {d.uuid}: pool {describe_bytes(d.pool_bytes)}, {describe_bytes(d.context_bytes)} beside it, "
+        f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
+        f"planes under {describe_bytes(d.narrow_plane_bytes)} load at less than half of that"
+        for d in answer.devices
+    )
     pools = table(
         ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page"),
         [
@@ -112,7 +118,7 @@ def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
     )
     counters = table(("counter", "value"), sorted(answer.counters.items()))
     config = table(("setting", "value"), sorted(answer.config.items()))
-    return answer, f"{head}\n\n{pools}\n\n{counters}\n\n{config}", 0
+    return answer, f"{head}{devices}\n\n{pools}\n\n{counters}\n\n{config}", 0
 
 
 def _models(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:

@@ -82,6 +82,60 @@ class PoolStatus(_message.Message):
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
+class DeviceStatus(_message.Message):
+    """A device whose memory the daemon owns. The link's figures are 0 where it was not measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    POOL_BYTES_FIELD_NUMBER: _builtins.int
+    CONTEXT_BYTES_FIELD_NUMBER: _builtins.int
+    LOAD_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    STORE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BOTH_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    COPY_US_FIELD_NUMBER: _builtins.int
+    ROW_NS_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    NARROW_PLANE_BYTES_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    name: _builtins.str
+    pool_bytes: _builtins.int
+    """What slabs may take in all."""
+    context_bytes: _builtins.int
+    """What the daemon takes of the device beside its pool."""
+    load_gb_per_second: _builtins.float
+    store_gb_per_second: _builtins.float
+    both_gb_per_second: _builtins.float
+    copy_us: _builtins.float
+    row_ns: _builtins.float
+    step_us: _builtins.float
+    narrow_plane_bytes: _builtins.int
+    """Planes narrower than this load at less than half of the link's speed."""
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        name: _builtins.str = ...,
+        pool_bytes: _builtins.int = ...,
+        context_bytes: _builtins.int = ...,
+        load_gb_per_second: _builtins.float = ...,
+        store_gb_per_second: _builtins.float = ...,
+        both_gb_per_second: _builtins.float = ...,
+        copy_us: _builtins.float = ...,
+        row_ns: _builtins.float = ...,
+        step_us: _builtins.float = ...,
+        narrow_plane_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["both_gb_per_second", b"both_gb_per_second", "context_bytes", b"context_bytes", "copy_us", b"copy_us", "load_gb_per_second", b"load_gb_per_second", "name", b"name", "narrow_plane_bytes", b"narrow_plane_bytes", "pool_bytes", b"pool_bytes", "row_ns", b"row_ns", "step_us", b"step_us", "store_gb_per_second", b"store_gb_per_second", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceStatus: _TypeAlias = DeviceStatus  # noqa: Y015
+
+@_typing.final
 class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -135,6 +189,7 @@ class GetStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     HOST_POOL_BYTES_FIELD_NUMBER: _builtins.int
     HOST_POOL_READY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     epoch: _builtins.int
     uptime_seconds: _builtins.float
@@ -148,6 +203,8 @@ class GetStatusResponse(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceStatus]: ...
     def __init__(
         self,
         *,
@@ -161,10 +218,11 @@ class GetStatusResponse(_message.Message):
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         host_pool_bytes: _builtins.int = ...,
         host_pool_ready_bytes: _builtins.int = ...,
+        devices: _abc.Iterable[Global___DeviceStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "config", b"config", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "pools", b"pools", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "pools", b"pools", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

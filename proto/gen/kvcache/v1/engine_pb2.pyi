@@ -258,7 +258,9 @@ class AttachResponse(_message.Message):
     @_builtins.property
     def slabs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSlab]: ...
     @_builtins.property
-    def timeline(self) -> _common_pb2.MemoryHandle: ...
+    def timeline(self) -> _common_pb2.MemoryHandle:
+        """Words in host memory, always a memfd."""
+
     def __init__(
         self,
         *,

@@ -79,15 +79,19 @@ class KeepAliveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    PAUSE_WRITE_BACKS_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    pause_write_backs_ms: _builtins.int
+    """The engine's decode is being hurt: copy no backups off its devices for so long, at most 1000. 0: nothing to tell."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
+        pause_write_backs_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "pause_write_backs_ms", b"pause_write_backs_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

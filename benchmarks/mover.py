@@ -1,0 +1,119 @@
+"""The daemon's own mover in one process: backend, link costs, host pool and swap engine, without the daemon around."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from cachesvc.config import Config
+from cachesvc.daemon import choose_hardware, link_costs
+from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool
+from cachesvc.memory.host_slab import HostSlab
+from cachesvc.memory.seam import Slab
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.service.admin_service import DeviceLine
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.planner import LinkCosts
+
+WAIT_SECONDS = 120.0
+HOST_THREADS = {"shm": 2, "cuda": 8}
+OnDone = Callable[[int, Exception | None], None]
+
+
+class Mover:
+    """``start`` takes and touches the host memory; device pages of shm are paid for by whoever touches them first.
+
+    Raises CacheError when made where there is no such backend, and at ``start`` where memory is missing.
+    """
+
+    def __init__(self, backend: str, device_bytes: int, host_bytes: int, *, slice_bytes: int | None = None) -> None:
+        self.config = Config(
+            backend=backend,
+            device_pool=device_bytes,
+            host_pool=host_bytes,
+            host_threads=HOST_THREADS[backend],
+            slice_bytes=slice_bytes or Config().slice_bytes,
+        )
+        self.hardware = choose_hardware(self.config)
+        self.backend = self.hardware.backend
+        self.device = self.backend.devices()[0]
+        self.costs = LinkCosts()
+        self.link: dict[str, object] = {}
+        chunk = min(MAX_CHUNK_BYTES, host_bytes)
+        self.host = HostPool(host_bytes, chunk, self.config.host_threads, self.hardware.node, self.backend)
+
+    def start(self) -> None:
+        """Start the backend, measure the link, and wait for the whole host pool."""
+        self.backend.start()
+        lines: list[DeviceLine] = []
+        self.costs = link_costs(self.config, self.hardware.gpus, lines.append)
+        self.link = lines[0].shown() if lines else {}
+        self.host.start()
+        self.host.join_filling()
+        if self.host.failure is not None:
+            raise self.host.failure
+
+    def close(self) -> None:
+        """Stop all."""
+        self.backend.close()
+        self.host.close()
+
+    def slab(self, layout: Layout, pages: int) -> Slab:
+        """A device slab for ``pages`` pages of a layout of one group."""
+        return self.backend.create_slab(self.device, device_geometry(layout, 0, pages).total_bytes)
+
+    def reserve(self, layout: Layout, pages: int) -> HostSlab:
+        """Host pages, zeroed and usable."""
+        slab = self.host.reserve(layout.page_bytes(0), pages)
+        come = threading.Event()
+        ready = self.host.ready_pages(slab, lambda _: come.set())
+        while sum(run.count for run in ready) < pages:
+            come.wait(WAIT_SECONDS)
+            come.clear()
+            ready = self.host.ready_pages(slab)
+        return slab
+
+    def engine(
+        self,
+        layout: Layout,
+        host: HostSlab,
+        slab: Slab,
+        pages: int,
+        on_done: OnDone,
+        layers_per_step: int | None = None,
+    ) -> SwapEngine:
+        """A started engine with one model and one replica, both number 0."""
+        engine = SwapEngine(self.backend, on_done, costs=self.costs, layers_per_step=layers_per_step)
+        engine.start()
+        engine.attach_model(0, layout, [[host]])
+        engine.attach_replica(0, 0, [self.device], [[slab]], [pages])
+        return engine
+
+
+class Arrivals:
+    """Counts jobs that have ended, and keeps the first error."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Semaphore(0)
+        self._error: Exception | None = None
+
+    def done(self, ticket: int, error: Exception | None) -> None:
+        """The end of a job."""
+        del ticket
+        self._error = self._error or error
+        self._ended.release()
+
+    def wait(self, jobs: int) -> None:
+        """Until ``jobs`` more have ended. Raises what broke, or TimeoutError."""
+        for _ in range(jobs):
+            if not self._ended.acquire(timeout=WAIT_SECONDS):
+                raise TimeoutError(f"a copy did not end within {WAIT_SECONDS:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+def two_plane_layout(layers: int, width: int) -> Layout:
+    """Planes ``k`` and ``v`` of ``width`` bytes a block in each layer."""
+    planes = tuple(Plane(name, layer, "full", (width,), "uint8") for layer in range(layers) for name in ("k", "v"))
+    return Layout(64, 1, (PlaneGroup("full"),), planes)

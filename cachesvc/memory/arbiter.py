@@ -1,0 +1,249 @@
+"""Decides which slice of which copy job goes next, for both directions of one device.
+
+A device has one link each way and many who want it. First come, first served lets a short load, for which a request
+waits, stand behind seconds of others' long ones, and behind backups for which nobody waits. The rules, in their order:
+
+1. Urgency. AWAITED jobs go before BACKGROUND jobs of their direction: somebody waits for those only. Background stores
+   also wait for awaited loads, because both directions share the host's memory bus and the device's copy engines. So
+   that nothing starves, a background class that was served nothing for ``background_delay_s`` gets one slice. The delay
+   is the class's, not each job's: with many jobs waiting, one slice each would be the whole link.
+2. Shares within a class, by bytes: two thirds to the job with the least (bytes left x bytes in all), one third to the
+   oldest. A short load behind endless long ones takes 1.5 times its time alone; whoever has become the oldest gets a
+   third at the least, and every job becomes the oldest. Bytes left alone would let a long job's tail, as large as the
+   short job, go first: 2.5 times. Jobs of one size go in the order they came.
+3. A byte budget for each direction: a token bucket that holds two slices, for hosts whose memory or network cannot do
+   without a limit.
+4. A pause: an engine has told that its decode is being hurt. Background stores get nothing until it is over, overdue or
+   not; whoever asks for it sees to it that it is short. Expedited jobs go on.
+
+Pure: no thread and no clock. ``now`` comes in, and the owner holds a lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cachesvc.memory.seam import CopyJob, Slice
+from cachesvc.memory.slices import cut
+from cachesvc.model.errors import LimitExceeded
+from cachesvc.model.transfer import Direction, Urgency
+
+SLICE_BYTES = 32 << 20
+"""0.6 ms on a PCIe 5 x16 link: long beside a submission (6 us a copy), short beside what a request notices."""
+
+BURST_SLICES = 2
+_CLOCK_GRAIN_S = 1e-6
+"""Times are floats: a slice may go this much before the bucket holds all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRules:
+    """What one device's copies keep to. ``*_bytes_per_second``: 0 is no limit.
+
+    ``queued_jobs``: jobs that wait at most, both directions together; more than the engine has tickets in flight.
+    """
+
+    slice_bytes: int = SLICE_BYTES
+    load_bytes_per_second: int = 0
+    store_bytes_per_second: int = 0
+    background_delay_s: float = 0.25
+    queued_jobs: int = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A job with what is left of it; ``head`` is cut already, so that its size is known."""
+
+    job: CopyJob
+    urgency: Urgency
+    size_bytes: int
+    left_bytes: int
+    head: Slice
+    rest: Iterator[Slice]
+    has_begun: bool = False
+
+    @property
+    def weight(self) -> int:
+        """Least goes first."""
+        return self.left_bytes * self.size_bytes
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Tokens are bytes. A rate of 0 is no limit."""
+
+    bytes_per_second: int
+    burst_bytes: int
+    tokens: float
+    filled_at: float = 0.0
+
+    def fill(self, now: float) -> None:
+        earned = max(now - self.filled_at, 0.0) * self.bytes_per_second
+        self.tokens = min(self.burst_bytes, self.tokens + earned)
+        self.filled_at = max(now, self.filled_at)
+
+    def wait_s(self, size_bytes: int) -> float:
+        """Seconds after the last ``fill`` until ``size_bytes`` may go."""
+        short = size_bytes - self.tokens
+        if not self.bytes_per_second or short <= _CLOCK_GRAIN_S * self.bytes_per_second:
+            return 0.0
+        return short / self.bytes_per_second
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One direction. ``queued``: oldest first. ``credit``: twice the bytes that the oldest of each class has to its
+    good. ``background_since``: when the background class was last served, or began to wait."""
+
+    bucket: _Bucket
+    queued: list[_Queued] = field(default_factory=list)
+    on_way: list[tuple[Slice, Urgency]] = field(default_factory=list)
+    credit: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
+    background_since: float = 0.0
+    paused_until: float = 0.0
+    is_draining: bool = False
+
+    def of(self, urgency: Urgency) -> list[_Queued]:
+        return [queued for queued in self.queued if queued.urgency is urgency]
+
+    @property
+    def has_awaited(self) -> bool:
+        """True while an awaited job is queued or on its way."""
+        return any(queued.urgency is Urgency.AWAITED for queued in self.queued) or any(
+            urgency is Urgency.AWAITED for _, urgency in self.on_way
+        )
+
+
+class Arbiter:
+    """The queued jobs of one device. ``device`` is for messages."""
+
+    def __init__(self, device: str, rules: CopyRules) -> None:
+        assert rules.slice_bytes > 0
+        self._device = device
+        self._rules = rules
+        burst = BURST_SLICES * rules.slice_bytes
+        rates = {Direction.LOAD: rules.load_bytes_per_second, Direction.STORE: rules.store_bytes_per_second}
+        self._lanes = {direction: _Lane(_Bucket(rate, burst, burst)) for direction, rate in rates.items()}
+
+    def push(self, direction: Direction, job: CopyJob, now: float) -> None:
+        """Queue a job. Raises LimitExceeded."""
+        waiting = sum(len(lane.queued) for lane in self._lanes.values())
+        if waiting >= self._rules.queued_jobs:
+            raise LimitExceeded(f"copy jobs waiting on {self._device}", waiting + 1, self._rules.queued_jobs)
+        lane = self._lanes[direction]
+        if job.urgency is Urgency.BACKGROUND and not lane.of(Urgency.BACKGROUND):
+            lane.background_since = now
+        size_bytes, rest = cut(job, self._rules.slice_bytes)
+        lane.queued.append(_Queued(job, job.urgency, size_bytes, size_bytes, next(rest), rest))
+
+    def pop(self, direction: Direction, now: float) -> Slice | None:
+        """The slice to start now, which counts as on its way until ``landed``; None where none may go yet."""
+        lane = self._lanes[direction]
+        queued = self._choose(direction, now)
+        if queued is None:
+            return None
+        lane.bucket.fill(now)
+        piece = queued.head
+        if lane.bucket.wait_s(piece.size_bytes) and not lane.is_draining:
+            return None
+        lane.bucket.tokens -= piece.size_bytes
+        self._account(lane, queued)
+        if queued.urgency is Urgency.BACKGROUND:
+            lane.background_since = now
+        lane.on_way.append((piece, queued.urgency))
+        if piece.is_last:
+            lane.queued.remove(queued)
+            return piece
+        queued.has_begun = True
+        queued.left_bytes -= piece.size_bytes
+        queued.head = next(queued.rest)
+        return piece
+
+    def next_job(self, direction: Direction, now: float) -> CopyJob | None:
+        """Whose slice ``pop`` would give out, were there no byte budget."""
+        queued = self._choose(direction, now)
+        return None if queued is None else queued.job
+
+    def next_time(self, direction: Direction, now: float) -> float | None:
+        """When ``pop`` may give something if nothing else changes; None where nothing waits."""
+        lane = self._lanes[direction]
+        if not lane.queued:
+            return None
+        queued = self._choose(direction, now)
+        if queued is not None:
+            lane.bucket.fill(now)
+            return now + lane.bucket.wait_s(queued.head.size_bytes)
+        overdue_at = lane.background_since + self._rules.background_delay_s
+        return max(lane.paused_until, overdue_at if self._yields(direction) else now)
+
+    def landed(self, direction: Direction, piece: Slice) -> bool:
+        """A slice is no longer on its way. True when the other direction may have waited for just that."""
+        lane = self._lanes[direction]
+        lane.on_way = [(other, urgency) for other, urgency in lane.on_way if other is not piece]
+        return direction is Direction.LOAD and bool(self._lanes[Direction.STORE].queued) and not lane.has_awaited
+
+    def fail(self, job: CopyJob) -> None:
+        """Forget what is left of a job, if anything is."""
+        for lane in self._lanes.values():
+            lane.queued = [queued for queued in lane.queued if queued.job is not job]
+
+    def drain(self, direction: Direction) -> list[CopyJob]:
+        """Take out the jobs that have not begun. From now on no rule holds back the rest."""
+        lane = self._lanes[direction]
+        lane.is_draining = True
+        fresh = [queued.job for queued in lane.queued if not queued.has_begun]
+        lane.queued = [queued for queued in lane.queued if queued.has_begun]
+        return fresh
+
+    def queued(self, direction: Direction) -> int:
+        """Jobs of which something is left."""
+        return len(self._lanes[direction].queued)
+
+    def expedite(self, ticket: int) -> None:
+        """Somebody waits for a ticket now: what is left of its jobs is AWAITED. They keep their age."""
+        for lane in self._lanes.values():
+            for queued in lane.queued:
+                if queued.job.ticket == ticket:
+                    queued.urgency = Urgency.AWAITED
+
+    def pause_background(self, direction: Direction, until: float) -> None:
+        """Give background jobs nothing before ``until``; a longer pause stays."""
+        lane = self._lanes[direction]
+        lane.paused_until = max(lane.paused_until, until)
+
+    def _choose(self, direction: Direction, now: float) -> _Queued | None:
+        lane = self._lanes[direction]
+        awaited, background = lane.of(Urgency.AWAITED), lane.of(Urgency.BACKGROUND)
+        if background and not lane.is_draining:
+            is_overdue = now >= lane.background_since + self._rules.background_delay_s
+            if now < lane.paused_until:
+                background = []
+            elif is_overdue:
+                awaited = []
+            elif self._yields(direction):
+                background = []
+        if awaited:
+            return _share(awaited, lane.credit[Urgency.AWAITED])
+        return _share(background, lane.credit[Urgency.BACKGROUND]) if background else None
+
+    def _yields(self, direction: Direction) -> bool:
+        """True where background jobs wait for the other direction."""
+        return direction is Direction.STORE and self._lanes[Direction.LOAD].has_awaited
+
+    def _account(self, lane: _Lane, queued: _Queued) -> None:
+        """Keep the oldest job's third: it earns half of what another is given, and pays with what it is given."""
+        rivals = lane.of(queued.urgency)
+        if queued is not rivals[0]:
+            lane.credit[queued.urgency] += queued.head.size_bytes
+        elif min(rivals, key=_weight) is not queued:
+            lane.credit[queued.urgency] -= 2 * queued.head.size_bytes
+
+
+def _share(rivals: list[_Queued], credit: int) -> _Queued:
+    oldest, lightest = rivals[0], min(rivals, key=_weight)
+    return oldest if credit >= 2 * oldest.head.size_bytes else lightest
+
+
+def _weight(queued: _Queued) -> int:
+    return queued.weight

@@ -1,0 +1,84 @@
+"""Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can change its mind.
+
+A step is cut between its copies; only a copy that is larger than a slice is cut itself, by rows, and a row that is
+larger than a slice by width. The pieces in order are the very bytes of the step in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cachesvc.memory.extents import Int64s
+from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyJob, Slice
+
+_REACH_LIMIT = 1 << 61
+"""No memory is as large. A copy that reaches beyond is not cut, because its arithmetic may overflow: it is for the
+runner's check to refuse."""
+
+
+def cut(job: CopyJob, slice_bytes: int) -> tuple[int, Iterator[Slice]]:
+    """The job's bytes, and its slices in order, at least one. A step's word goes with the last slice of the step."""
+    if not job.steps:
+        return 0, iter((Slice(job, np.empty((0, len(COPY_FIELDS)), np.int64), 0, None, is_last=True),))
+    sizes = _sizes(np.concatenate([step.copies for step in job.steps]))  # at once: NumPy is slow by the call
+    return int(sizes.sum()), _slices(job, sizes, slice_bytes)
+
+
+def _slices(job: CopyJob, sizes: Int64s, slice_bytes: int) -> Iterator[Slice]:
+    first = 0
+    for number, step in enumerate(job.steps, start=1):
+        word_value = step.word_value if job.word is not None else None
+        stop = first + len(step.copies)
+        parts = _parts(step.copies, sizes[first:stop], slice_bytes)
+        first = stop
+        part: tuple[CopyBatch, int] | None = next(parts)
+        while part is not None:
+            (copies, size_bytes), part = part, next(parts, None)
+            ends_step = part is None
+            is_last = ends_step and number == len(job.steps)
+            yield Slice(job, copies, size_bytes, word_value if ends_step else None, is_last)
+
+
+def _parts(copies: CopyBatch, sizes: Int64s, slice_bytes: int) -> Iterator[tuple[CopyBatch, int]]:
+    total = int(sizes.sum())
+    if total <= slice_bytes:
+        yield copies, total
+        return
+    ends = np.cumsum(sizes)
+    first, before = 0, 0
+    while first < len(copies):
+        stop = int(np.searchsorted(ends, before + slice_bytes, side="right"))
+        if stop == first:  # a copy larger than a slice
+            yield from _pieces(copies[first].tolist(), slice_bytes)
+            stop = first + 1
+        else:
+            yield copies[first:stop], int(ends[stop - 1]) - before
+        first, before = stop, int(ends[stop - 1])
+
+
+def _pieces(copy: list[int], slice_bytes: int) -> Iterator[tuple[CopyBatch, int]]:
+    src, src_at, dst, dst_at, width, height, src_pitch, dst_pitch = copy
+    if width <= slice_bytes:
+        rows = slice_bytes // width
+        for row in range(0, height, rows):
+            count = min(rows, height - row)
+            at = (src, src_at + row * src_pitch, dst, dst_at + row * dst_pitch)
+            yield np.array([(*at, width, count, src_pitch, dst_pitch)], np.int64), width * count
+        return
+    for row in range(height):
+        for column in range(0, width, slice_bytes):
+            size = min(slice_bytes, width - column)
+            at = (src, src_at + row * src_pitch + column, dst, dst_at + row * dst_pitch + column)
+            yield np.array([(*at, size, 1, size, size)], np.int64), size
+
+
+def _sizes(copies: CopyBatch) -> Int64s:
+    """Bytes of each copy; 0 for one that no memory can hold."""
+    width, height = copies[:, 4], copies[:, 5]
+    reach = np.maximum(np.maximum(copies[:, 6], copies[:, 7]), np.maximum(width, 1))
+    is_sane = (width > 0) & (height > 0) & (height <= _REACH_LIMIT // reach)
+    is_sane &= (copies[:, [1, 3, 6, 7]] >= 0).all(axis=1) & (copies[:, [1, 3]] < _REACH_LIMIT).all(axis=1)
+    sizes: Int64s = np.where(is_sane, width * height, 0)
+    return sizes

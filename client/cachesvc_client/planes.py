@@ -1,0 +1,70 @@
+"""The planes of one attached pool, found by layer and name; arrays of them are made when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cachesvc.model.layout import Layout, Plane
+from cachesvc_client.errors import DaemonFault, InvalidRequest
+
+PlaneKey = tuple[int, str]
+
+
+class PoolPlanes:
+    """``show`` makes the array of a plane as it was mapped; on a GPU that needs a library which may be missing."""
+
+    def __init__(self, layout: Layout, show: Callable[[Any], Any]) -> None:
+        self._specs = {(plane.group, plane.layer, plane.name): plane for plane in layout.planes}
+        self._show = show
+        self._mapped: dict[str, dict[PlaneKey, Any]] = {group.name: {} for group in layout.groups}
+        self._arrays: dict[str, dict[PlaneKey, Any]] = {}
+
+    def spec(self, group: str, layer: int, name: str) -> Plane:
+        """What the layout says of a plane. Raises DaemonFault where it does not know it."""
+        spec = self._specs.get((group, layer, name))
+        if spec is None:
+            raise DaemonFault(f"plane {name}.{layer}.{group} is not in the layout")
+        return spec
+
+    def put(self, spec: Plane, mapped: Any) -> None:
+        """Add a plane."""
+        self._mapped[spec.group][spec.layer, spec.name] = mapped
+
+    def of_group(self, group: str) -> dict[PlaneKey, Any]:
+        """Arrays of one group. Raises InvalidRequest, and NotSupported where arrays cannot be made."""
+        if group not in self._mapped:
+            raise InvalidRequest(f"there is no group {group!r}; the layout has {', '.join(self._mapped)}")
+        arrays = self._arrays.get(group)
+        if arrays is None:
+            arrays = self._arrays[group] = {key: self._show(plane) for key, plane in self._mapped[group].items()}
+        return arrays
+
+    def unambiguous(self) -> dict[PlaneKey, Any]:
+        """Arrays of all groups, without those whose key two groups have. Raises as ``of_group``."""
+        merged: dict[PlaneKey, Any] = {}
+        doubled: set[PlaneKey] = set()
+        for group in self._mapped:
+            planes = self.of_group(group)
+            doubled |= merged.keys() & planes.keys()
+            merged.update(planes)
+        return {key: plane for key, plane in merged.items() if key not in doubled}
+
+    def find(self, layer: int, name: str, group: str | None) -> tuple[Plane, Any]:
+        """One plane as it was mapped, and what the layout says of it. Raises InvalidRequest: none, or several."""
+        groups = [group] if group is not None else list(self._mapped)
+        found = [each for each in groups if (layer, name) in self._mapped.get(each, {})]
+        if len(found) != 1:
+            raise InvalidRequest(
+                f"plane {name!r} of layer {layer} is in {len(found)} groups ({', '.join(found)}); name one that has it"
+            )
+        return self._specs[found[0], layer, name], self._mapped[found[0]][layer, name]
+
+    def array(self, spec: Plane) -> Any:
+        """The array of a plane. Raises as ``of_group``."""
+        return self.of_group(spec.group)[spec.layer, spec.name]
+
+    def clear(self) -> None:
+        """Hold no plane any more."""
+        self._mapped.clear()
+        self._arrays.clear()
