@@ -85,7 +85,7 @@ def count_wrong(plane: Any, marks: Stamps, stream: int) -> npt.NDArray[np.uint32
     """``check_pages``, waited for: the wrong words of each page."""
     import cupy
 
-    on = cupy.cuda.ExternalStream(stream)
+    on = _stream(stream)
     with plane.device, on:  # CuPy gives freed memory out again in the order of the stream that it was allocated on
         wrong = cupy.empty(len(marks), np.uint32)
         check_pages(plane, marks, wrong, stream)
@@ -113,7 +113,7 @@ def _launch(name: str, plane: Any, width: int, marks: Stamps, stream: int, outpu
     import cupy
 
     chunks = min(-(-width // CHUNK_BYTES), MAX_CHUNKS)
-    with plane.device, cupy.cuda.ExternalStream(stream):
+    with plane.device, _stream(stream):
         for output in outputs:
             cupy.cuda.runtime.memsetAsync(output.data.ptr, 0, output.nbytes, stream)
         arguments = (
@@ -125,6 +125,24 @@ def _launch(name: str, plane: Any, width: int, marks: Stamps, stream: int, outpu
             *outputs,
         )
         _module().get_function(name)((len(marks), chunks), (THREADS,), arguments)
+
+
+class _Handle:
+    """A stream by its handle, as the CUDA stream protocol wants it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _stream(handle: int) -> Any:
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14; the older way ends with it
+        return cupy.cuda.Stream.from_external(_Handle(handle))
+    return cupy.cuda.ExternalStream(handle)
 
 
 @cache

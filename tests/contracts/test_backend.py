@@ -26,7 +26,10 @@ from gpu_ops.gpu import Gpu, find_gpus
 from tests.sim.stepped_backend import SteppedBackend, SteppedTimeline
 
 DEVICE_BYTES = 1 << 20
-KINDS = ("shm", "stepped", pytest.param("cuda", marks=pytest.mark.gpu))
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+KINDS = ("shm", "stepped", CUDA)
+SHARED_KINDS = ("shm", CUDA)
+"""Whose timelines other processes map."""
 
 
 @dataclass
@@ -227,9 +230,11 @@ def test_the_word_moves_after_each_step_and_the_failure_word_does_not(bench: Ben
         assert timeline.history == [(4, start), (4, 0xFFFFFFFF), (4, 0), (4, 1), (4, 2)]
 
 
-def test_whoever_waits_for_a_word_finds_the_bytes_of_its_step() -> None:
-    """On ``shm`` with the timeline mapped a second time, as an engine does it."""
-    bench = make("shm")
+@pytest.mark.parametrize("kind", SHARED_KINDS)
+def test_whoever_waits_for_a_word_finds_the_bytes_of_its_step(kind: str) -> None:
+    """With the timeline mapped a second time, as an engine does it. A GPU wakes nobody."""
+    bench = make(kind)
+    poll_s = None if kind == "shm" else (1e-5, 1e-3)
     region, memory = host(bench, 1 << 18)
     slab = bench.backend.create_slab(bench.device, 1 << 18)
     timeline = bench.backend.timeline(bench.device)
@@ -239,7 +244,7 @@ def test_whoever_waits_for_a_word_finds_the_bytes_of_its_step() -> None:
     steps = [step(flat(region, i * part, slab.region, i * part, part), value=i + 1) for i in range(64)]
     bench.load(bench.job(1, steps, end_value=64))
     for i in range(64):
-        assert wait_reached(words, 0, i + 1, time.monotonic() + 60)
+        assert wait_reached(words, 0, i + 1, time.monotonic() + 60, poll_s=poll_s)
         assert bench.backend.read(slab.region, i * part, part) == bytes(memory[i * part : (i + 1) * part])
     bench.settle()
     bench.backend.close()
@@ -334,9 +339,10 @@ def test_close_finishes_what_runs_and_fails_what_waits(bench: Bench) -> None:
     gate.set()
     bench.settle()
     assert bench.ended[1] is None
-    assert isinstance(bench.ended[2], Unavailable)
+    had_begun = bench.ended[2] is None  # where more than one slice is on its way at a time
+    assert isinstance(bench.ended[2], Unavailable) or (had_begun and bench.backend.name == "cuda")
     assert isinstance(bench.ended[3], Unavailable)
-    assert [timeline.read(word) for word in range(4)] == [7, 7, 8, 8]
+    assert [timeline.read(word) for word in range(4)] == [7, 0 if had_begun else 7, 8, 8]
     with pytest.raises(Unavailable):
         stream.submit(bench.job(4, []))
     bench.waits.pop()
