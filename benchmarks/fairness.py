@@ -36,7 +36,7 @@ DEVICE_BLOCKS = LONGS * LONG_BLOCKS + SHORT_BLOCKS
 HOST_BLOCKS = LONG_BLOCKS + SHORT_BLOCKS
 BUDGET = 2.0
 PLANE_BYTES = {"shm": 8 * KIB, "cuda": 128 * KIB}
-SLICE_BYTES = {"shm": 1 * MIB, "cuda": 16 * MIB}
+SLICE_BYTES = {"shm": 1 * MIB, "cuda": 32 * MIB}
 """In the same proportion to the short load."""
 
 Ended = Callable[[Exception | None], None]

@@ -2,8 +2,9 @@
 
     python -m benchmarks.swap [--backend shm|cuda] [--json OUT] [--pool-mib N] [--repeats 5] [--quick]
 
-A part of the pool (shm: a quarter of 1 GiB; cuda: 1 GiB of 8) is moved each way, in runs of blocks that are contiguous
-in both pools and otherwise anywhere in them, differently on each side. ``whole``: all layers in one step. ``layered``:
+A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k tokens of an 8B model, and for whole
+blocks also 1 GiB) is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
+anywhere in them, differently on each side. ``whole``: all layers in one step. ``layered``:
 steps as the planner's costs choose them. ``by layer``: a step for each layer. ``both``: a load and a store at once,
 bytes of both added. ``of plain`` compares with plain copies the same ways at once, ``of one`` with one plain copy at a
 time. Ratios are medians over medians. On a GPU a plain copy is one call of the driver.
@@ -15,6 +16,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ import numpy as np
 from benchmarks.machine import describe_gpu, describe_machine, fail
 from benchmarks.mover import Arrivals, Mover, two_plane_layout
 from benchmarks.plain import PlainCopies
+from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab
 from cachesvc.model.errors import CacheError
@@ -34,7 +37,7 @@ from cachesvc.swap.engine import SwapEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 LOAD, STORE = Direction
-ROW_SECONDS = 2.0
+ROW_SECONDS = 1.0
 """A row that has taken this long ends after ``FEWEST_REPEATS``."""
 FEWEST_REPEATS = 3
 CHECKED_PAGES = 4
@@ -43,23 +46,26 @@ LONGEST_RUN = 16
 
 @dataclass(frozen=True)
 class Ground:
-    """What is measured on one kind of memory. ``moved_part``: one in so many blocks of a pool moves each way."""
+    """What is measured on one kind of memory. ``moved_part``: one in so many blocks of a pool moves each way.
+    ``small_part``: whole blocks are also moved in tickets of one in so many of these; 1: no further tickets."""
 
     layers: int
     widths: tuple[int, ...]
     runs: tuple[int, ...]
     pool_mib: int
     moved_part: int
+    small_part: int
 
 
 GROUNDS = {
-    "shm": Ground(16, (4 * KIB, 16 * KIB, 32 * KIB, 72 * KIB, 128 * KIB, 512 * KIB), (1, 16), 1024, 4),
+    "shm": Ground(16, (4 * KIB, 16 * KIB, 32 * KIB, 72 * KIB, 128 * KIB, 512 * KIB), (1, 16), 1024, 4, 1),
     "cuda": Ground(
         32,
         (4 * KIB, 8 * KIB, 8448, 16 * KIB, 32 * KIB, 41_984, 72 * KIB, 128 * KIB, 512 * KIB),
-        (1, 4, 16),
-        8192,
-        8,
+        (1, 16),
+        16384,
+        4,
+        4,
     ),
 }
 QUICK_WIDTHS, QUICK_RUNS = (32 * KIB, 128 * KIB), (1, 16)
@@ -80,7 +86,6 @@ WAYS = (
     Way("out", (STORE,), "whole", 0),
     Way("both", (LOAD, STORE), "whole", 0),
     Way("in", (LOAD,), "layered", None),
-    Way("both", (LOAD, STORE), "layered", None),
     Way("in", (LOAD,), "by layer", 1),
     Way("both", (LOAD, STORE), "by layer", 1),
 )
@@ -142,10 +147,10 @@ class Field:
             self.layout, self.host, self.slab, self.pages, self.arrivals.done, layers_per_step=layers_per_step
         )
 
-    def transfers(self, way: Way, run: int) -> list[Transfer]:
+    def transfers(self, way: Way, run: int, blocks: int) -> list[Transfer]:
         """One transfer for each direction, on pages that do not meet."""
         rng = np.random.default_rng(run)
-        device, host = (scattered(rng, self.pages, self.blocks, run, len(way.directions)) for _ in range(2))
+        device, host = (scattered(rng, self.pages, blocks, run, len(way.directions)) for _ in range(2))
         return [
             self._transfer(direction, mine, theirs, layered=direction is LOAD and way.steps != "whole")
             for direction, mine, theirs in zip(way.directions, device, host, strict=True)
@@ -167,15 +172,15 @@ def scattered(rng: np.random.Generator, pages: int, blocks: int, run: int, parts
     ]
 
 
-def measure(field: Field, way: Way, run: int, repeats: int) -> Row:
-    """Medians of ``repeats``, each beside its own plain copies."""
+def measure(field: Field, way: Way, run: int, repeats: int, blocks: int) -> Row:
+    """Medians of ``repeats`` tickets of ``blocks`` blocks, each beside its own plain copies."""
     engine = field.engine(way.layers_per_step)
     swap_s, plain_s, one_s = [], [], []
     until = time.perf_counter() + ROW_SECONDS
     for repeat in range(repeats + 1):
         plain = field.plain.seconds(way.directions)
         one = field.plain.one_way_seconds(way.directions) if len(way.directions) > 1 else plain
-        ready = field.transfers(way, run)
+        ready = field.transfers(way, run, blocks)
         begin = time.perf_counter()
         for transfer in ready:
             engine.submit(transfer)
@@ -190,7 +195,7 @@ def measure(field: Field, way: Way, run: int, repeats: int) -> Row:
             break
     engine.close()
     ways = len(way.directions)
-    total = field.copy_bytes * ways
+    total = blocks * field.layout.page_bytes(0) * ways
     swap = total / statistics.median(swap_s) / 1e9
     plain_rate = field.plain.size_bytes * ways / statistics.median(plain_s) / 1e9
     one_rate = field.plain.size_bytes / statistics.median(one_s) / 1e9
@@ -246,8 +251,12 @@ def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list
         field = Field(mover, slab, layout, pages, blocks)
         field.start()
         for way, run in itertools.product(WAYS, ground.runs):
-            rows.append(measure(field, way, run, repeats))
+            rows.append(measure(field, way, run, repeats, blocks))
             show(rows[-1])
+        for way in WAYS[: len(WAYS) if ground.small_part > 1 else 0]:
+            if way.steps == "whole" and blocks >= ground.small_part:
+                rows.append(measure(field, way, 1, repeats, blocks // ground.small_part))
+                show(rows[-1])
         field.close()
     return rows
 
@@ -257,19 +266,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
-    parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 8192)")
+    parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 16384)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="planes of 32 and 128 KiB alone")
     arguments = parser.parse_args()
     ground = GROUNDS[arguments.backend]
     if arguments.quick:
-        ground = Ground(ground.layers, QUICK_WIDTHS, QUICK_RUNS, ground.pool_mib, ground.moved_part)
+        ground = Ground(ground.layers, QUICK_WIDTHS, QUICK_RUNS, ground.pool_mib, ground.moved_part, ground.small_part)
     pool_bytes = (arguments.pool_mib or ground.pool_mib) * MIB
     try:
         mover = Mover(arguments.backend, pool_bytes, 2 * pool_bytes if pool_bytes < 1 << 31 else pool_bytes + (1 << 30))
         mover.start()
     except CacheError as error:
         fail(str(error))
+    sys.setswitchinterval(SWITCH_SECONDS)  # as the daemon does
     began = time.monotonic()
     rows = run_all(mover, ground, pool_bytes, arguments.repeats)
     mover.close()

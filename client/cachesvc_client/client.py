@@ -166,7 +166,8 @@ class CacheClient:
         for lease in list(self._leases):
             lease.close(quiesced=quiesced)
         for pool in self._pools:
-            pool.close()
+            if quiesced or not pool.is_on_gpu:
+                pool.close()
         if self._connection is not None:
             self._connection.close()
 

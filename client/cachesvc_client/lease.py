@@ -169,15 +169,16 @@ class Lease:
     def close(self, *, quiesced: bool = True) -> None:
         """End the lease with all that it holds, unmap its pools, stop beating. Idempotent.
 
-        ``quiesced``: no kernel of this engine writes the pool any more, so its private pages come back at once. Say
-        False where that is not sure: they come back when the process ends.
+        ``quiesced``: no kernel of this engine uses the pool any more, so its private pages come back at once. Say False
+        where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then.
         """
         if self.record.is_closed:
             return
         if self._stream is not None:
             self._stream.close()
         for pool in self._pools:
-            pool.close()
+            if quiesced or not pool.is_on_gpu:  # a kernel that still runs must not find its memory gone
+                pool.close()
         self.record.is_closed = True
         if self._keeper is not None:
             self._keeper.close()

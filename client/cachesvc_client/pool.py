@@ -127,6 +127,11 @@ class AttachedPool:
         return {key: plane[page] for key, plane in planes.items()}
 
     @property
+    def is_on_gpu(self) -> bool:
+        """True where streams and kernels use this pool."""
+        return self._gpu is not None
+
+    @property
     def timeline(self) -> Words:
         """The timeline's words: for reading only."""
         self._require_open()

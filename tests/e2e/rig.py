@@ -16,7 +16,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 LOOK_SECONDS = 0.02
 BOUND_SECONDS = 60.0
-FLAGS = ("--device-pool", "64MiB", "--host-pool", "64MiB", "--drain-seconds", "0")
+FLAGS = ("--backend", "shm", "--device-pool", "64MiB", "--host-pool", "64MiB", "--drain-seconds", "0")
 
 
 class Node:

@@ -177,7 +177,8 @@ class AsyncLease:
         if self._stream is not None:
             await self._stream.close()
         for pool in self._pools:
-            pool.close()
+            if quiesced or not pool.is_on_gpu:  # a kernel that still runs must not find its memory gone
+                pool.close()
         for rank in self._unmapped_ranks:
             token = self._connection.process_token
             await self._tell(DETACH, engine_pb2.DetachRequest(lease_id=self.id, rank=rank, process_token=token))

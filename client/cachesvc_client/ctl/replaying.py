@@ -25,6 +25,7 @@ def add_commands(commands: Any) -> None:
     add = replay.add_argument
     add("trace", metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format")
     add("--socket", metavar="PATH", help="use the daemon there instead of starting one")
+    add("--backend", choices=("shm", "cuda"), default="shm", help="memory of the daemon that is started (default shm)")
     add("--engines", type=_positive, default=1, metavar="N", help="engine processes (default 1)")
     add(
         "--device-blocks",
@@ -77,7 +78,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.socket:
         report = ReplayRun(plan, arguments.socket, requests).run()
     else:
-        with DaemonProcess(_daemon_flags(plan)) as daemon:
+        with DaemonProcess(_daemon_flags(plan, arguments.backend)) as daemon:
             report = ReplayRun(plan, daemon.socket, requests).run()
     print(report_table(report))
     picture = arguments.picture
@@ -118,12 +119,12 @@ def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> Replay
     )
 
 
-def _daemon_flags(plan: ReplayPlan) -> list[str]:
+def _daemon_flags(plan: ReplayPlan, backend: str) -> list[str]:
     device = plan.device_blocks * plan.block_bytes + plan.layers * SLAB_SLACK_BYTES
     host = plan.host_blocks * plan.block_bytes
     host += -(-host // CHUNK_BYTES) * (plan.block_bytes + SLAB_SLACK_BYTES)
     flags = {
-        "--backend": "shm",
+        "--backend": backend,
         "--device-pool": str(device),
         "--host-pool": str(host),
         "--write-policy": plan.write_policy,
