@@ -291,9 +291,8 @@ def run_all(pools: list[int], host_gib: int) -> dict[str, object]:
     with DaemonProcess(flags) as daemon, grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
         node = Node(daemon.socket, channel)
         start = measure_start(node, daemon, began_s)
-        show_start(start)
         memory = measure_memory(node, free_before)
-        show_memory(memory)
+        show_daemon(start, memory)
         hits, hosts = {}, []
         for order in PAGE_SHAPES:
             hits[order], rows = measure_order(node, order)
@@ -313,18 +312,11 @@ def run_all(pools: list[int], host_gib: int) -> dict[str, object]:
     }
 
 
-def show_start(start: Start) -> None:
-    """One line."""
+def show_daemon(start: Start, memory: dict[str, int]) -> None:
+    """Two lines."""
     print(
         f"start: ready after {start.ready_s:.2f} s ({start.serving_s:.2f} with the process), host pool of "
-        f"{start.host_gib} GiB whole after {start.filled_s:.1f} s, {start.gb_per_s:.1f} GB/s",
-        flush=True,
-    )
-
-
-def show_memory(memory: dict[str, int]) -> None:
-    """One line."""
-    print(
+        f"{start.host_gib} GiB whole after {start.filled_s:.1f} s, {start.gb_per_s:.1f} GB/s\n"
         f"memory: {memory['taken_bytes'] / MIB:.0f} MiB beside the pools, host pool pinned; the daemon says "
         f"{memory['context_bytes'] / MIB:.0f} MiB (budget {BUDGETS['context_bytes'] / MIB:.0f})",
         flush=True,

@@ -20,6 +20,7 @@ from gpu_ops.streams import LOWEST_PRIORITY, CopyQueue
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76
 MAX_PITCH = 11
 PORTABLE, DEVICE_MAPPED = 1, 2
+PEER_IS_OPEN = 704
 STACK_LIMIT, SMALLEST_STACK = 0, 128
 
 
@@ -140,6 +141,15 @@ class Gpu:
     def can_reach(self, other: Gpu) -> bool:
         """True where copies go from one GPU to the other without passing through the host."""
         return bool(driver().number("cuDeviceCanAccessPeer", c_int, self.facts.ordinal, other.facts.ordinal))
+
+    def open_peer(self, other: Gpu) -> None:
+        """Let what runs here reach the other one's memory (but no VMM allocations). Again is fine. Raises CudaError."""
+        with self.current() as cuda:
+            try:
+                cuda.call("cuCtxEnablePeerAccess", other._context, 0)
+            except CudaError as error:
+                if error.code != PEER_IS_OPEN:
+                    raise
 
     def wait_word(self, stream: int, address: int, value: int) -> None:
         """Have a stream of this process wait until the word at ``address`` is at or past ``value``, cyclically.

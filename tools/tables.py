@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+GIB, MIB = 1 << 30, 1 << 20
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def render(text: str) -> str:
     def table(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+    return TABLE.sub(table, text)
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -44,9 +46,14 @@ def _load(name: str) -> dict[str, Any]:
 def _rows(head: list[str], rows: list[list[str]], machine: dict[str, Any] | None = None) -> str:
     lines = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
     if machine:
-        said = f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {machine['date']}"
-        lines += ["", f"<sub>{said}</sub>"]
+        lines += ["", f"<sub>{_said(machine)}</sub>"]
     return "\n".join(lines)
+
+
+def _said(machine: dict[str, Any]) -> str:
+    if "gpu" in machine:
+        return f"{machine['gpu']}, driver {machine['driver']}, {machine['cores']} cores, {machine['date']}"
+    return f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {machine['date']}"
 
 
 def ledger() -> str:
@@ -125,7 +132,122 @@ def replay() -> str:
     return _rows([*head, "kills", "corrupt pages", "conservation"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"ledger": ledger, "rpc": rpc, "swap": swap, "replay": replay}
+def swap_cuda() -> str:
+    """Scattered swaps on a GPU beside one call of the driver that copies as many bytes one way."""
+    found = _load("swap-cuda.json")
+    cells: dict[str, dict[int, str]] = {}
+    for row in found["rows"]:
+        ways = 2 if row["way"] == "both" else 1
+        size = f"{row['copy_bytes'] / ways / GIB:.0f} GiB"
+        label = f"{row['way']}, {row['steps']}, {size}, runs of {row['run_blocks']}"
+        ratio = f"{row['of_one_way']:.2f}x" if ways == 2 else f"{row['ratio']:.2f}"
+        cells.setdefault(label, {})[row["plane_bytes"]] = f"{row['gb_per_s']:.1f} ({ratio})"
+    widths = sorted({row["plane_bytes"] for row in found["rows"]})
+    body = [[label, *(each.get(width, "-") for width in widths)] for label, each in cells.items()]
+    head = ["GB/s (of one memcpy)", *(f"{width / 1024:g} KiB" for width in widths)]
+    return _rows(head, body, found["machine"])
+
+
+def fairness_cuda() -> str:
+    """A short load behind long ones."""
+    found = _load("fairness-cuda.json")
+    short, long = (f"{found[name] / GIB:g} GiB" for name in ("short_bytes", "long_bytes"))
+    body = [
+        ["alone", f"{found['alone_ms']:.1f}", f"{found['alone_worst_ms']:.1f}", "1", ""],
+        [
+            f"behind four endless loads of {long}",
+            f"{found['behind_ms']:.1f}",
+            f"{found['behind_worst_ms']:.1f}",
+            f"{found['ratio']:.2f} (worst {found['worst_ratio']:.2f}, budget {found['budget']:g})",
+            f"{found['gb_per_s']:.1f}",
+        ],
+        ["first come, first served (computed)", "", "", f"{found['first_come_ratio']:g}", ""],
+    ]
+    return _rows([f"load of {short}", "median ms", "worst ms", "of alone", "GB/s in all"], body, found["machine"])
+
+
+def interference() -> str:
+    """What swaps cost an engine in another process."""
+    found = _load("interference.json")
+    modes = list(found["budgets"])
+    by_kind: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_kind.setdefault((row["swapper"], row["way"]), {})[row["mode"]] = row
+    body = []
+    for (swapper, way), rows in by_kind.items():
+        slower = [f"{rows[mode]['slowdown']:.2f} ({rows[mode]['slowdown_p99']:.2f})" for mode in modes]
+        rate = " / ".join(f"{rows[mode]['gb_per_s']:.0f}" for mode in modes)
+        body.append([f"{swapper}, {way}", *slower, rate])
+    heads = [f"{mode}, x slower (p99; budget {found['budgets'][mode]:g})" for mode in modes]
+    return _rows(["swaps by", *heads, f"GB/s beside {' / '.join(modes)}"], body, found["machine"])
+
+
+def attach() -> str:
+    """What a daemon costs, and how fast a prefix that is there is had."""
+    found = _load("attach.json")
+    start, memory, hit, budgets = (found[name] for name in ("start", "memory", "hit", "budgets"))
+    taken, says = (f"{memory[name] / MIB:.0f} MiB" for name in ("taken_bytes", "context_bytes"))
+    filled = f"{start['filled_s']:.1f} s ({start['gb_per_s']:.1f} GB/s)"
+    body = [
+        ["daemon starts until it serves", f"{start['serving_s']:.2f} s", ""],
+        [f"its host pool of {start['host_gib']} GiB is whole and pinned", filled, ""],
+        ["GPU memory beside the pools", f"{taken} (it says {says})", f"{budgets['context_bytes'] / MIB:.0f} MiB"],
+    ]
+    for row in found["restart"]:
+        blocks, spawned = f"{row['blocks']:,}", f"{row['since_spawn_ms'] / 1e3:.1f} s"
+        told = f"{row['usable_ms']:.0f} ms (all {blocks} blocks {row['whole_ms']:.0f} ms; from its start {spawned})"
+        body.append(
+            [f"engine restarts, pool of {row['pool_gib']} GiB: first page", told, f"{budgets['restart_ms']:g} ms"]
+        )
+    spread = f"{hit['median_ms']:.2f} ms (worst {hit['worst_ms']:.2f}; bytes copied: {_copied(hit)})"
+    body.append(["32k tokens on the device, of another engine: first page", spread, f"{budgets['hit_ms']:g} ms"])
+    for row in found["host"]:
+        cited = found["cited"][row["order"]]
+        first = "" if row["first_layer_ms"] is None else f", first layer {row['first_layer_ms']:.1f} ms"
+        told = f"{row['all_ms']:.1f} ms, {row['gb_per_s']:.1f} GB/s{first}"
+        theirs = f"{found['cited']['of']}: {cited['ms']} ms, {cited['gb_per_s']} GB/s"
+        body.append([f"32k tokens on the host, {row['order']}, {row['way']}", told, theirs])
+    return _rows(["", "measured", "budget, or for scale"], body, found["machine"])
+
+
+def _copied(hit: dict[str, Any]) -> int:
+    return sum(int(after) - int(before) for before, after in (hit["h2d_bytes"], hit["d2h_bytes"]))
+
+
+def overlap() -> str:
+    """Time to first token of prompts whose prefix lies on the host."""
+    found = _load("overlap.json")
+    columns = {
+        "prefix is on the device": "compute_ms",
+        "transfer alone": "transfer_ms",
+        "layer by layer": "overlapped_ms",
+        "load, then compute": "one_after_the_other_ms",
+        "recompute": "recompute_ms",
+    }
+    body = [
+        [
+            f"{row['prefix_tokens']:,}",
+            *(f"{row[name]:.1f}" for name in columns.values()),
+            f"{row['of_the_larger']:.3f}",
+            f"{row['speed_up']:.1f}x",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["prefix, tokens", *(f"{name}, ms" for name in columns)]
+    return _rows([*head, "layer by layer / larger of the two", "over recompute"], body, found["machine"])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "ledger": ledger,
+    "rpc": rpc,
+    "swap": swap,
+    "replay": replay,
+    "swap-cuda": swap_cuda,
+    "fairness-cuda": fairness_cuda,
+    "interference": interference,
+    "attach": attach,
+    "overlap": overlap,
+}
 
 if __name__ == "__main__":
     main()

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
-from cachesvc.flows.backup import submit
 from cachesvc.flows.core import (
     Core,
     cells,
@@ -17,33 +12,16 @@ from cachesvc.flows.core import (
     ticket_view,
     wait_for,
 )
+from cachesvc.flows.loads import Loads, fill, kept, loads_of, pages_wanted
 from cachesvc.flows.room import make_room
-from cachesvc.ledger.blocks import window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
-from cachesvc.model.transfer import Direction, PagePairs, Urgency
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
-
-
-@dataclass(slots=True)
-class _Loads:
-    """The part of a sequence's hit that is not in its tables yet.
-
-    ``rows``: its blocks; ``whole``: those that must come from the host; ``windows[g]``: rows whose windowed copy must
-    come, of whole blocks or alone; ``needed[g]``: position -> row of all that the window needs. ``joined``: tickets
-    that bring the rest. ``blocked``: tickets to wait for first, because they fill other copies of the same blocks.
-    """
-
-    rows: list[int]
-    whole: list[int]
-    windows: dict[int, list[int]]
-    needed: dict[int, dict[int, int]]
-    joined: list[int]
-    blocked: list[int]
+from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import NO_PAGE, PageState
 
 
 def allocate(
@@ -71,8 +49,8 @@ def allocate(
     if loads.blocked:
         return wait_for(core, loads.blocked)
     fresh = blocks - first - len(loads.rows)
-    with _kept(model, replica, loads):
-        wait = make_room(core, model, replica, _pages_wanted(model, loads, fresh))
+    with kept(model, replica, loads):
+        wait = make_room(core, model, replica, pages_wanted(model, loads, fresh))
         if wait is not None:
             return wait
         tickets = _start_loads(core, model, replica, sequence, loads, urgency) if loads.rows else []
@@ -82,59 +60,16 @@ def allocate(
     return Allocated(tables, tuple(ticket_view(ticket) for ticket in tickets), len(loads.rows))
 
 
-def _loads(core: Core, model: Model, replica: Replica, sequence: Sequence) -> _Loads:
+def _loads(core: Core, model: Model, replica: Replica, sequence: Sequence) -> Loads:
+    """The part of a sequence's hit that is not in its tables yet."""
     if sequence.blocks >= sequence.hit_blocks:
-        return _Loads([], [], {}, {}, [], [])
-    place, base = replica.place, sequence.blocks
+        return Loads([], [], {}, {}, [], [])
     rows = model.blocks.index.path(sequence.host_anchor, sequence.anchor)
-    whole = [row for row in rows if place.state(row) == ABSENT]
-    awaited = {row for row in rows if place.state(row) == FILLING}
-    missing: set[int] = set()
-    windows: dict[int, list[int]] = {}
-    needed: dict[int, dict[int, int]] = {}
-    for group in place.window_groups:
-        positions = window_positions(model.layout, group, sequence.hit_blocks)
-        needed[group] = {position: rows[position - base] for position in positions if position >= base}
-        states = place.states[group]
-        windows[group] = [row for row in needed[group].values() if states[row] == ABSENT]
-        awaited.update(row for row in needed[group].values() if states[row] == FILLING)
-        missing.update(row for row in windows[group] if place.is_filling(row))
-    running = core.ledger.tickets.of_replica(model.id, replica.id, Direction.LOAD) if awaited or missing else []
-    joined = [ticket.id for ticket in running if not awaited.isdisjoint(ticket.rows)]
-    blocked = [ticket.id for ticket in running if not missing.isdisjoint(ticket.rows)]
-    return _Loads(rows, whole, windows, needed, joined, blocked)
-
-
-@contextmanager
-def _kept(model: Model, replica: Replica, loads: _Loads) -> Iterator[None]:
-    """Keep what others brought to the device since Match while room is made for the rest."""
-    blocks, place = model.blocks, replica.place
-    present = [row for row in loads.rows if place.state(row) != ABSENT]
-    windows = [
-        (group, row)
-        for group, needed in loads.needed.items()
-        for row in needed.values()
-        if place.states[group][row] != ABSENT
-    ]
-    if present:
-        blocks.pin(place, present[-1])
-    for group, row in windows:
-        blocks.pin_window(place, group, row)
-    try:
-        yield
-    finally:
-        for group, row in windows:
-            blocks.unpin_window(place, group, row)
-        if present:
-            blocks.unpin(place, present[-1])
-
-
-def _pages_wanted(model: Model, loads: _Loads, fresh: int) -> list[int]:
-    return [fresh + len(loads.windows.get(group, loads.whole)) for group in range(len(model.layout.groups))]
+    return loads_of(core, model, replica, rows, sequence.blocks, sequence.hit_blocks)
 
 
 def _start_loads(
-    core: Core, model: Model, replica: Replica, sequence: Sequence, loads: _Loads, urgency: Urgency
+    core: Core, model: Model, replica: Replica, sequence: Sequence, loads: Loads, urgency: Urgency
 ) -> list[Ticket]:
     """Fill what is missing from the host, join what is being filled, and write both into the tables."""
     place = replica.place
@@ -147,7 +82,7 @@ def _start_loads(
         ticket = book.open(model.id, replica.id, Direction.LOAD, urgency)
         ticket.after = list(loads.joined)
         tickets.append(ticket)
-        _fill(core, model, replica, loads, ticket)
+        fill(core, model, replica, loads, ticket, model.blocks.host, layered=True)
     for group, table in enumerate(sequence.tables):
         base, pages = len(table), place.pages[group]
         if group in loads.needed:
@@ -169,7 +104,7 @@ def _start_loads(
     return tickets
 
 
-def _anchor_present(model: Model, replica: Replica, sequence: Sequence, loads: _Loads) -> None:
+def _anchor_present(model: Model, replica: Replica, sequence: Sequence, loads: Loads) -> None:
     """Blocks that came to the device since Match are the sequence's now: nothing in flight may be what keeps them."""
     place = replica.place
     present = [row for row in loads.rows if place.is_hittable(row)]
@@ -180,24 +115,6 @@ def _anchor_present(model: Model, replica: Replica, sequence: Sequence, loads: _
         model.blocks.unpin(place, sequence.anchor)
     sequence.anchor = present[-1]
     sequence.sealed += len(present)
-
-
-def _fill(core: Core, model: Model, replica: Replica, loads: _Loads, ticket: Ticket) -> None:
-    place, host = replica.place, model.blocks.host
-    rows_of = [loads.windows.get(group, loads.whole) for group in range(len(model.layout.groups))]
-    pages_of: list[dict[int, int]] = []
-    for group, rows in enumerate(rows_of):
-        pages_of.append(dict(zip(rows, place.pools[group].take(len(rows), PageState.IN_FLIGHT), strict=True)))
-    moving = {row for rows in rows_of for row in rows}
-    ticket.rows = [row for row in loads.rows if row in moving]
-    for row in ticket.rows:
-        model.blocks.start_fill(place, row, [pages.get(row, NO_PAGE) for pages in pages_of])
-    pairs = tuple(
-        PagePairs(group, tuple(pages_of[group][row] for row in rows), tuple(host.pages[group][row] for row in rows))
-        for group, rows in enumerate(rows_of)
-        if rows
-    )
-    submit(core, model, ticket, pairs, layered=True)
 
 
 def settle_loads(model: Model, replica: Replica, sequence: Sequence) -> None:

@@ -11,11 +11,13 @@ from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.model.words import READY
 
 
-def back_up(core: Core, model: Model, replica: Replica, rows: list[int]) -> Ticket | None:
+def back_up(
+    core: Core, model: Model, replica: Replica, rows: list[int], urgency: Urgency = Urgency.BACKGROUND
+) -> Ticket | None:
     """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take.
 
-    Best effort: a host pool without room ends it silently, because the device copies are still there. Nobody waits for
-    it yet.
+    Best effort: a host pool without room ends it silently, because the device copies are still there. Unless told
+    otherwise nobody waits for it yet.
     """
     blocks = model.blocks
     place = replica.place
@@ -42,7 +44,7 @@ def back_up(core: Core, model: Model, replica: Replica, rows: list[int]) -> Tick
         blocks.start_fill(blocks.host, row, pages)
         blocks.end_flight(row)
         pairs.append((row, pages))
-    return submit_store(core, model, replica, pairs, [], Urgency.BACKGROUND)
+    return submit_store(core, model, replica, pairs, [], urgency)
 
 
 def submit_store(
@@ -79,11 +81,19 @@ def submit(core: Core, model: Model, ticket: Ticket, pairs: tuple[PagePairs, ...
         core.stillborn.append((ticket.id, ""))
         return
     transfer = Transfer(
-        ticket.id, model.id, ticket.replica, ticket.direction, pairs, layered=layered, urgency=ticket.urgency
+        ticket.id,
+        model.id,
+        ticket.replica,
+        ticket.direction,
+        pairs,
+        layered=layered,
+        urgency=ticket.urgency,
+        source_replica=ticket.source[0] if ticket.source is not None else None,
     )
     try:
         ticket.slot = core.mover.submit(transfer)
     except CacheError as error:
         core.stillborn.append((ticket.id, str(error)))
         return
-    core.count("d2h_bytes" if ticket.direction is Direction.STORE else "h2d_bytes", ticket.size_bytes)
+    onto_device = "h2d_bytes" if ticket.source is None else "p2p_bytes"
+    core.count("d2h_bytes" if ticket.direction is Direction.STORE else onto_device, ticket.size_bytes)

@@ -30,13 +30,20 @@ class Mover(Protocol):
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a BACKGROUND transfer now. Nothing where it has ended."""
 
+    def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
+        """True where transfers between the devices of two replicas need not pass through the host, on every rank."""
+
     def pause_write_backs(self, devices: Seq[str], seconds: float) -> None:
         """Start no copies of BACKGROUND stores on the devices for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Every bound that a caller can run into. Sizes in the unit of the name."""
+    """Every bound that a caller can run into. Sizes in the unit of the name.
+
+    ``peer_blocks_min``: what another replica must have beyond a hit before a call waits for it. ``peer_waits`` and
+    ``peer_wait_seconds``: how often it does, and how long each time, for a Step does nothing else meanwhile.
+    """
 
     blocks_per_sequence: int = 65536
     sequences_per_lease: int = 4096
@@ -44,6 +51,9 @@ class Limits:
     leases: int = 1024
     models: int = 64
     running_tickets: int = 4096
+    peer_blocks_min: int = 1
+    peer_waits: int = 4
+    peer_wait_seconds: float = 0.5
 
 
 @dataclass

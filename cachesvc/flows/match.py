@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.core import Core, cells, replica_of
+from cachesvc.flows.peers import Sharing, share
 from cachesvc.ledger.blocks import Hit, hit_window_blocks, window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.answers import GroupCells, Matched
+from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, StateConflict, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
 
 
-def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: int, now: float) -> Matched:
+def match(
+    core: Core,
+    lease_id: str,
+    sequence_id: int,
+    keys: bytes,
+    max_blocks: int,
+    now: float,
+    sharing: Sharing | None = None,
+) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
-    Raises InvalidRequest (ragged keys), LimitExceeded, StateConflict (the sequence is open), LeaseLost, Unavailable.
+    With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
+    StateConflict (the sequence is open), LeaseLost, Unavailable.
     """
-    hit, tables = open_on_hit(core, lease_id, sequence_id, keys, max_blocks, now)
+    opened = open_on_hit(core, lease_id, sequence_id, keys, max_blocks, now, sharing)
+    if isinstance(opened, Wait):
+        return opened
+    hit, tables = opened
     model, replica = replica_of(core, core.ledger.lease(lease_id))
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks
@@ -31,8 +44,14 @@ def match(core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: 
 
 
 def open_on_hit(
-    core: Core, lease_id: str, sequence_id: int, keys: bytes, max_blocks: int, now: float
-) -> tuple[Hit, tuple[GroupCells, ...]]:
+    core: Core,
+    lease_id: str,
+    sequence_id: int,
+    keys: bytes,
+    max_blocks: int,
+    now: float,
+    sharing: Sharing | None,
+) -> tuple[Hit, tuple[GroupCells, ...]] | Wait:
     """``match`` without counting it as a use of the blocks."""
     lease = core.ledger.lease(lease_id)
     if core.ledger.draining:
@@ -47,6 +66,10 @@ def open_on_hit(
     model.last_used = now
     place = replica.place
     hit = model.blocks.find(keys, place, max_blocks)
+    if sharing is not None:
+        wait = share(core, model, replica, keys, max_blocks, hit, sharing)
+        if wait is not None:
+            return wait
     sequence = Sequence(
         id=sequence_id,
         lease=lease_id,

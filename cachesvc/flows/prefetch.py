@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import Core
+from cachesvc.flows.core import Core, ticket_view
 from cachesvc.flows.match import open_on_hit
+from cachesvc.flows.peers import Sharing
 from cachesvc.flows.release import let_go
 from cachesvc.model.answers import Prefetched, Wait
 from cachesvc.model.errors import CacheError
 from cachesvc.model.transfer import Urgency
 
 
-def prefetch(core: Core, lease_id: str, keys: bytes, now: float) -> Prefetched | Wait:
+def prefetch(core: Core, lease_id: str, keys: bytes, now: float, sharing: Sharing | None = None) -> Prefetched | Wait:
     """Start loading what of ``keys`` lies on the host, in the background until somebody needs it.
 
+    With ``sharing`` also what other replicas have; where it must come through the host, that is waited for.
     It works as a sequence of the daemon's own (its id is negative) that ends when its loads do. Raises PoolExhausted,
     LeaseLost, InvalidRequest.
     """
     lease = core.ledger.lease(lease_id)
     sequence_id = min([0, *lease.sequences]) - 1
-    hit, _ = open_on_hit(core, lease_id, sequence_id, keys, 0, now)
+    opened = open_on_hit(core, lease_id, sequence_id, keys, 0, now, sharing)
+    if isinstance(opened, Wait):
+        begun = sharing.ticket if sharing is not None else None
+        return opened if sharing is None or begun is None else Prefetched(sharing.blocks, (ticket_view(begun),))
+    hit, _ = opened
     sequence = lease.sequences[sequence_id]
     try:
         granted = allocate(core, lease_id, sequence_id, hit.blocks, now, Urgency.BACKGROUND)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cachesvc.flows.backup import submit_store
 from cachesvc.flows.core import Core, exhausted, remember_dropped, wait_for
 from cachesvc.ledger.evict import evictable_pages, idle_windows
@@ -58,16 +60,19 @@ def _wait_or_refuse(core: Core, model: Model, replica: Replica, group: int, want
     place, book = replica.place, core.ledger.tickets
     pool = place.pools[group]
     running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
+    readers = book.reading(model.id, replica.id)
+    running += readers
     if running:
         moves = sum(move.is_own and move.group == group for ticket in running for move in ticket.moves)
-        if pool.free + moves + _evictable(model, place, group, after_flights=True) >= wanted:
+        unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
+        if pool.free + moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned) >= wanted:
             return wait_for(core, (ticket.id for ticket in running))
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
 
 
-def _evictable(model: Model, place: Place, group: int, *, after_flights: bool) -> int:
+def _evictable(model: Model, place: Place, group: int, *, after_flights: bool, unpinned: Sequence[int] = ()) -> int:
     if group in place.full_groups:
-        return evictable_pages(model.blocks, place, after_flights=after_flights)
+        return evictable_pages(model.blocks, place, after_flights=after_flights, unpinned=unpinned)
     return idle_windows(model.blocks, place, group, after_flights=after_flights)
 
 

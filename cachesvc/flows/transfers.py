@@ -79,6 +79,9 @@ def _end_load(core: Core, model: Model, replica: Replica, ticket: Ticket, error:
     blocks = model.blocks
     for row in reversed(ticket.rows):  # leaves first: a child never stays where its parent is gone
         blocks.finish_fill(replica.place, row, arrived=not error)
+    if ticket.source is not None:
+        blocks.unpin(model.replicas[ticket.source[0]].place, ticket.source[1])
+        core.count("peer_blocks", 0 if error else len(ticket.rows))
     for lease_id, sequence_id in ticket.waiters:
         lease = core.ledger.leases.get(lease_id)
         sequence = lease.sequences.get(sequence_id) if lease is not None else None

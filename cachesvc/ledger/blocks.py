@@ -73,6 +73,15 @@ class BlockLedger:
             return self._with_windows(Hit(device_blocks, device_row, blocks, row), place)
         return Hit(device_blocks, device_row, blocks, row)
 
+    def find_in_place(self, keys: bytes, place: Place) -> tuple[int, int]:
+        """Longest prefix of packed ``keys`` that ``place`` holds by itself, windows too: its blocks, its last row."""
+        blocks, row = self._bisect(keys, 0, len(keys) // KEY_BYTES, NO_ROW, place)
+        if place.window_groups:
+            path = self.index.path(row)
+            blocks = self._covered(path, len(path), len(path), place)
+            row = path[blocks - 1] if blocks else NO_ROW
+        return blocks, row
+
     def _bisect(self, keys: bytes, low: int, high: int, low_row: int, place: Place | None) -> tuple[int, int]:
         get = self.index.rows.get
         states = place.states[place.lead] if place is not None else None

@@ -108,6 +108,9 @@ def _pins(ledger: Ledger, model: Model) -> list[str]:
             for group, held in sequence.window_rows.items():
                 for row in held.values():
                     windows[position, group, row] += 1
+    for ticket in ledger.tickets.running.values():
+        if ticket.model == model.id and ticket.source is not None:
+            pins[ticket.source[0] + 1, ticket.source[1]] += 1
     out: list[str] = []
     for position, place in enumerate(model.blocks.index.places):
         for row in model.blocks.index.rows.values():

@@ -12,6 +12,7 @@ victim of a device place becomes:
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -254,14 +255,19 @@ def host_pages_for(ledger: BlockLedger, source: Place, row: int) -> tuple[int, .
     return tuple(pages)
 
 
-def evictable_pages(ledger: BlockLedger, place: Place, *, after_flights: bool = False) -> int:
-    """How many blocks of ``place`` could be dropped one after another; ``after_flights``: once all transfers are over.
+def evictable_pages(
+    ledger: BlockLedger, place: Place, *, after_flights: bool = False, unpinned: Sequence[int] = ()
+) -> int:
+    """How many blocks of ``place`` could be dropped one after another; ``after_flights``: once all transfers are over,
+    and with them one pin of each of the rows ``unpinned``.
 
     Looks at every row, though quickly: for refusals only.
     """
     index = ledger.index
     states = np.frombuffer(place.states[place.lead], np.uint8)
-    held = np.frombuffer(place.pins, np.int32) > 0
+    pins = np.frombuffer(place.pins, np.int32).copy()
+    np.subtract.at(pins, np.array(unpinned, np.int64), 1)
+    held = pins > 0
     if not after_flights:
         held = held | (np.frombuffer(index.flights, np.uint16) > 0) | (states != READY)
     protected: set[int] = set()

@@ -34,7 +34,8 @@ class PageMove:
 class Ticket:
     """One transfer job. ``rows`` are loads or backups of sealed blocks, ``drains`` evictions, ``moves`` private pages.
 
-    ``sequence`` is whose pages ``moves`` are; ``waiters`` are sequences that rely on a load.
+    ``sequence`` is whose pages ``moves`` are; ``waiters`` are sequences that rely on a load. ``source``: the replica
+    that a load reads from instead of the host, and its deepest row there, which is pinned until the ticket ends.
     ``after``: tickets whose blocks lie above these; this one counts as done only when they are.
     """
 
@@ -49,6 +50,7 @@ class Ticket:
     sequence: tuple[str, int] | None = None
     waiters: list[tuple[str, int]] = field(default_factory=list)
     after: list[int] = field(default_factory=list)
+    source: tuple[int, int] | None = None
     slot: TimelineSlot | None = None
     size_bytes: int = 0
     landed: str | None = None
@@ -94,6 +96,14 @@ class TicketBook:
             ticket
             for ticket in self.running.values()
             if ticket.model == model and ticket.replica == replica and ticket.direction is direction
+        ]
+
+    def reading(self, model: int, replica: int) -> list[Ticket]:
+        """Running tickets that copy from one replica to another one."""
+        return [
+            ticket
+            for ticket in self.running.values()
+            if ticket.model == model and ticket.source is not None and ticket.source[0] == replica
         ]
 
     def end(self, ticket: Ticket, error: str) -> None:

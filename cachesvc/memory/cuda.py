@@ -183,6 +183,7 @@ class CudaBackend:
         self._timeline_words = timeline_words
         self._rules = rules or CopyRules()
         self._devices: dict[str, Device] = {}
+        self._reach: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._slabs: dict[int, CudaSlab] = {}
@@ -216,6 +217,7 @@ class CudaBackend:
                         f"GPU {uuid}, which has {free} free; ask for less, or start the daemon before the engines"
                     )
                 self._devices[uuid] = self._open(uuid, gpu)
+            self._open_peers()
         except RuntimeError as error:
             self.close()
             raise Unavailable(f"the GPU cannot be used: {error}") from error
@@ -263,6 +265,12 @@ class CudaBackend:
     def store_stream(self, device: str) -> CopyThread:
         """The device -> host stream."""
         return self._device(device).copying.streams[Direction.STORE]
+
+    def can_reach(self, source: str, target: str) -> bool:
+        """As the hardware says. VMM slabs are open to their own GPU alone."""
+        self._gpu(source)
+        self._gpu(target)
+        return source == target or (source, target) in self._reach
 
     def expedite(self, device: str, ticket: int) -> None:
         """A ticket's jobs on the device are awaited now."""
@@ -326,6 +334,12 @@ class CudaBackend:
             queue.start()
         runners = {way: CudaRunner(queue, timeline, lambda: self._regions) for way, queue in queues.items()}
         return Device(gpu, timeline, queues, CopyThreads(uuid, self._rules, runners, timeline.write))
+
+    def _open_peers(self) -> None:
+        for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):
+            if target.can_reach(source):
+                target.open_peer(source)
+                self._reach.add((source.uuid, target.uuid))
 
     def _exhausted(self, at: Device, wanted: int, free: int) -> PoolExhausted:
         return PoolExhausted(

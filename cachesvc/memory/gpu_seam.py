@@ -4,7 +4,7 @@ root."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,12 @@ class GpuDevice(Protocol):
 
     def read(self, address: int, size_bytes: int) -> bytes:
         """Bytes of device memory, waited for."""
+
+    def can_reach(self, other: Self) -> bool:
+        """True where this GPU can copy from and to the other one's memory, not through the host."""
+
+    def open_peer(self, other: Self) -> None:
+        """Let what runs on this GPU reach the other one's memory; both are started. Again is fine."""
 
     def queue(self) -> GpuQueue:
         """A queue that is not started."""

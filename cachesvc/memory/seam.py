@@ -154,6 +154,10 @@ class Backend(Protocol):
     def store_stream(self, device: str) -> CopyStream:
         """The device -> host stream."""
 
+    def can_reach(self, source: str, target: str) -> bool:
+        """True where ``target``'s load stream may copy from slabs on ``source``, the same device too. Raises
+        NotFound."""
+
     def expedite(self, device: str, ticket: int) -> None:
         """An engine waits for a ticket now: its jobs on the device are AWAITED. Nothing where none is queued.
 

@@ -29,9 +29,13 @@ class TicketView(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller."""
+    """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller.
+
+    ``seconds``: after so long ask again all the same, because the flow can do without; None where it cannot.
+    """
 
     tickets: tuple[int, ...]
+    seconds: float | None = None
 
 
 class Matched(NamedTuple):

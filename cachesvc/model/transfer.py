@@ -9,7 +9,7 @@ from enum import Enum
 class Direction(Enum):
     """Which way a transfer goes, seen from the device."""
 
-    LOAD = "load"  # host -> device
+    LOAD = "load"  # host -> device, or from another replica's device
     STORE = "store"  # device -> host
 
 
@@ -22,7 +22,10 @@ class Urgency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PagePairs:
-    """Pages of one group: ``device_pages[i]`` and ``host_pages[i]`` hold the same block."""
+    """Pages of one group: ``device_pages[i]`` and ``host_pages[i]`` hold the same block.
+
+    In a transfer from another replica ``host_pages`` are pages of that replica's device.
+    """
 
     group: int
     device_pages: tuple[int, ...]
@@ -33,6 +36,7 @@ class PagePairs:
 class Transfer:
     """One transfer job between a replica's device pools and the host pool of one model.
 
+    ``source_replica``: a load that reads from the device pools of that replica, rank by rank, and not from the host.
     ``layered``: a load whose waiters follow layer by layer; the timeline word then moves after each layer (or few).
     ``urgency``: what it is at first; the mover's ``expedite`` makes a BACKGROUND transfer an AWAITED one.
     """
@@ -44,6 +48,7 @@ class Transfer:
     pages: tuple[PagePairs, ...]
     layered: bool
     urgency: Urgency = Urgency.AWAITED
+    source_replica: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

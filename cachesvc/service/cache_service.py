@@ -12,7 +12,6 @@ from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
 from cachesvc.flows.core import expedite, ticket_view
 from cachesvc.flows.recycle import check_stock, refill_stock
-from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.service.calls import CallGate, Context, Repeats, Reply, seconds_left
 from cachesvc.service.node import Node
@@ -72,7 +71,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return await self._repeats_of(lease_id).answer(request_id, contents, call)
 
     async def _run(self, operation: Operation, lease_id: str, request: Message, seconds: float | None) -> Any:
-        flow = partial(operation.flow, self._node.core, lease_id, request, self._node.now())
+        flow = operation.begin(self._node.core, lease_id, request, self._node.now())
         return operation.reply(await self._node.run_waiting(flow, seconds))
 
     def _repeats_of(self, lease_id: str) -> Repeats:
@@ -151,11 +150,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             if name is None:
                 raise InvalidRequest("an operation of the step is empty")
             operation = OPERATIONS[name]
-            flow = partial(operation.flow, self._node.core, lease_id, getattr(message, name), self._node.now())
-            answer = self._node.run(flow)
-            if isinstance(answer, Wait):
-                answer = await self._node.run_waiting(flow, None)
-            reply = operation.reply(answer)
+            flow = operation.begin(self._node.core, lease_id, getattr(message, name), self._node.now())
+            reply = operation.reply(await self._node.run_waiting(flow, None))
             result: dict[str, Any] = {name: reply}
             return cache_pb2.OperationResult(**result)
         except CacheError as error:

@@ -88,7 +88,7 @@ class Node:
                 self._land(*self.core.stillborn.pop(0))
 
     async def run_waiting(self, flow: Callable[[], Answer | Wait], seconds: float | None) -> Answer:
-        """Run a flow again whenever tickets that it waits for have ended, until it answers.
+        """Run a flow again whenever tickets that it waits for have ended, or its patience has, until it answers.
 
         ``seconds``: what is left of the caller's deadline. Raises DeadlinePassed.
         """
@@ -97,7 +97,9 @@ class Node:
             answer = self.run(flow)
             if not isinstance(answer, Wait):
                 return answer
-            if not await self.wait_any(answer.tickets, until - self.now()):
+            left = until - self.now()
+            patience = left if answer.seconds is None else min(left, answer.seconds)
+            if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
                 raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:

@@ -1,8 +1,9 @@
-"""The operations of CacheService, one row each: how a message becomes a flow's call and its answer a message."""
+"""The operations of CacheService, one row each: how a message becomes a flow and its answer a message."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
@@ -11,6 +12,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import Core
 from cachesvc.flows.match import match
+from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import extend, recycle
@@ -18,6 +20,7 @@ from cachesvc.flows.release import release
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.transfer import Urgency
 from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
@@ -30,47 +33,50 @@ from cachesvc.wire.convert import (
 
 
 class Operation(NamedTuple):
-    """``flow(core, lease_id, message, now)`` and ``reply(answer)``."""
+    """``begin(core, lease_id, message, now)`` gives the flow, to be run until it does not wait; ``reply(answer)``.
 
-    flow: Callable[[Core, str, Any, float], Any]
+    What a call has to remember from one run of its flow to the next is made in ``begin``.
+    """
+
+    begin: Callable[[Core, str, Any, float], Callable[[], Any]]
     reply: Callable[[Any], Message]
 
 
-def _match(core: Core, lease_id: str, m: cache_pb2.MatchRequest, now: float) -> Matched:
-    return match(core, lease_id, m.sequence_id, m.keys, m.max_blocks, now)
+def _match(core: Core, lease_id: str, m: cache_pb2.MatchRequest, now: float) -> Callable[[], Matched | Wait]:
+    return partial(match, core, lease_id, m.sequence_id, m.keys, m.max_blocks, now, Sharing())
 
 
-def _allocate(core: Core, lease_id: str, m: cache_pb2.AllocateRequest, now: float) -> Allocated | Wait:
-    return allocate(core, lease_id, m.sequence_id, m.blocks, now)
+def _allocate(core: Core, lease_id: str, m: cache_pb2.AllocateRequest, now: float) -> Callable[[], Allocated | Wait]:
+    return partial(allocate, core, lease_id, m.sequence_id, m.blocks, now)
 
 
-def _publish(core: Core, lease_id: str, m: cache_pb2.PublishRequest, now: float) -> Published | Wait:
-    return publish(core, lease_id, m.sequence_id, m.first_block, m.keys, m.blocks, now)
+def _publish(core: Core, lease_id: str, m: cache_pb2.PublishRequest, now: float) -> Callable[[], Published | Wait]:
+    return partial(publish, core, lease_id, m.sequence_id, m.first_block, m.keys, m.blocks, now)
 
 
-def _swap(core: Core, lease_id: str, m: cache_pb2.SwapRequest, now: float) -> Swapped | Wait:
+def _swap(core: Core, lease_id: str, m: cache_pb2.SwapRequest, now: float) -> Callable[[], Swapped | Wait]:
     if m.direction == cache_pb2.SWAP_DIRECTION_OUT:
-        return swap_out(core, lease_id, m.sequence_id, now)
+        return partial(swap_out, core, lease_id, m.sequence_id, now)
     if m.direction == cache_pb2.SWAP_DIRECTION_IN:
-        return swap_in(core, lease_id, m.sequence_id, now)
+        return partial(swap_in, core, lease_id, m.sequence_id, now)
     raise InvalidRequest("swap needs a direction, OUT or IN")
 
 
-def _recycle(core: Core, lease_id: str, m: cache_pb2.RecycleRequest, now: float) -> Recycled:
-    return recycle(core, lease_id, m.sequence_id, m.computed_tokens, cells_from_proto(m.pages), now)
+def _recycle(core: Core, lease_id: str, m: cache_pb2.RecycleRequest, now: float) -> Callable[[], Recycled]:
+    return partial(recycle, core, lease_id, m.sequence_id, m.computed_tokens, cells_from_proto(m.pages), now)
 
 
-def _release(core: Core, lease_id: str, m: cache_pb2.ReleaseRequest, now: float) -> int:
-    return release(core, lease_id, m.sequence_id, now)
+def _release(core: Core, lease_id: str, m: cache_pb2.ReleaseRequest, now: float) -> Callable[[], int]:
+    return partial(release, core, lease_id, m.sequence_id, now)
 
 
-def _prefetch(core: Core, lease_id: str, m: cache_pb2.PrefetchRequest, now: float) -> Prefetched | Wait:
-    return prefetch(core, lease_id, m.keys, now)
+def _prefetch(core: Core, lease_id: str, m: cache_pb2.PrefetchRequest, now: float) -> Callable[[], Prefetched | Wait]:
+    return partial(prefetch, core, lease_id, m.keys, now, Sharing(Urgency.BACKGROUND))
 
 
-def _extend(core: Core, lease_id: str, m: cache_pb2.ExtendRequest, now: float) -> int:
+def _extend(core: Core, lease_id: str, m: cache_pb2.ExtendRequest, now: float) -> Callable[[], int]:
     del now
-    return extend(core, lease_id, m.sequence_id, cells_from_proto(m.pages))
+    return partial(extend, core, lease_id, m.sequence_id, cells_from_proto(m.pages))
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -102,12 +102,17 @@ def attached_replica(
     return AttachedReplica(tuple(devices), tuple(pools))
 
 
-def rank_moves(model: AttachedModel, replica: AttachedReplica, transfer: Transfer) -> RankMoves:
+def rank_moves(
+    model: AttachedModel, replica: AttachedReplica, source: AttachedReplica | None, transfer: Transfer
+) -> RankMoves:
     """What each rank has to do for a transfer. Raises InvalidRequest for a group or a page that does not
-    exist.
+    exist, and for a store from two replicas.
 
-    A replicated group is stored from rank 0 alone, and loaded from the one host page to every rank.
+    A replicated group is stored from rank 0 alone, and loaded from the one host page to every rank. From another
+    replica (``source``) each rank loads what its like has there.
     """
+    if source is not None and transfer.direction is Direction.STORE:
+        raise InvalidRequest("a store goes to the host, not to another replica")
     groups = [pairs.group for pairs in transfer.pages]
     if len(set(groups)) != len(groups):
         raise InvalidRequest(f"a transfer names a group twice: {groups}")
@@ -122,7 +127,8 @@ def rank_moves(model: AttachedModel, replica: AttachedReplica, transfer: Transfe
         once = transfer.direction is Direction.STORE and model.layout.groups[pairs.group].replicated
         for rank, moves in enumerate(ranks[:1] if once else ranks):
             pool = replica.pools[rank][pairs.group]
-            move = GroupMove(pool, model.host_pool(pairs.group, rank), device_pages, host_pages)
+            there = model.host_pool(pairs.group, rank) if source is None else source.pools[rank][pairs.group]
+            move = GroupMove(pool, there, device_pages, host_pages)
             check_move(move, transfer.direction)
             moves.append(move)
     return tuple(tuple(moves) for moves in ranks)

@@ -38,6 +38,7 @@ class SwapCounters:
 
     bytes_h2d: int = 0
     bytes_d2h: int = 0
+    bytes_p2p: int = 0
     jobs: int = 0
     failures: int = 0
 
@@ -57,8 +58,8 @@ class _Flight:
 
 
 class SwapEngine:
-    """Moves pages between the host pool and the devices of each replica. ``on_done`` is called from a
-    backend thread."""
+    """Moves pages between the host pool and the devices of each replica, and from replica to replica. ``on_done`` is
+    called from a backend thread."""
 
     def __init__(
         self,
@@ -151,14 +152,16 @@ class SwapEngine:
         with self._lock:
             model = self._model(transfer.model)
             replica = model.replica(transfer.replica)
-        moves = rank_moves(model, replica, transfer)
+            source = None if transfer.source_replica is None else model.replica(transfer.source_replica)
+        moves = rank_moves(model, replica, source, transfer)
         with self._lock:
             if not self._is_open:
                 raise Unavailable("the swap engine is closed")
             if transfer.ticket in self._flights:
                 raise StateConflict(f"ticket {transfer.ticket} is in flight already")
-            if model.replicas.get(transfer.replica) is not replica:
-                raise NotFound("replica", transfer.replica)
+            for number, known in ((transfer.replica, replica), (transfer.source_replica, source)):
+                if number is not None and model.replicas.get(number) is not known:
+                    raise NotFound("replica", number)
             slot = self._slots.acquire(model.layout.layers)
             copy_bytes = sum(_move_bytes(rank) for rank in moves)
             flight = _Flight(transfer, slot, replica.devices, moves, copy_bytes, len(moves), transfer.urgency)
@@ -179,6 +182,14 @@ class SwapEngine:
         self._planning.expedite(flight.transfer.direction, ticket)
         for device in flight.devices:
             self._backend.expedite(device, ticket)
+
+    def can_reach(self, model_id: int, source_replica: int, target_replica: int) -> bool:
+        """True where every rank's device can copy from its like in the other replica. Raises NotFound."""
+        with self._lock:
+            model = self._model(model_id)
+            source, target = model.replica(source_replica), model.replica(target_replica)
+        pairs = zip(source.devices, target.devices, strict=True)
+        return all(self._backend.can_reach(one, other) for one, other in pairs)
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """Start no copies of BACKGROUND stores on the devices for ``seconds``. Raises NotFound (device)."""
@@ -256,6 +267,8 @@ class SwapEngine:
     def _count(self, flight: _Flight) -> None:
         if flight.error is not None:
             self.counters.failures += 1
+        elif flight.transfer.source_replica is not None:
+            self.counters.bytes_p2p += flight.copy_bytes
         elif flight.transfer.direction is Direction.LOAD:
             self.counters.bytes_h2d += flight.copy_bytes
         else:
@@ -270,7 +283,8 @@ class SwapEngine:
         busy = [
             ticket
             for ticket, flight in self._flights.items()
-            if flight.transfer.model == model_id and replica_id in (None, flight.transfer.replica)
+            if flight.transfer.model == model_id
+            and replica_id in (None, flight.transfer.replica, flight.transfer.source_replica)
         ]
         if busy:
             raise StateConflict(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}; wait")

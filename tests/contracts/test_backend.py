@@ -391,3 +391,10 @@ def test_a_backend_that_was_not_started_gives_nothing() -> None:
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_device_reaches_itself_and_says_whom_else(bench: Bench) -> None:
+    reach, here = bench.backend.can_reach, bench.device
+    assert here in [other for other in bench.backend.devices() if reach(here, other) and reach(other, here)]
+    with pytest.raises(NotFound):
+        reach(here, "nowhere")

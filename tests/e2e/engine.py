@@ -74,6 +74,7 @@ class Engine(AbstractContextManager["Engine"]):
         model: str = "model@1",
         layout: Layout = PLAIN,
         salt: bytes = b"",
+        devices: Sequence[str] = (),
         device_pages: int | None = 64,
         host_pages: int | None = 0,
         timeouts: Timeouts | None = None,
@@ -82,6 +83,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.layout = layout
         self._model = model
         self._salt = salt
+        self._devices = devices
         self._device_pages = device_pages
         self._host_pages = host_pages
         self._lease: Lease | None = None
@@ -114,6 +116,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._model,
             self.layout,
             tenant_salt=self._salt,
+            devices=self._devices,
             device_pages=None if self._device_pages is None else [self._device_pages] * groups,
             host_pages=None if self._host_pages is None else [self._host_pages] * groups,
         )

@@ -9,6 +9,7 @@ from typing import Any
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import keep_alive, pause_write_backs
 from cachesvc.flows.match import match
+from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import extend, recycle, refill_stock
@@ -29,7 +30,7 @@ from cachesvc.model.errors import (
     Unavailable,
 )
 from cachesvc.model.keys import KEY_BYTES, block_keys
-from cachesvc.model.transfer import has_reached
+from cachesvc.model.transfer import Urgency, has_reached
 from cachesvc.model.words import NO_PAGE
 from tests.sim.node import content_of
 from tests.sim.processes import Pending, Request, SimProcesses
@@ -120,6 +121,7 @@ class SimEngine(SimProcesses):
         if isinstance(answer, Wait):
             assert answer.tickets, "a wait names what it waits for"
             pending.tickets = answer.tickets
+            pending.is_patient = answer.seconds is None
             self.pending = pending
             self.node.faults["told_to_wait"] += 1
             return
@@ -130,6 +132,9 @@ class SimEngine(SimProcesses):
         assert pending is not None
         book = self.node.core.ledger.tickets
         if any(not book.is_running(ticket) for ticket in pending.tickets):
+            self._finish(pending)
+        elif not pending.is_patient and self.rng.random() < 0.1:
+            self.node.faults["patience_ended"] += 1
             self._finish(pending)
         elif self.node.now > pending.until:
             self.pending = None
@@ -150,6 +155,10 @@ class SimEngine(SimProcesses):
             tokens += [self.rng.choice((1, 1, 1, 1, 2))] * self.model.layout.block_tokens
         return block_keys(self.model.namespace, tokens, self.model.layout.block_tokens)
 
+    def _sharing(self, urgency: Urgency = Urgency.AWAITED) -> Sharing | None:
+        """Most engines want what other replicas have."""
+        return Sharing(urgency) if self.rng.random() < 0.9 else None
+
     def _begin(self) -> None:
         assert self.model is not None
         if len(self.requests) >= 3:
@@ -159,7 +168,7 @@ class SimEngine(SimProcesses):
         told = keys[: self.rng.choice((0, 1, 8)) * KEY_BYTES] or keys
         request = Request(self._ids, keys, [[] for _ in self.model.layout.groups])
         limit = self.rng.choice((0, 0, len(keys) // KEY_BYTES - 1))
-        flow = partial(match, self.node.core, self.lease, request.id, told, limit, self.node.now)
+        flow = partial(match, self.node.core, self.lease, request.id, told, limit, self.node.now, self._sharing())
 
         def matched(answer: Matched) -> None:
             request.hit = answer.device_blocks + answer.host_blocks
@@ -370,7 +379,8 @@ class SimEngine(SimProcesses):
 
     def _prefetch(self) -> None:
         keys = self._keys()
-        flow = partial(prefetch, self.node.core, self.lease, keys, self.node.now)
+        sharing = self._sharing(Urgency.BACKGROUND)
+        flow = partial(prefetch, self.node.core, self.lease, keys, self.node.now, sharing)
         self._call(None, ("prefetch", keys), flow, lambda _: None)
 
     def _release(self, request: Request) -> None:

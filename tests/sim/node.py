@@ -81,6 +81,9 @@ class Refusing:
         self._faults["ticket_expedited"] += 1
         self._engine().expedite(ticket)
 
+    def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
+        return self._engine().can_reach(model, source_replica, target_replica)
+
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         self._faults["write_backs_paused"] += 1
         self._engine().pause_write_backs(devices, seconds)
@@ -99,6 +102,7 @@ class SimNode:
             1 << 16,
             timeline_words=rng.choice((16, 64, 256)),
             rules=CopyRules(slice_bytes=rng.choice((16, 100, 1 << 20))),
+            are_near=rng.random() < 0.6,
         )
         self.backend.start()
         self.engine = SwapEngine(

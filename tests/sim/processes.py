@@ -37,13 +37,14 @@ class Request:
 
 @dataclass
 class Pending:
-    """A call that was told to wait."""
+    """A call that was told to wait; without being ``is_patient`` it may ask again before anything has ended."""
 
     call: Callable[[], object]
     then: Callable[[Any], None]
     tickets: tuple[int, ...]
     until: float
     request: Request | None
+    is_patient: bool = True
 
 
 class SimProcesses:

@@ -142,9 +142,17 @@ class SteppedBackend:
     name = "stepped"
 
     def __init__(
-        self, devices: int, device_bytes: int, timeline_words: int = 8192, rules: CopyRules | None = None
+        self,
+        devices: int,
+        device_bytes: int,
+        timeline_words: int = 8192,
+        rules: CopyRules | None = None,
+        *,
+        are_near: bool = True,
     ) -> None:
+        """``are_near``: copies may go from one device to another."""
         self.now = 0.0
+        self._are_near = are_near
         self._free = {f"step-{i}": device_bytes for i in range(devices)}
         self._device_bytes = device_bytes
         self._regions: dict[int, memoryview] = {}
@@ -257,6 +265,12 @@ class SteppedBackend:
         self._check(device)
         self._check_running()
         return self._streams[device, Direction.STORE]
+
+    def can_reach(self, source: str, target: str) -> bool:
+        """As it was made."""
+        self._check(source)
+        self._check(target)
+        return self._are_near or source == target
 
     def expedite(self, device: str, ticket: int) -> None:
         """A ticket's jobs on the device are awaited now."""

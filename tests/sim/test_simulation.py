@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.sim.world import FAULTS, World, run
+from tests.sim.world import FAULTS, SHARED, World, run
 
 SEEDS = 360
 STEPS = 250
@@ -43,7 +43,7 @@ def test_every_kind_of_fault_was_seen() -> None:
         pytest.skip("the simulations ran in another process")
     print(dict(sorted(_seen.items())))
     assert _seen["steps"] >= 10_000
-    assert [name for name in (*FAULTS, *EVENTS) if not _seen[name]] == []
+    assert [name for name in (*FAULTS, *EVENTS, *SHARED) if not _seen[name]] == []
 
 
 def test_a_seed_always_tells_the_same_story() -> None:

@@ -33,12 +33,15 @@ FAULTS = (
     "engine_fell_silent",
     "host_pages_late",
     "mover_refused",
+    "patience_ended",
     "ticket_expedited",
     "worker_died",
     "write_backs_paused",
     "wrote_after_loss",
 )
 """Kinds of bad luck that a long enough run must have seen."""
+SHARED = ("peer_loads", "peer_blocks", "relayed_blocks")
+"""What replicas got of each other; counted at the end of a run."""
 
 
 def gqa_layout() -> Layout:
@@ -70,8 +73,8 @@ class World:
             self.node.host_pool.fill_one()
         self.wishes = self._draw_wishes()
         self.engines = [SimEngine(self.node, self.rng, f"engine {i}", 0) for i in range(4)]
-        self.kinds = {engine.name: self.rng.choice((0, 0, 0, 1, 2)) for engine in self.engines}
-        self.kinds["engine 0"], self.kinds["engine 1"] = 0, 2
+        self.kinds = {"engine 0": 0, "engine 1": 2}
+        self.kinds |= {"engine 2": self.rng.choice((0, 1, 1, 3)), "engine 3": self.rng.choice((0, 0, 1, 2, 3, 3))}
 
     def _draw_wishes(self) -> list[tuple[Layout, bytes, tuple[str, ...], PoolWish, PoolWish]]:
         rng = self.rng
@@ -85,6 +88,7 @@ class World:
             (gqa, b"tenant 1", ("step-0",), pages(1, 8), gqa_host),
             (gqa, b"tenant 1", ("step-1",), pages(1, 8), gqa_host),
             (windowed, b"tenant 2", ("step-0", "step-1"), pages(2, 8), windowed_host),
+            (windowed, b"tenant 2", ("step-1", "step-0"), pages(2, 8), windowed_host),
         ]
 
     def _register(self, kind: int) -> tuple[Model, int]:
@@ -279,6 +283,8 @@ class World:
         while self.node.inbox:
             self.node.deliver()
         self.check()
+        for name in SHARED:
+            self.node.events[name] += self.node.core.counters.get(name, 0)
         ledger = self.node.core.ledger
         assert not ledger.tickets.running
         assert not ledger.leases

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,11 @@ BLOCK_TOKENS = 64
 LOAD, STORE = Direction
 AWAITED, BACKGROUND = Urgency
 STEPS = 200_000
+
+
+def copy_rules(slice_bytes: int = 16 * MIB, **others: Any) -> CopyRules:
+    """Rules with slices that the sizes in these tests are multiples of."""
+    return CopyRules(slice_bytes=slice_bytes, **others)
 
 
 def job_of(
@@ -42,7 +48,7 @@ def tokens_job(ticket: int, tokens: int, urgency: Urgency = AWAITED) -> CopyJob:
 class Link:
     """``on_end(ticket)`` may push more. ``moved``: bytes by ticket, ``order``: who was served, slice by slice."""
 
-    rules: CopyRules = field(default_factory=CopyRules)
+    rules: CopyRules = field(default_factory=copy_rules)
     depth: int = 1
     now: float = 0.0
     on_end: Callable[[int], object] = bool

@@ -64,6 +64,7 @@ class RecordingMover:
         self.expedited: list[int] = []
         self.pauses: list[tuple[tuple[str, ...], float]] = []
         self.refusing = False
+        self.reachable = True
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
         if self.refusing:
@@ -74,6 +75,9 @@ class RecordingMover:
 
     def expedite(self, ticket: int) -> None:
         self.expedited.append(ticket)
+
+    def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
+        return self.reachable
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         self.pauses.append((tuple(devices), seconds))

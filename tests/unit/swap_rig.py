@@ -79,8 +79,8 @@ class Rig:
         for _ in range(ends):
             self.came.acquire()
 
-    def device_page(self, rank: int, group: int, page: int) -> bytes:
-        return self.engine.page_bytes(MODEL, REPLICA, rank, group, page)
+    def device_page(self, rank: int, group: int, page: int, replica: int = REPLICA) -> bytes:
+        return self.engine.page_bytes(MODEL, replica, rank, group, page)
 
     def host_page(self, rank: int, group: int, page: int) -> bytes:
         return self.engine.page_bytes(MODEL, None, rank, group, page)
@@ -126,13 +126,15 @@ def rig_of(kind: str, layout: Layout, *, words: int = 64, layers_per_step: int |
     return rig
 
 
-def attach_replica(rig: Rig, replica: int) -> None:
-    pages = [DEVICE_PAGES] * len(rig.layout.groups)
+def attach_replica(rig: Rig, replica: int, *, device_pages: int = DEVICE_PAGES, turned: bool = False) -> None:
+    """One more replica; ``turned``: with its ranks on the devices in the other order."""
+    pages = [device_pages] * len(rig.layout.groups)
+    devices = rig.backend.devices()[:: -1 if turned else 1]
     slabs = [
         [
             rig.backend.create_slab(device, device_geometry(rig.layout, group, count).total_bytes)
             for group, count in enumerate(pages)
         ]
-        for device in rig.backend.devices()
+        for device in devices
     ]
-    rig.engine.attach_replica(MODEL, replica, rig.backend.devices(), slabs, pages)
+    rig.engine.attach_replica(MODEL, replica, devices, slabs, pages)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.arbiter import Arbiter, CopyRules
+from cachesvc.memory.arbiter import SLICE_BYTES, Arbiter
 from cachesvc.memory.seam import CopyJob
 from cachesvc.model.errors import LimitExceeded
 from tests.unit.arbiter_rig import (
@@ -21,6 +21,7 @@ from tests.unit.arbiter_rig import (
     STORE,
     TOKEN_BYTES,
     Link,
+    copy_rules,
     job_of,
     tokens_job,
 )
@@ -44,11 +45,13 @@ def endless(link: Link, tokens: int, outstanding: int) -> None:
     link.on_end = again
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_short_load_behind_endless_long_ones_takes_less_than_twice_its_time_alone(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "slice_bytes"), [(1, 16 * MIB), (3, 16 * MIB), (2, SLICE_BYTES)])
+def test_a_short_load_behind_endless_long_ones_takes_less_than_twice_its_time_alone(
+    depth: int, slice_bytes: int
+) -> None:
     took = []
     for phase in range(64):  # wherever in the life of a long one it comes
-        link = Link(depth=depth)
+        link = Link(copy_rules(slice_bytes), depth=depth)
         endless(link, LONG, 4)
         arrives = LONG_ALONE_S * (1 + phase / 64)
         link.run(arrives)
@@ -107,7 +110,7 @@ def test_jobs_of_one_size_go_in_order_and_steps_in_theirs() -> None:
 def test_every_job_ends_once_with_all_its_bytes(
     jobs: list[tuple[int, int, bool, bool, float]], depth: int, limit: int
 ) -> None:
-    rules = CopyRules(load_bytes_per_second=limit, store_bytes_per_second=limit)
+    rules = copy_rules(load_bytes_per_second=limit, store_bytes_per_second=limit)
     link = Link(rules, depth=depth)
     for ticket, (size, steps, is_background, is_store, gap_s) in enumerate(jobs):
         job = job_of(ticket, size * MIB, BACKGROUND if is_background else AWAITED, copy_bytes=MIB, steps=steps)
@@ -155,7 +158,7 @@ def test_background_stores_wait_for_awaited_loads_and_awaited_stores_do_not() ->
 
 
 def test_the_store_side_is_told_when_the_last_awaited_load_has_landed() -> None:
-    arbiter = Arbiter("gpu", CopyRules())
+    arbiter = Arbiter("gpu", copy_rules())
     arbiter.push(LOAD, job_of(1, 32 * MIB), 0.0)
     arbiter.push(STORE, job_of(2, MIB, BACKGROUND), 0.0)
     first, last = arbiter.pop(LOAD, 0.0), arbiter.pop(LOAD, 0.0)
@@ -212,7 +215,7 @@ def test_an_expedited_store_goes_on_in_a_pause() -> None:
 @pytest.mark.parametrize("slice_bytes", [MIB, 16 * MIB])
 def test_the_byte_budget_is_kept_within_five_percent(slice_bytes: int) -> None:
     rate = 1 << 30
-    link = Link(CopyRules(slice_bytes=slice_bytes, load_bytes_per_second=rate), depth=3)
+    link = Link(copy_rules(slice_bytes=slice_bytes, load_bytes_per_second=rate), depth=3)
     link.push(job_of(1, 16 << 30, copy_bytes=3 * MIB))
     link.push(job_of(2, 1 << 30), STORE)
     link.run(5.0)
@@ -223,7 +226,7 @@ def test_the_byte_budget_is_kept_within_five_percent(slice_bytes: int) -> None:
 
 
 def test_a_full_bucket_is_two_slices() -> None:
-    link = Link(CopyRules(load_bytes_per_second=16 * MIB), depth=4)
+    link = Link(copy_rules(load_bytes_per_second=16 * MIB), depth=4)
     link.now = 100.0
     link.push(job_of(1, 64 * MIB))
     link.run(100.1)
@@ -233,7 +236,7 @@ def test_a_full_bucket_is_two_slices() -> None:
 
 
 def test_the_queue_has_a_limit_over_both_directions() -> None:
-    arbiter = Arbiter("gpu", CopyRules(queued_jobs=2))
+    arbiter = Arbiter("gpu", copy_rules(queued_jobs=2))
     arbiter.push(LOAD, job_of(1, MIB), 0.0)
     arbiter.push(STORE, job_of(2, MIB), 0.0)
     with pytest.raises(LimitExceeded, match="copy jobs waiting on gpu: 3 is more than the limit of 2"):
@@ -257,7 +260,7 @@ def test_a_failed_job_is_forgotten_and_the_others_are_not() -> None:
 
 
 def test_draining_gives_back_what_has_not_begun_and_holds_up_the_rest_no_more() -> None:
-    arbiter = Arbiter("gpu", CopyRules(store_bytes_per_second=MIB))
+    arbiter = Arbiter("gpu", copy_rules(store_bytes_per_second=MIB))
     for ticket in range(3):
         arbiter.push(STORE, job_of(ticket, 64 * MIB, BACKGROUND), 0.0)
     arbiter.push(LOAD, job_of(9, MIB), 0.3)
@@ -271,7 +274,7 @@ def test_draining_gives_back_what_has_not_begun_and_holds_up_the_rest_no_more() 
 
 
 def test_whose_slice_comes_next_is_told_without_taking_it() -> None:
-    arbiter = Arbiter("gpu", CopyRules())
+    arbiter = Arbiter("gpu", copy_rules())
     assert arbiter.next_job(LOAD, 0.0) is None
     arbiter.push(LOAD, job_of(1, 64 * MIB), 0.0)
     arbiter.push(LOAD, job_of(2, 32 * MIB), 0.0)

@@ -7,6 +7,7 @@ believes resident, held or private is compared with what the ledger says, after 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
+from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle
@@ -128,6 +130,29 @@ class LedgerMachine(RuleBasedStateMachine):
         for cells in answer.tables:
             tables[cells.group] = list(cells.pages)
         self.told[self.ids] = Told(self.ids, lease_id, replica, prompt, tables, hit, answer.device_blocks)
+
+    @rule(prompt=PROMPTS, lease=st.integers(0, 1), near=st.booleans(), data=st.data())
+    def matches_with_peers(self, prompt: str, lease: int, near: bool, data: st.DataObject) -> None:
+        """What the call waits for lands in any way; in the end it has a hit, and begun one transfer of its own."""
+        if len(self.told) >= 6:
+            return
+        lease_id, replica = self.leases[lease]
+        self.rig.mover.reachable = near
+        self.ids += 1
+        flow = partial(match, sharing=Sharing())
+        waits = 0
+        while isinstance(answer := self.rig.once(flow, lease_id, self.ids, chain(*prompt), 0), Wait):
+            waits += 1
+            flying = [ticket for ticket in answer.tickets if ticket in self.rig.mover.transfers]
+            if data.draw(st.booleans()) and flying:
+                self.rig.land(flying[0], data.draw(st.sampled_from(("", "", "broken"))))
+        assert waits <= self.rig.core.limits.peer_waits
+        tables: list[list[int]] = [[] for _ in self.rig.model.layout.groups]
+        for cells in answer.tables:
+            tables[cells.group] = list(cells.pages)
+        hit = answer.device_blocks + answer.host_blocks
+        self.told[self.ids] = Told(self.ids, lease_id, replica, prompt, tables, hit, answer.device_blocks)
+        self.catch_up()
 
     def one(self, data: st.DataObject, **wanted: object) -> Told | None:
         fitting = [t for t in self.told.values() if all(getattr(t, name) == value for name, value in wanted.items())]
