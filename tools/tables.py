@@ -116,6 +116,7 @@ def replay() -> str:
         rows.append(
             [
                 str(found["trace"]).removesuffix(".jsonl.zst"),
+                str(found["settings"].get("backend", "shm")),
                 str(found["engines"]),
                 f"{found['pool_blocks']:,}",
                 f"{found['host_blocks']:,}",
@@ -128,7 +129,17 @@ def replay() -> str:
                 str(found["conservation"]),
             ]
         )
-    head = ["trace", "engines", "device blocks", "host blocks", "requests", "device hits", "host hits", "hit ratio"]
+    head = [
+        "trace",
+        "backend",
+        "engines",
+        "device blocks",
+        "host blocks",
+        "requests",
+        "device hits",
+        "host hits",
+        "hit ratio",
+    ]
     return _rows([*head, "kills", "corrupt pages", "conservation"], rows)
 
 
@@ -175,7 +186,7 @@ def interference() -> str:
         by_kind.setdefault((row["swapper"], row["way"]), {})[row["mode"]] = row
     body = []
     for (swapper, way), rows in by_kind.items():
-        slower = [f"{rows[mode]['slowdown']:.2f} ({rows[mode]['slowdown_p99']:.2f})" for mode in modes]
+        slower = [f"{rows[mode]['slowdown']:.3f} ({rows[mode]['slowdown_p99']:.2f})" for mode in modes]
         rate = " / ".join(f"{rows[mode]['gb_per_s']:.0f}" for mode in modes)
         body.append([f"{swapper}, {way}", *slower, rate])
     heads = [f"{mode}, x slower (p99; budget {found['budgets'][mode]:g})" for mode in modes]
@@ -221,7 +232,7 @@ def overlap() -> str:
         "prefix is on the device": "compute_ms",
         "transfer alone": "transfer_ms",
         "layer by layer": "overlapped_ms",
-        "load, then compute": "one_after_the_other_ms",
+        "load, then compute": "after_ms",
         "recompute": "recompute_ms",
     }
     body = [

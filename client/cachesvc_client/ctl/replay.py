@@ -202,6 +202,7 @@ class ReplayRun:
         self._began = 0.0
         self._over = threading.Event()
         self._stored = 0
+        self._backend = ""
 
     def next(self) -> TraceRequest | None:
         """The next request in trace order, or None when all are taken."""
@@ -220,7 +221,8 @@ class ReplayRun:
         slots = [EngineSlot(number, self) for number in range(self.plan.engines)]
         with grpc.insecure_channel(f"unix:{self.settings.socket}") as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            before = dict(admin.GetStatus(admin_pb2.GetStatusRequest()).counters)
+            status = admin.GetStatus(admin_pb2.GetStatusRequest())
+            self._backend, before = status.backend, dict(status.counters)
             self._stored = before.get("d2h_bytes", 0)
             for slot in slots:
                 slot.start()
@@ -307,6 +309,7 @@ class ReplayRun:
             kills=tally.kills,
             conservation=conservation,
             settings={
+                "backend": self._backend,
                 "write_policy": plan.write_policy,
                 "eviction": plan.eviction,
                 "uncached": tally.uncached,

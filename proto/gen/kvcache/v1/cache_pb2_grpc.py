@@ -85,7 +85,8 @@ class CacheServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Match(self, request, context):
-        """Opens a sequence with the longest hit of `keys`, pinned.
+        """Opens a sequence with the longest hit of `keys`, pinned. Where another replica of the model has more of them on its
+        device, that is brought first, device to device or through the host: the answer then waits for up to two seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

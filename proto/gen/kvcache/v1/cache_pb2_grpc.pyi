@@ -35,7 +35,9 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     Match: _grpc.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]
-    """Opens a sequence with the longest hit of `keys`, pinned."""
+    """Opens a sequence with the longest hit of `keys`, pinned. Where another replica of the model has more of them on its
+    device, that is brought first, device to device or through the host: the answer then waits for up to two seconds.
+    """
     Allocate: _grpc.UnaryUnaryMultiCallable[_cache_pb2.AllocateRequest, _cache_pb2.AllocateResponse]
     """Grows a sequence's block tables to `blocks`. Blocks that lie on the host start loading. All or nothing."""
     Publish: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PublishRequest, _cache_pb2.PublishResponse]
@@ -57,7 +59,9 @@ class CacheServiceStub:
 class CacheServiceAsyncStub(CacheServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Match: _aio.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]  # type: ignore[assignment]
-    """Opens a sequence with the longest hit of `keys`, pinned."""
+    """Opens a sequence with the longest hit of `keys`, pinned. Where another replica of the model has more of them on its
+    device, that is brought first, device to device or through the host: the answer then waits for up to two seconds.
+    """
     Allocate: _aio.UnaryUnaryMultiCallable[_cache_pb2.AllocateRequest, _cache_pb2.AllocateResponse]  # type: ignore[assignment]
     """Grows a sequence's block tables to `blocks`. Blocks that lie on the host start loading. All or nothing."""
     Publish: _aio.UnaryUnaryMultiCallable[_cache_pb2.PublishRequest, _cache_pb2.PublishResponse]  # type: ignore[assignment]
@@ -82,7 +86,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.MatchResponse, _abc.Awaitable[_cache_pb2.MatchResponse]]:
-        """Opens a sequence with the longest hit of `keys`, pinned."""
+        """Opens a sequence with the longest hit of `keys`, pinned. Where another replica of the model has more of them on its
+        device, that is brought first, device to device or through the host: the answer then waits for up to two seconds.
+        """
 
     @_abc_1.abstractmethod
     def Allocate(
