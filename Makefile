@@ -47,6 +47,8 @@ gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and
 
 # No kernel uses shared memory, so there is nothing for the sanitizer's racecheck.
 gpu-memcheck: $(GPU_SETUP) ## Kernels and copies under compute-sanitizer: no byte out of bounds
+	@command -v $(SANITIZER) >/dev/null || { \
+		echo "$(SANITIZER) is missing; it comes with the CUDA toolkit: make gpu-memcheck SANITIZER=PATH" >&2; exit 1; }
 	$(GPU_PATH) $(SANITIZER) --tool memcheck --error-exitcode 99 --report-api-errors no \
 		$(GPU_PYTHON) -m pytest -m gpu tests/gpu/test_pages.py tests/gpu/test_queue.py $(PYTEST_ARGS)
 

@@ -36,8 +36,8 @@ DEVICE_BLOCKS = LONGS * LONG_BLOCKS + SHORT_BLOCKS
 HOST_BLOCKS = LONG_BLOCKS + SHORT_BLOCKS
 BUDGET = 2.0
 PLANE_BYTES = {"shm": 8 * KIB, "cuda": 128 * KIB}
-SLICE_BYTES = {"shm": 1 * MIB, "cuda": 32 * MIB}
-"""In the same proportion to the short load."""
+SLICE_BYTES = {"shm": 2 * MIB, "cuda": 32 * MIB}
+"""A sixteenth of the short load."""
 
 Ended = Callable[[Exception | None], None]
 

@@ -6,8 +6,9 @@ A daemon in one process, an engine with the compute of an 8B model (``prefill_mo
 from Match to the last token's hidden state on the host. ``compute``: the prefix is on the device. ``transfer``: until
 the whole prefix has come, and nothing is computed. ``overlapped``: streams wait for each layer. ``after``: everything
 is loaded, then computed. ``recompute``: the whole prompt from nothing, in chunks. Before each load the device pages are
-overwritten; the overlapped result must equal that of a resident prefix bit for bit. Budget: 1.05 times the larger of
-compute and transfer.
+overwritten; the overlapped result must equal that of a resident prefix bit for bit. ``pages``: the device pool hands
+out ``runs``, or every second page is held by somebody else, so that free ones are ``singles``. Budget: 1.05 times the
+larger of compute and transfer.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
-from cachesvc_client import BlockHasher, CacheClient, gqa
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_client import BlockHasher, CacheClient, CacheClientError, gqa
+from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
 from cachesvc_client.lease import Lease
 from cachesvc_client.pool import AttachedPool
 from cachesvc_client.sequence import Sequence
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from benchmarks.machine import describe_gpu, describe_machine, require_gpu
+from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 
 if TYPE_CHECKING:
     from benchmarks.prefill_model import PrefillModel
@@ -50,6 +51,7 @@ class Row:
     """Milliseconds, medians, of one length of prefix."""
 
     prefix_tokens: int
+    pages: str
     prefix_bytes: int
     compute_ms: float
     transfer_ms: float
@@ -80,6 +82,7 @@ class Engine:
             [(pool.to_torch(layer, "k"), pool.to_torch(layer, "v")) for layer in range(layers)]
         )
         self._evictions = iter(range(1, 1 << 30))
+        self._others: list[Sequence] = []
 
     def keys(self, tokens: Any) -> bytes:
         """Block keys of a prompt."""
@@ -106,11 +109,25 @@ class Engine:
         request = admin_pb2.EvictRequest(request_id=next(self._evictions), model_id=self._model_id, tier="device")
         self._admin.Evict(request)
         with self._lease.match(b"") as sequence:
-            sequence.allocate(self._lease.registration.device_pages[0])
+            sequence.allocate(self._lease.registration.device_pages[0] - len(self._others))
             for planes in self.model.planes:
                 for plane in planes:
                     plane.fill_(float("nan"))
             self._torch.cuda.synchronize()
+
+    def take_every_second_page(self) -> None:
+        """From now on no two free pages are neighbours."""
+        self.leave_to_host()
+        taken = []
+        for _ in range(self._lease.registration.device_pages[0]):
+            sequence = self._lease.match(b"")
+            sequence.allocate(1)
+            taken.append((int(sequence.tables[0][0]), sequence))
+        for at, (_, sequence) in enumerate(sorted(taken, key=lambda one: one[0])):
+            if at % 2:
+                self._others.append(sequence)
+            else:
+                sequence.release()
 
     def start(self, prefix: bytes, blocks: int, *, on_host: bool) -> Sequence:
         """Match and allocate; checks that the prefix is where it should be."""
@@ -167,7 +184,10 @@ class Engine:
         tokens = rng.integers(0, VOCABULARY, prefix_tokens + NEW_TOKENS, np.int64)
         prefix = self.keys(tokens[:prefix_tokens])
         every, new = self._on_device(tokens), self._on_device(tokens[prefix_tokens:])
-        self.compute_prefix(tokens[:prefix_tokens])
+        if self._others:
+            self.overlapped(prefix, new, prefix_tokens, on_host=True)  # it was computed before: bring it back
+        else:
+            self.compute_prefix(tokens[:prefix_tokens])
         resident = self.overlapped(prefix, new, prefix_tokens, on_host=False)
         compute = timed(repeats, lambda: self.overlapped(prefix, new, prefix_tokens, on_host=False))
         spent: dict[str, list[float]] = {"transfer": [], "overlapped": [], "after": []}
@@ -187,6 +207,7 @@ class Engine:
         size_bytes = prefix_tokens // BLOCK_TOKENS * BLOCK_BYTES
         return Row(
             prefix_tokens,
+            "singles" if self._others else "runs",
             size_bytes,
             round(compute, 2),
             round(transfer, 2),
@@ -211,21 +232,30 @@ def timed(repeats: int, work: Callable[[], Any]) -> float:
     return statistics.median([clock(work)[0] for _ in range(repeats + 1)][1:]) * 1e3
 
 
+def show(row: Row) -> None:
+    """One line."""
+    print(
+        f"{row.prefix_tokens:>7} {row.pages:>8} {row.compute_ms:>9.1f} {row.transfer_ms:>9.1f} "
+        f"{row.overlapped_ms:>11.1f} {row.of_the_larger:>6.3f} {row.after_ms:>9.1f} {row.recompute_ms:>10.1f} "
+        f"{row.speed_up:>8.1f}x {row.transfer_gb_per_s:>6.1f}",
+        flush=True,
+    )
+
+
 def run(prefixes: list[int], repeats: int) -> list[Row]:
-    """Every length, each with a model of its own name, so that pools begin empty."""
+    """Every length in a pool that hands out runs, then in one that has single pages alone."""
     from benchmarks.prefill_model import check_attend
 
     check_attend()
     blocks = (max(prefixes) + NEW_TOKENS) // BLOCK_TOKENS + 16
     pool_bytes = blocks * BLOCK_BYTES + GIB
-    flags = {"--device-pool": pool_bytes, "--host-pool": 2 * pool_bytes, "--host-threads": 8}
+    flags = {"--device-pool": 2 * pool_bytes, "--host-pool": 2 * pool_bytes, "--host-threads": 8}
     layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=BLOCK_TOKENS)
     rows = []
     print(
-        f"{'prefix':>7} {'compute':>9} {'transfer':>9} {'overlapped':>11} {'ratio':>6} {'after':>9} {'recompute':>10}",
-        end="",
+        f"{'prefix':>7} {'pages':>8} {'compute':>9} {'transfer':>9} {'overlapped':>11} {'ratio':>6} {'after':>9} "
+        f"{'recompute':>10} {'speed-up':>9} {'GB/s':>6}   (ms; ratio to the larger of compute and transfer)"
     )
-    print(f" {'speed-up':>9} {'GB/s':>6}   (ms; ratio to the larger of compute and transfer, budget {BUDGET})")
     parts = [part for name, value in flags.items() for part in (name, str(value))]
     with (
         DaemonProcess(["--backend", "cuda", "--write-policy", "write_through", *parts]) as daemon,
@@ -233,18 +263,16 @@ def run(prefixes: list[int], repeats: int) -> list[Row]:
         CacheClient(daemon.socket, engine="overlap") as client,
     ):
         admin = admin_pb2_grpc.AdminServiceStub(channel)
-        registration = client.register("overlap", layout, device_pages=[blocks], host_pages=[2 * blocks])
+        registration = client.register("overlap", layout, device_pages=[2 * blocks], host_pages=[2 * blocks])
         with client.open_lease(registration) as lease:
             engine = Engine(lease, lease.attach(), registration.model_id, admin)
             for prefix_tokens in prefixes:
-                row = engine.measure(prefix_tokens, repeats)
-                rows.append(row)
-                print(
-                    f"{row.prefix_tokens:>7} {row.compute_ms:>9.1f} {row.transfer_ms:>9.1f} {row.overlapped_ms:>11.1f} "
-                    f"{row.of_the_larger:>6.3f} {row.after_ms:>9.1f} {row.recompute_ms:>10.1f} "
-                    f"{row.speed_up:>8.1f}x {row.transfer_gb_per_s:>6.1f}",
-                    flush=True,
-                )
+                rows.append(engine.measure(prefix_tokens, repeats))
+                show(rows[-1])
+            engine.take_every_second_page()
+            for prefix_tokens in prefixes:
+                rows.append(engine.measure(prefix_tokens, repeats))
+                show(rows[-1])
             del engine
     return rows
 
@@ -257,7 +285,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     require_gpu("torch")
-    rows = run([int(part) for part in arguments.prefixes.split(",")], arguments.repeats)
+    prefixes = [int(part) for part in arguments.prefixes.split(",")]
+    if any(tokens % BLOCK_TOKENS for tokens in prefixes):
+        fail(f"--prefixes {arguments.prefixes}: no multiples of {BLOCK_TOKENS}")
+    try:
+        rows = run(prefixes, arguments.repeats)
+    except (DaemonFailed, CacheClientError) as error:
+        fail(str(error))
     if arguments.json:
         found = {
             "benchmark": "overlap",

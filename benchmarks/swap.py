@@ -7,7 +7,8 @@ blocks also 1 GiB) is moved each way in one ticket, in runs of blocks that are c
 anywhere in them, differently on each side. ``whole``: all layers in one step. ``layered``:
 steps as the planner's costs choose them. ``by layer``: a step for each layer. ``both``: a load and a store at once,
 bytes of both added. ``of plain`` compares with plain copies the same ways at once, ``of one`` with one plain copy at a
-time. Ratios are medians over medians. On a GPU a plain copy is one call of the driver.
+time. Ratios are medians over medians. On a GPU a plain copy is one call of the driver. It has as many bytes as the
+ticket, but at most what lies together in the host pool: 1 GiB.
 """
 
 from __future__ import annotations

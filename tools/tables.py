@@ -144,7 +144,7 @@ def replay() -> str:
 
 
 def swap_cuda() -> str:
-    """Scattered swaps on a GPU beside one call of the driver that copies as many bytes one way."""
+    """Scattered swaps on a GPU beside one call of the driver that copies one way."""
     found = _load("swap-cuda.json")
     cells: dict[str, dict[int, str]] = {}
     for row in found["rows"]:
@@ -186,10 +186,13 @@ def interference() -> str:
         by_kind.setdefault((row["swapper"], row["way"]), {})[row["mode"]] = row
     body = []
     for (swapper, way), rows in by_kind.items():
-        slower = [f"{rows[mode]['slowdown']:.3f} ({rows[mode]['slowdown_p99']:.2f})" for mode in modes]
+        slower = [
+            f"{row['slowdown']:.3f}, {row['slowdown_mean']:.2f} ({row['slowdown_p99']:.2f})"
+            for row in (rows[mode] for mode in modes)
+        ]
         rate = " / ".join(f"{rows[mode]['gb_per_s']:.0f}" for mode in modes)
         body.append([f"{swapper}, {way}", *slower, rate])
-    heads = [f"{mode}, x slower (p99; budget {found['budgets'][mode]:g})" for mode in modes]
+    heads = [f"{mode}: median x (budget {found['budgets'][mode]:g}), mean x (p99 x)" for mode in modes]
     return _rows(["swaps by", *heads, f"GB/s beside {' / '.join(modes)}"], body, found["machine"])
 
 
@@ -238,13 +241,14 @@ def overlap() -> str:
     body = [
         [
             f"{row['prefix_tokens']:,}",
+            row["pages"],
             *(f"{row[name]:.1f}" for name in columns.values()),
             f"{row['of_the_larger']:.3f}",
             f"{row['speed_up']:.1f}x",
         ]
         for row in found["rows"]
     ]
-    head = ["prefix, tokens", *(f"{name}, ms" for name in columns)]
+    head = ["prefix, tokens", "device pages", *(f"{name}, ms" for name in columns)]
     return _rows([*head, "layer by layer / larger of the two", "over recompute"], body, found["machine"])
 
 

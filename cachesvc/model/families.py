@@ -1,14 +1,77 @@
-"""Plane lists of the attention families that the client offers. The daemon never imports this file."""
+"""Plane lists of the attention families that the client offers. The daemon never imports this file.
+
+Every function returns a Layout whose planes are listed layer by layer, in the order in which an engine hands them to
+its forward pass (``k, v``, then ``k_scale, v_scale``; ``latent``, then the indexer). Under tensor parallelism heads are
+sharded, rank r holding the global heads ``[r * heads, (r + 1) * heads)``, and latents are the same on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import ITEM_BYTES, MAX_PLANES, Layout, Plane, PlaneGroup
 
 FULL = "full"
 WINDOW = "window"
+DRAFT_PREFIX = "draft_"
+TILE_VALUES = 128
+"""Values that share one scale in a packed row and in an indexer page."""
+TILE_SCALE_BYTES = 4
+ROPE_VALUE_BYTES = 2
+
+# What an engine of FastDeploy's kind calls the tensors; a plane that has no name there is called `{name}_caches`.
+TENSOR_STEMS = {
+    "k": "key_caches",
+    "v": "value_caches",
+    "k_scale": "key_cache_scales",
+    "v_scale": "value_cache_scales",
+    "latent": "key_caches",
+    "index": "indexer_caches",
+}
+
+
+class IndexPage(Enum):
+    """How an indexer's page lies on the device: all values of the block, then all their scales, in either case.
+
+    SPLIT: planes ``index_key`` and ``index_scale``. FUSED: one plane ``index`` with both, for kernels that take one
+    tensor; flat, because its rows are no tokens.
+    """
+
+    SPLIT = "split"
+    FUSED = "fused"
+
+
+class HeadSplit(NamedTuple):
+    """Global kv heads of one layer on one rank, in the order in which the planes of each group hold them."""
+
+    full: tuple[int, ...]
+    window: tuple[int, ...]
+
+
+class UnevenHeads(LayoutRejected):
+    """Ranks hold different numbers of windowed heads in a layer, and every rank's planes have one shape."""
+
+    def __init__(self, layer: int, counts: tuple[int, ...]) -> None:
+        numbers = ", ".join(map(str, counts))
+        super().__init__(
+            f"layer {layer}: the ranks hold {numbers} windowed kv heads, but a layout's planes have one shape on every "
+            "rank; keep the surplus whole (even_window_heads), or choose another tensor_parallel"
+        )
+        self.layer = layer
+        self.counts = counts
+
+
+class _Kind(NamedTuple):
+    """A plane that has no layer and no group yet."""
+
+    name: str
+    page_shape: tuple[int, ...]
+    dtype: str
 
 
 def gqa(
@@ -18,16 +81,71 @@ def gqa(
     head_dim: int,
     block_tokens: int,
     dtype: str = "bfloat16",
+    scale_dtype: str | None = None,
     tensor_parallel: int = 1,
 ) -> Layout:
     """Grouped-query attention: planes ``k`` and ``v`` of ``[kv_heads / tp, block_tokens, head_dim]`` in each layer.
 
-    Raises LayoutRejected when ``kv_heads`` does not divide by ``tensor_parallel``.
+    ``scale_dtype``: values of one byte with a scale for each head and token, in planes ``k_scale`` and ``v_scale`` of
+    ``[kv_heads / tp, block_tokens]``. Raises LayoutRejected when ``kv_heads`` does not divide by ``tensor_parallel``.
     """
-    heads = heads_per_rank(kv_heads, tensor_parallel)
-    shape = (heads, block_tokens, head_dim)
-    planes = tuple(Plane(name, layer, FULL, shape, dtype) for layer in range(layers) for name in ("k", "v"))
-    return Layout(block_tokens, tensor_parallel, (PlaneGroup(FULL),), planes)
+    kinds = _key_value(heads_per_rank(kv_heads, tensor_parallel), block_tokens, head_dim, dtype, scale_dtype)
+    planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
+    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL),), planes)
+
+
+def gqa_windowed(
+    *,
+    window_layers: Sequence[bool],
+    kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    window_tokens: int,
+    sink_tokens: int = 0,
+    dtype: str = "bfloat16",
+    scale_dtype: str | None = None,
+    tensor_parallel: int = 1,
+) -> Layout:
+    """GQA where ``window_layers[i]`` says whether layer i attends to the last ``window_tokens`` (and sinks) only."""
+    kinds = _key_value(heads_per_rank(kv_heads, tensor_parallel), block_tokens, head_dim, dtype, scale_dtype)
+    planes = [
+        plane
+        for layer in _layers(len(window_layers))
+        for plane in _planes(layer, WINDOW if window_layers[layer] else FULL, kinds)
+    ]
+    groups = (PlaneGroup(FULL), PlaneGroup(WINDOW, window_tokens, sink_tokens))
+    return _layout(block_tokens, tensor_parallel, groups, planes)
+
+
+def gqa_head_windows(
+    *,
+    window_heads: Sequence[Sequence[bool]],
+    head_dim: int,
+    block_tokens: int,
+    window_tokens: int,
+    sink_tokens: int = 0,
+    dtype: str = "bfloat16",
+    scale_dtype: str | None = None,
+    tensor_parallel: int = 1,
+) -> Layout:
+    """GQA where ``window_heads[i][h]`` says whether global kv head h of layer i attends to its window (and sinks) only.
+
+    A layer with heads of both sorts has its planes in both groups; ``split_heads`` tells which heads they hold.
+    Raises UnevenHeads where the ranks hold different numbers of windowed heads, and LayoutRejected as ``gqa`` does.
+    """
+    planes: list[Plane] = []
+    for layer in _layers(len(window_heads)):
+        heads_per_rank(len(window_heads[layer]), tensor_parallel)
+        by_rank = [split_heads(window_heads[layer], tensor_parallel, rank) for rank in range(tensor_parallel)]
+        counts = tuple(len(split.window) for split in by_rank)
+        if len(set(counts)) > 1:
+            raise UnevenHeads(layer, counts)
+        for group, heads in ((FULL, by_rank[0].full), (WINDOW, by_rank[0].window)):
+            if heads:
+                kinds = _key_value(len(heads), block_tokens, head_dim, dtype, scale_dtype)
+                planes += _planes(layer, group, kinds)
+    groups = (PlaneGroup(FULL), PlaneGroup(WINDOW, window_tokens, sink_tokens))
+    return _layout(block_tokens, tensor_parallel, groups, planes)
 
 
 def mla(
@@ -41,32 +159,80 @@ def mla(
 ) -> Layout:
     """Multi-head latent attention: one plane ``latent`` of ``[1, block_tokens, kv_lora_rank + rope_dim]``, the same
     on every rank (DeepSeek-V3: 512 + 64, 73,728 bytes a block of 64 tokens in bf16)."""
-    shape = (1, block_tokens, kv_lora_rank + rope_dim)
-    planes = tuple(Plane("latent", layer, FULL, shape, dtype) for layer in range(layers))
-    return Layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
+    kinds = (_Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype),)
+    planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
+    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
 
 
-def gqa_windowed(
+def mla_windowed(
     *,
     window_layers: Sequence[bool],
-    kv_heads: int,
-    head_dim: int,
+    kv_lora_rank: int,
+    rope_dim: int,
     block_tokens: int,
     window_tokens: int,
     sink_tokens: int = 0,
     dtype: str = "bfloat16",
     tensor_parallel: int = 1,
 ) -> Layout:
-    """GQA where ``window_layers[i]`` says whether layer i attends to the last ``window_tokens`` (and sinks) only."""
-    heads = heads_per_rank(kv_heads, tensor_parallel)
-    shape = (heads, block_tokens, head_dim)
-    planes = tuple(
-        Plane(name, layer, WINDOW if windowed else FULL, shape, dtype)
-        for layer, windowed in enumerate(window_layers)
-        for name in ("k", "v")
+    """MLA where the layers that ``window_layers`` marks attend to a window (and sinks) and keep packed rows.
+
+    Their ``latent`` is ``[1, block_tokens, packed_row_bytes]`` of uint8; the other layers are as in ``mla``.
+    """
+    packed = _packed_rows(kv_lora_rank, rope_dim, block_tokens)
+    plain = _Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype)
+    planes = [
+        plane
+        for layer in _layers(len(window_layers))
+        for plane in _planes(layer, *((WINDOW, (packed,)) if window_layers[layer] else (FULL, (plain,))))
+    ]
+    groups = (PlaneGroup(FULL, replicated=True), PlaneGroup(WINDOW, window_tokens, sink_tokens, replicated=True))
+    return _layout(block_tokens, tensor_parallel, groups, planes)
+
+
+def dsa(
+    *,
+    layers: int,
+    kv_lora_rank: int,
+    rope_dim: int,
+    index_head_dim: int,
+    block_tokens: int,
+    index_page: IndexPage = IndexPage.SPLIT,
+    tensor_parallel: int = 1,
+) -> Layout:
+    """DeepSeek sparse attention: packed rows as ``latent``, and an indexer's page; always uint8.
+
+    All of it is the same on every rank. DeepSeek-V3.2: 656 bytes a token, and 8,192 of values and 256 of scales a
+    block of 64 tokens.
+    """
+    tiles = _tiles("index_head_dim", index_head_dim)
+    split = (
+        _Kind("index_key", (block_tokens, index_head_dim), "uint8"),
+        _Kind("index_scale", (block_tokens, tiles * TILE_SCALE_BYTES), "uint8"),
     )
-    groups = (PlaneGroup(FULL), PlaneGroup(WINDOW, window_tokens, sink_tokens))
-    return Layout(block_tokens, tensor_parallel, groups, planes)
+    fused = (_Kind("index", (block_tokens * (index_head_dim + tiles * TILE_SCALE_BYTES),), "uint8"),)
+    index = fused if index_page is IndexPage.FUSED else split
+    kinds = (_packed_rows(kv_lora_rank, rope_dim, block_tokens), *index)
+    planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
+    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
+
+
+def with_draft(target: Layout, draft: Layout) -> Layout:
+    """``target`` and, as further layers behind its last, those of a draft model or of MTP, of any family.
+
+    The draft's groups keep their rules under names that begin with ``draft_``, so they have a page count of their own.
+    Raises LayoutRejected where block size or ranks differ.
+    """
+    if (target.block_tokens, target.ranks) != (draft.block_tokens, draft.ranks):
+        raise LayoutRejected(
+            f"a draft shares its target's blocks and ranks: {draft.block_tokens} tokens on {draft.ranks} ranks "
+            f"beside {target.block_tokens} tokens on {target.ranks} ranks"
+        )
+    groups = tuple(replace(group, name=DRAFT_PREFIX + group.name) for group in draft.groups)
+    planes = tuple(
+        replace(plane, layer=target.layers + plane.layer, group=DRAFT_PREFIX + plane.group) for plane in draft.planes
+    )
+    return Layout(target.block_tokens, target.ranks, target.groups + groups, target.planes + planes)
 
 
 def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
@@ -76,7 +242,7 @@ def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
     """
     if layers < 1 or block_bytes % layers:
         raise LayoutRejected(f"block_bytes {block_bytes} must be a multiple of layers {layers}")
-    planes = tuple(Plane("bytes", layer, FULL, (block_bytes // layers,), "uint8") for layer in range(layers))
+    planes = tuple(Plane("bytes", layer, FULL, (block_bytes // layers,), "uint8") for layer in _layers(layers))
     return Layout(block_tokens, 1, (PlaneGroup(FULL),), planes)
 
 
@@ -85,3 +251,91 @@ def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:
     if tensor_parallel < 1 or kv_heads < 1 or kv_heads % tensor_parallel:
         raise LayoutRejected(f"{kv_heads} kv heads do not divide over {tensor_parallel} ranks")
     return kv_heads // tensor_parallel
+
+
+def split_heads(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> HeadSplit:
+    """The heads of one layer that a rank holds, by group, out of ``is_window`` for each global kv head.
+
+    Raises LayoutRejected where heads do not divide over the ranks, or the rank is none of them.
+    """
+    heads = heads_per_rank(len(is_window), tensor_parallel)
+    if not 0 <= rank < tensor_parallel:
+        raise LayoutRejected(f"rank {rank} is none of {tensor_parallel}")
+    mine = range(rank * heads, (rank + 1) * heads)
+    return HeadSplit(
+        tuple(head for head in mine if not is_window[head]), tuple(head for head in mine if is_window[head])
+    )
+
+
+def even_window_heads(window_heads: Sequence[Sequence[bool]], tensor_parallel: int) -> tuple[tuple[bool, ...], ...]:
+    """``window_heads`` with as many windowed heads on every rank: those above the least are kept whole instead.
+
+    Attention over them stays what it was, for a head may have more in reach than it looks at; it costs their pages.
+    """
+    out: list[tuple[bool, ...]] = []
+    for layer in window_heads:
+        heads_per_rank(len(layer), tensor_parallel)
+        splits = [split_heads(layer, tensor_parallel, rank) for rank in range(tensor_parallel)]
+        least = min(len(split.window) for split in splits)
+        kept = {head for split in splits for head in split.window[:least]}
+        out.append(tuple(head in kept for head in range(len(layer))))
+    return tuple(out)
+
+
+def packed_row_bytes(kv_lora_rank: int, rope_dim: int) -> int:
+    """Bytes of a packed row: fp8 latent, a 4-byte scale for each 128 of it, 16-bit rope values (656 for 512 + 64)."""
+    return kv_lora_rank + TILE_SCALE_BYTES * _tiles("kv_lora_rank", kv_lora_rank) + ROPE_VALUE_BYTES * rope_dim
+
+
+def tensor_names(layout: Layout, rank: int, device: int) -> dict[str, Plane]:
+    """The one name of every plane's tensor on one rank, as ``key_caches_12_rank1.device5``, in the layout's order.
+
+    The group stands behind the layer where a layer has the plane in two groups. ``rank``: within tensor parallelism.
+    Raises LayoutRejected for a rank that the layout does not have.
+    """
+    if not 0 <= rank < layout.ranks:
+        raise LayoutRejected(f"rank {rank} is none of {layout.ranks}; take the rank within tensor parallelism")
+    homes = Counter((plane.name, plane.layer) for plane in layout.planes)
+    names = {}
+    for plane in layout.planes:
+        stem = TENSOR_STEMS.get(plane.name, f"{plane.name}_caches")
+        where = f"{plane.layer}_{plane.group}" if homes[plane.name, plane.layer] > 1 else f"{plane.layer}"
+        names[f"{stem}_{where}_rank{rank}.device{device}"] = plane
+    return names
+
+
+def _key_value(heads: int, block_tokens: int, head_dim: int, dtype: str, scale_dtype: str | None) -> tuple[_Kind, ...]:
+    shape = (heads, block_tokens, head_dim)
+    kinds = (_Kind("k", shape, dtype), _Kind("v", shape, dtype))
+    if scale_dtype is None:
+        return kinds
+    if ITEM_BYTES.get(dtype, 1) != 1:
+        raise LayoutRejected(f"scales of {scale_dtype} belong to values of one byte, not to {dtype}")
+    scales = (heads, block_tokens)
+    return (*kinds, _Kind("k_scale", scales, scale_dtype), _Kind("v_scale", scales, scale_dtype))
+
+
+def _packed_rows(kv_lora_rank: int, rope_dim: int, block_tokens: int) -> _Kind:
+    return _Kind("latent", (1, block_tokens, packed_row_bytes(kv_lora_rank, rope_dim)), "uint8")
+
+
+def _tiles(name: str, values: int) -> int:
+    if values < 1 or values % TILE_VALUES:
+        raise LayoutRejected(f"{name} must be a multiple of {TILE_VALUES}, the values that share a scale, got {values}")
+    return values // TILE_VALUES
+
+
+def _layers(count: int) -> range:
+    if not 1 <= count <= MAX_PLANES:
+        raise LayoutRejected(f"layers must be 1..{MAX_PLANES}, got {count}")
+    return range(count)
+
+
+def _planes(layer: int, group: str, kinds: Sequence[_Kind]) -> Iterator[Plane]:
+    return (Plane(kind.name, layer, group, kind.page_shape, kind.dtype) for kind in kinds)
+
+
+def _layout(block_tokens: int, ranks: int, groups: Sequence[PlaneGroup], planes: Sequence[Plane]) -> Layout:
+    """Without the groups that no plane is in: a model whose layers are all full has no window group."""
+    used = {plane.group for plane in planes}
+    return Layout(block_tokens, ranks, tuple(group for group in groups if group.name in used), tuple(planes))

@@ -128,20 +128,39 @@ def plan(
     runs = [_runs_of(move) for move in moves]
     present = sorted({span.plane.layer for move in moves for span in move.device.geometry.spans})
     if layers_per_step is None:
-        layers_per_step = _smallest_good_step(moves, runs, present, costs)
-    size = layers_per_step or max(1, len(present))
+        sizes = _rising(_smallest_good_step(moves, runs, present, costs), len(present))
+    else:
+        sizes = [layers_per_step or max(1, len(present))] * (len(present) or 1)
     steps: list[CopyStep] = []
-    if layers_per_step and present and present[0] > 0:  # layers that nothing is moved for are there at once
+    if layers_per_step != 0 and present and present[0] > 0:  # layers that nothing is moved for are there at once
         steps.append(CopyStep(np.empty((0, len(COPY_FIELDS)), np.int64), (base + present[0]) & WORD_MASK))
     memos: list[dict[Piece, CopyBatch]] = [{} for _ in moves]
-    for at in range(0, max(1, len(present)), size):
-        chunk = present[at : at + size]
-        covered = present[at + size] if at + size < len(present) else layers
+    at = 0
+    for size in sizes:
+        chunk, at = present[at : at + size], at + size
+        covered = present[at] if at < len(present) else layers
         batches = [np.empty((0, len(COPY_FIELDS)), np.int64)]
         for move, run, memo in zip(moves, runs, memos, strict=True):
             batches += _copies(move, run, memo, chunk, direction, costs)
         steps.append(CopyStep(np.concatenate(batches), (base + covered) & WORD_MASK))
+        if at >= len(present):
+            break
     return tuple(steps)
+
+
+def _rising(largest: int, layers: int) -> list[int]:
+    """Sizes of steps: 1, 1, 2, 2, 4, 4 and so on up to ``largest``, for so many layers.
+
+    Who waits layer by layer begins after the first step, so that one is short, though short steps use the link badly;
+    and no step is much longer than the time that the one before it keeps its waiter busy. One step where even the
+    largest steps are bad ones.
+    """
+    if largest >= layers:
+        return [max(1, layers)]
+    sizes: list[int] = []
+    while sum(sizes) < layers:
+        sizes.append(min(largest, 1 << len(sizes) // 2))
+    return sizes
 
 
 def _runs_of(move: GroupMove) -> _Runs:

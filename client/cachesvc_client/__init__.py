@@ -16,7 +16,20 @@ Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them
 """
 
 from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
-from cachesvc.model.families import gqa, gqa_windowed, mla, opaque
+from cachesvc.model.families import (
+    IndexPage,
+    dsa,
+    even_window_heads,
+    gqa,
+    gqa_head_windows,
+    gqa_windowed,
+    mla,
+    mla_windowed,
+    opaque,
+    split_heads,
+    tensor_names,
+    with_draft,
+)
 from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
@@ -39,6 +52,7 @@ from cachesvc_client.errors import (
     PoolExhausted,
     StockEmpty,
 )
+from cachesvc_client.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
 from cachesvc_client.pool import AttachedPool, LoadOutcome
 from cachesvc_client.reattach import Reattacher
@@ -65,6 +79,7 @@ __all__ = [
     "DeadlineExceeded",
     "ExtraKey",
     "GpuFailed",
+    "IndexPage",
     "InvalidRequest",
     "Layout",
     "Lease",
@@ -94,8 +109,16 @@ __all__ = [
     "TicketView",
     "Timeouts",
     "block_keys",
+    "dsa",
+    "even_window_heads",
     "gqa",
+    "gqa_head_windows",
     "gqa_windowed",
+    "layout_of_config",
     "mla",
+    "mla_windowed",
     "opaque",
+    "split_heads",
+    "tensor_names",
+    "with_draft",
 ]

@@ -133,7 +133,8 @@ class CacheClient:
         """Connect anew after the daemon went; register again, and open a lease for each that was open, in that order.
 
         Returns the new leases; the old ones and all made under them stay lost, and the engine recomputes what it had
-        there. Attach again under the new ones. Raises DaemonUnavailable (not back yet), PoolExhausted (it came back
+        there. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close them first, or
+        the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted (it came back
         smaller), and what ``register`` raises; call it again then.
         """
         with self._connecting:

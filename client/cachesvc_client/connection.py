@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from cachesvc_client.attachments import Attachments
 from cachesvc_client.attempts import Attempts
 from cachesvc_client.channel import ChannelMaker
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable
@@ -39,6 +40,7 @@ class Connection:
         self.timeouts = timeouts
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
+        self.attachments = Attachments()
         self._options = options
         self._make_channel = make_channel
         self._on_lost = on_lost

@@ -100,7 +100,11 @@ class CudaDevice:
         """Let streams reach host memory."""
         with failures("the timeline could not be pinned"):
             self._gpu.register_host(address, size_bytes)
-            return self._gpu.device_address(address)
+            try:
+                return self._gpu.device_address(address)
+            except CudaError:
+                self._gpu.unregister_host(address)
+                raise
 
     def unpin(self, address: int) -> None:
         """Undo it."""

@@ -273,13 +273,17 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
     """Map one rank's pool for this process, under a lease that may be another process's."""
     timeouts = connection.timeouts
     token = connection.process_token
-    attached = connection.ask(
-        ATTACH,
-        engine_pb2.AttachRequest(lease_id=lease_id, rank=rank, process_token=token),
-        timeouts.attach_s,
-    )
+    request = engine_pb2.AttachRequest(lease_id=lease_id, rank=rank, process_token=token)
+    connection.attachments.begin(lease_id, rank)
+    try:
+        attached = connection.ask(ATTACH, request, timeouts.attach_s)
+    except CacheClientError:
+        connection.attachments.end(lease_id, rank)
+        raise
 
     def detach() -> None:
+        if not connection.attachments.end(lease_id, rank):
+            return
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.ask(DETACH, request, timeouts.close_s)

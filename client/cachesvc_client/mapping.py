@@ -58,13 +58,18 @@ class MappedMemory:
         return self._handle.size_bytes
 
     def start(self) -> None:
-        """Map it. Raises NotFound, DaemonFault, DaemonUnavailable, DeadlineExceeded."""
+        """Map it. Raises NotSupported, NotFound, DaemonFault, DaemonUnavailable, DeadlineExceeded."""
         descriptor = self._fetch_fd(self._handle.token)
         try:
             there = os.fstat(descriptor).st_size
             if there < self._handle.size_bytes:
                 raise DaemonFault(f"a slab of {self._handle.size_bytes} bytes came as a file of {there}")
             self._mapping = mmap.mmap(descriptor, self._handle.size_bytes, prot=self._protection)
+        except OSError as error:
+            raise NotSupported(
+                f"this process cannot map {self._handle.size_bytes} bytes of the daemon's memory ({error}); look at "
+                "its limits (ulimit -v)"
+            ) from error
         finally:
             os.close(descriptor)
 

@@ -6,6 +6,7 @@ import logging
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,6 @@ from cachesvc_client import tensors
 from cachesvc_client.device import Device, DeviceOpener
 from cachesvc_client.errors import (
     AlreadyClosed,
-    CacheClientError,
     Conflict,
     DaemonUnavailable,
     DeadlineExceeded,
@@ -67,7 +67,7 @@ class AttachedPool:
         rank: int,
         attached: engine_pb2.AttachResponse,
         life: LifeConnection,
-        detach: Callable[[], None],
+        detach: Callable[[], object],
         opener: DeviceOpener = open_device,
     ) -> None:
         self.layout = layout
@@ -89,8 +89,9 @@ class AttachedPool:
 
     def start(self) -> None:
         """Map everything. Raises NotSupported (says what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
-        nothing stays mapped then."""
-        try:
+        nothing stays mapped then, and the daemon is told."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
             if {slab.handle.kind for slab in self._attached.slabs} & set(DEVICE_KINDS):
                 self._gpu = self._opener(self.device)
                 self._gpu.start()
@@ -102,9 +103,7 @@ class AttachedPool:
                     spec = self._planes.spec(placement.group, placement.layer, placement.name)
                     view = view_of(spec, slab.pages, placement, memory.size_bytes)
                     self._planes.put(spec, memory.plane(view))
-        except CacheClientError:
-            self._unmap()
-            raise
+            undo.pop_all()
 
     @property
     def planes(self) -> Mapping[PlaneKey, Any]:
@@ -190,7 +189,7 @@ class AttachedPool:
                 )
 
     def outcome(self, ticket: TicketView) -> LoadOutcome:
-        """What has become of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline), GpuFailed."""
+        """What has become of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline)."""
         self._require_open()
         if ticket.state == "failed":
             return LoadOutcome.FAILED
@@ -198,7 +197,8 @@ class AttachedPool:
         return LoadOutcome.CAME if slot is None else self._outcome_of(slot)
 
     def to_torch(self, layer: int, name: str, group: str | None = None) -> Any:
-        """A plane as a torch tensor of the layout's dtype over the same bytes. Raises ImportError without torch."""
+        """A plane as a torch tensor of the layout's dtype over the same bytes. Raises ImportError without torch,
+        NotSupported for a plane on a GPU where torch has no CUDA."""
         self._require_open()
         spec, plane = self._planes.find(layer, name, group)
         return tensors.to_torch(plane, spec.dtype)

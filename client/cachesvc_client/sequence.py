@@ -193,7 +193,8 @@ class Sequence(SequenceView):
 
     def lost_tokens(self) -> range:
         """Positions of the tokens that this sequence's loads did not bring, because they failed or the daemon went:
-        what is to be computed anew. Empty when all came, and for loads that still run. No round trip."""
+        what is to be computed anew; all of them where it was swapped out at the loss. Empty when all came, and for
+        loads that still run. No round trip."""
         return lost_tokens(self.record, self._lease.pools, self._lease.is_lost)
 
     def wait_swapped(self, timeout_s: float | None = None) -> None:

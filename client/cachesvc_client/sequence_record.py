@@ -181,6 +181,7 @@ class SequenceRecord:
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
             answer = parse_swap(response)
             self.is_swapped_out = True
+            self.tickets = ()  # the daemon swaps out only what has been loaded
             self.swap_tickets = answer.tickets
             return answer
 
@@ -247,6 +248,8 @@ class SequenceRecord:
 
     def end_swap(self, tickets: tuple[TicketView, ...]) -> None:
         """The swap's transfer has ended. Raises LoadFailed where it failed: the sequence is where it was before."""
+        ended = {ticket.id for ticket in tickets}
+        self.tickets = tuple(ticket for ticket in self.tickets if ticket.id not in ended)
         self.swap_tickets = ()
         broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
         if broken is not None:
@@ -282,7 +285,11 @@ class SequenceRecord:
         apply: Callable[[Any], T],
         fail: Callable[[CacheClientError], None] = no_action,
     ) -> Operation[T]:
-        return Operation(method, request, apply, fail, self)
+        def refused(error: CacheClientError) -> None:
+            self.has_failed_load |= isinstance(error, LoadFailed)
+            fail(error)
+
+        return Operation(method, request, apply, refused, self)
 
     def _put(self, tables: tuple[GroupCells, ...]) -> None:
         for cells in tables:

@@ -37,7 +37,8 @@ def as_carrier(plane: Any) -> Any:
 
 
 def to_torch(plane: Any, dtype: str) -> Any:
-    """A torch tensor over the plane's bytes, of the layout's dtype. Raises ImportError without torch.
+    """A torch tensor over the plane's bytes, of the layout's dtype. Raises ImportError without torch, NotSupported
+    where the plane is on a GPU and torch has no CUDA.
 
     ``plane``: a NumPy array, or a ``DevicePlane``, which torch takes by the CUDA array interface: that needs no CuPy,
     and makes no stream wait for another.
@@ -46,6 +47,10 @@ def to_torch(plane: Any, dtype: str) -> Any:
 
     carrier = as_carrier(plane)
     if hasattr(carrier, "__cuda_array_interface__"):
+        if not torch.cuda.is_available():
+            raise NotSupported(
+                f"the plane is on a GPU, which torch {torch.__version__} here cannot use: install a CUDA build"
+            )
         return torch.as_tensor(carrier, device=f"cuda:{carrier.ordinal}").view(getattr(torch, dtype))
     return torch.from_dlpack(carrier).view(getattr(torch, dtype))
 

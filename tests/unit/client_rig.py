@@ -73,7 +73,8 @@ def hang_until(event: threading.Event, arrived: threading.Event | None = None) -
 
 
 class FakeDaemon:
-    """Serves until ``close``. ``faults[rpc]`` are done to the next calls, ``seen[rpc]`` are the requests that came."""
+    """Serves until ``close``. ``faults[rpc]`` are done to the next calls, ``seen[rpc]`` are the requests that came.
+    ``is_asked`` for a descriptor it gives it once ``may_give`` is set."""
 
     def __init__(self, folder: Path, *, silence_limit_ms: int = 30_000) -> None:
         self.path = str(folder / "kv.sock")
@@ -87,6 +88,9 @@ class FakeDaemon:
         self.memory_kind = "memfd"
         self.timeline = HostTimeline(64)
         self.slab_fds: list[int] = []
+        self.is_asked = threading.Event()
+        self.may_give = threading.Event()
+        self.may_give.set()
         self._server = grpc.server(futures.ThreadPoolExecutor(16))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._peers: list[socket.socket] = []
@@ -163,6 +167,8 @@ class FakeDaemon:
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while message := peer.recv(64):
+                self.is_asked.set()
+                self.may_give.wait(30)
                 known: dict[bytes, int | None] = {self.timeline.handle.token: self.timeline.fd}
                 known |= {slab_token(group): fd for group, fd in enumerate(self.slab_fds)}
                 descriptor = known.get(message[2:])

@@ -134,6 +134,33 @@ async def test_the_end_of_the_daemon_ends_calls_steps_and_leases(daemon: FakeDae
         assert lease.is_lost
 
 
+async def test_an_attach_that_is_cancelled_leaves_nothing_mapped(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        daemon.may_give.clear()
+        attaching = asyncio.create_task(lease.attach())
+        assert await asyncio.to_thread(daemon.is_asked.wait, PROMPT_S)
+        attaching.cancel()
+        asyncio.get_running_loop().call_soon(daemon.may_give.set)
+        with pytest.raises(asyncio.CancelledError):
+            await attaching
+        assert not lease.pools
+        await lease.close()
+        assert len(daemon.seen["Detach"]) == 1
+
+
+async def test_a_rank_is_detached_only_when_no_pool_of_it_is_held(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        first, second = await lease.attach(), await lease.attach()
+        kept = list(second.planes.values())
+        assert first.close()
+        await lease.close()
+        assert not daemon.seen["Detach"]
+        kept.clear()
+        assert second.close()
+
+
 async def test_a_caller_that_gives_up_is_cancelled_and_not_told_of_a_loss(daemon: FakeDaemon) -> None:
     never = threading.Event()
     daemon.faults["Prefetch"].append(hang_until(never))

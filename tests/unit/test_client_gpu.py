@@ -22,18 +22,14 @@ from cachesvc_client import (
     GpuFailed,
     InvalidRequest,
     LoadFailed,
-    LoadOutcome,
     NotSupported,
 )
 from cachesvc_client.cuda_device import CudaDevice
 from cachesvc_client.device import DevicePlane
-from cachesvc_client.losses import lost_tokens
 from cachesvc_client.mapping import open_device
 from cachesvc_client.placement import PlaneView
 from cachesvc_client.pool import AttachedPool
-from cachesvc_client.sequence_record import SequenceRecord
 from cachesvc_client.stream_waits import PRUNE_AT, StreamWaits
-from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.memory.mapped import map_memfd
 from cachesvc.model.answers import TicketView
@@ -120,13 +116,17 @@ def test_memory_stays_mapped_while_an_array_of_it_is_held(rig: GpuRig) -> None:
 
 
 def test_what_the_daemon_says_is_checked_and_nothing_stays_mapped(rig: GpuRig) -> None:
+    tried: list[str] = []
+
     def refused(match: str, change: Callable[[Any], object]) -> None:
+        tried.append(match)
         good = type(rig.attached).FromString(rig.attached.SerializeToString())
         change(rig.attached)
         with pytest.raises(DaemonFault, match=match):
             rig.pool()
         rig.attached.CopyFrom(good)
         assert rig.gpu.is_whole()
+        assert rig.told == len(tried)
 
     def place(name: str, value: int) -> Callable[[Any], object]:
         return lambda answer: setattr(answer.slabs[0].planes[1], name, value)
@@ -150,6 +150,7 @@ class BrokenGpu:
     facts = SimpleNamespace(ordinal=0)
 
     def __init__(self, code: int) -> None:
+        self.pinned: list[int] = []
         self._error = CudaError("cuAny", code, "CUDA_ERROR_ANY", "what the driver says")
 
     def current(self) -> AbstractContextManager[Any]:
@@ -159,6 +160,15 @@ class BrokenGpu:
         raise self._error
 
     def wait_word(self, *_: object) -> None:
+        raise self._error
+
+    def register_host(self, address: int, _: int) -> None:
+        self.pinned.append(address)
+
+    def unregister_host(self, address: int) -> None:
+        self.pinned.remove(address)
+
+    def device_address(self, _: int) -> int:
         raise self._error
 
 
@@ -185,6 +195,13 @@ def test_a_stream_that_is_none_is_told_from_a_broken_gpu() -> None:
     with pytest.raises(GpuFailed) as failed:
         CudaDevice(BrokenGpu(700)).wait_word(7, 0, 0)  # type: ignore[arg-type]
     assert failed.value.driver_code == 700
+
+
+def test_words_that_streams_cannot_reach_do_not_stay_pinned() -> None:
+    gpu = BrokenGpu(1)
+    with pytest.raises(GpuFailed, match="could not be pinned"):
+        CudaDevice(gpu).pin(4096, 256)  # type: ignore[arg-type]
+    assert not gpu.pinned
 
 
 def test_without_cupy_arrays_are_refused_by_the_extras_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,28 +373,3 @@ def test_of_many_pending_waits_all_are_released_and_ended_ones_forgotten() -> No
     assert words.tolist() == [end, 0] + [end] * 62
     assert not waits.has_released(TimelineSlot(0, 1, end - LAYERS, LAYERS))
     assert waits.has_released(TimelineSlot(2, 3, end - LAYERS, LAYERS))
-
-
-def test_what_loads_did_not_bring_is_all_that_a_lost_ticket_may_have_held(rig: GpuRig) -> None:
-    pool = rig.pool()
-    record = SequenceRecord(1, LAYOUT)
-    record.open(bytes(32 * 5), 0).apply(cache_pb2.MatchResponse(device_blocks=2, host_blocks=3))
-    slot = common_pb2.TimelineSlot(word=WORD, failed_word=FAILED, base=10, layers=LAYERS)
-    ticket = common_pb2.Ticket(id=1, state=common_pb2.TICKET_STATE_RUNNING, slot=slot, direction="load", blocks=3)
-    assert not lost_tokens(record, [pool], is_lost=True)
-    record.allocate(6).apply(cache_pb2.AllocateResponse(tickets=[ticket], loading_blocks=3))
-    assert not lost_tokens(record, [pool], is_lost=False)
-    assert lost_tokens(record, [pool], is_lost=True) == range(8, 20)
-    assert lost_tokens(record, [], is_lost=True) == range(8, 20)
-    assert not lost_tokens(record, [], is_lost=False)
-    rig.write(WORD, 14)
-    assert pool.outcome(record.tickets[0]) is LoadOutcome.CAME
-    assert not lost_tokens(record, [pool], is_lost=True)
-    rig.write(FAILED, 14)
-    assert lost_tokens(record, [pool], is_lost=False) == range(8, 20)
-    pool.close()
-    assert not lost_tokens(record, [pool], is_lost=False)
-    ticket.state, ticket.reason = common_pb2.TICKET_STATE_FAILED, "broken wire"
-    with pytest.raises(LoadFailed):
-        record.end_loads((load(state="failed"),))
-    assert lost_tokens(record, [], is_lost=False) == range(8, 20)

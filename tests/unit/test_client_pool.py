@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -23,13 +25,18 @@ from cachesvc_client import (
     NotFound,
     NotSupported,
 )
+from cachesvc_client.device import DevicePlane
 from cachesvc_client.life import LifeConnection
-from cachesvc_client.tensors import to_paddle
+from cachesvc_client.mapping import MappedMemory
+from cachesvc_client.placement import PlaneView
+from cachesvc_client.tensors import to_paddle, to_torch
+from kvcache.v1 import common_pb2
 
 from cachesvc.model.answers import TicketView
+from cachesvc.model.errors import ErrorCode
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import TimelineSlot
-from tests.unit.client_rig import LEASE_ID, PAGES, TOKEN, FakeDaemon
+from tests.unit.client_rig import LEASE_ID, PAGES, TOKEN, FakeDaemon, refuse
 
 LAYOUT = Layout(
     4,
@@ -210,6 +217,20 @@ def test_the_daemon_is_told_of_an_unmapping_only_when_nothing_is_held(daemon: Fa
     assert len(daemon.seen["Detach"]) == 2
 
 
+def test_a_rank_is_detached_with_the_last_pool_of_it(daemon: FakeDaemon, lease: Lease) -> None:
+    first, second = lease.attach(), lease.attach()
+    daemon.memory_kind = "rdma"
+    with pytest.raises(NotSupported):
+        lease.attach()
+    daemon.faults["Attach"].append(refuse(ErrorCode.NOT_FOUND))
+    with pytest.raises(NotFound):
+        lease.attach()
+    assert first.close()
+    assert not daemon.seen["Detach"]
+    assert second.close()
+    assert len(daemon.seen["Detach"]) == 1
+
+
 def test_a_sequence_without_loads_has_lost_none(daemon: FakeDaemon, lease: Lease, pool: AttachedPool) -> None:
     sequence = lease.match(b"")
     assert lease.pools == (pool,)
@@ -224,6 +245,7 @@ def test_memory_of_a_kind_or_under_a_name_that_cannot_be_had(daemon: FakeDaemon,
     daemon.memory_kind = "cuda_ipc"  # no machine has a GPU of that name
     with pytest.raises(NotSupported, match=r"lies on shm-0.*CUDA_VISIBLE_DEVICES"):
         lease.attach()
+    assert len(daemon.seen["Detach"]) == 2  # a worker that was refused is no writer, and may end without harm
     daemon.memory_kind = "memfd"
     life = LifeConnection(daemon.path, PROMPT_S, lambda: None)
     life.start()
@@ -233,6 +255,19 @@ def test_memory_of_a_kind_or_under_a_name_that_cannot_be_had(daemon: FakeDaemon,
     with pytest.raises(DaemonUnavailable):
         life.fetch_fd(b"x" * 16)
     assert lease.attach().pages == (PAGES, PAGES)
+
+
+def test_memory_for_which_a_process_has_no_room_is_refused_by_name() -> None:
+    size_bytes = 1 << 47
+    descriptor = os.memfd_create("slab")
+    os.ftruncate(descriptor, size_bytes)
+    handle = common_pb2.MemoryHandle(kind="memfd", token=b"t", size_bytes=size_bytes)
+    memory = MappedMemory(handle, lambda _: descriptor, protection=mmap.PROT_READ)
+    with pytest.raises(NotSupported, match="ulimit -v"):
+        memory.start()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert memory.close()
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
@@ -245,6 +280,14 @@ def test_a_plane_as_a_tensor_has_the_layouts_dtype_and_the_same_bytes(pool: Atta
     assert str(take(1, "k", "window").dtype).endswith("float8_e4m3fn")
     with pytest.raises(InvalidRequest, match="2 groups"):
         take(1, "k")
+
+
+def test_a_plane_on_a_gpu_is_nothing_for_a_torch_without_cuda() -> None:
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    if torch.cuda.is_available():
+        pytest.skip("this torch has CUDA")
+    with pytest.raises(NotSupported, match="install a CUDA build"):
+        to_torch(DevicePlane(4096, 1024, PlaneView((3, 2), np.uint16, 64, (128, 2)), 0, object()), "bfloat16")
 
 
 def test_what_a_framework_would_take_for_something_else_is_refused() -> None:

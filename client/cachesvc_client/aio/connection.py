@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from cachesvc_client.attachments import Attachments
 from cachesvc_client.attempts import Attempts
 from cachesvc_client.channel import AsyncChannelMaker
 from cachesvc_client.connection import GONE
@@ -38,6 +39,7 @@ class AsyncConnection:
         self.timeouts = timeouts
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
+        self.attachments = Attachments()
         self.gone_event = asyncio.Event()
         self._options = options
         self._make_channel = make_channel

@@ -64,7 +64,7 @@ class AsyncLease:
         self._news = asyncio.Event()
         self._stream: AsyncStepStream | None = None
         self._pools: list[AttachedPool] = []
-        self._unmapped_ranks: list[int] = []
+        self._ranks: set[int] = set()
         self._callbacks: list[Callable[[CacheClientError], None]] = []
 
     async def start(self) -> None:
@@ -111,17 +111,29 @@ class AsyncLease:
     async def attach(self, rank: int = 0) -> AttachedPool:
         """As ``Lease.attach``; the lease's ``close`` closes the pool."""
         self.record.check()
-        token = self._connection.process_token
-        request = engine_pb2.AttachRequest(lease_id=self.id, rank=rank, process_token=token)
-        attached = await self._connection.ask(ATTACH, request, self._connection.timeouts.attach_s)
+        connection, attachments = self._connection, self._connection.attachments
+        request = engine_pb2.AttachRequest(lease_id=self.id, rank=rank, process_token=connection.process_token)
+        attachments.begin(self.id, rank)
+        try:
+            attached = await connection.ask(ATTACH, request, connection.timeouts.attach_s)
+        except (CacheClientError, asyncio.CancelledError):
+            attachments.end(self.id, rank)
+            raise
+        self._ranks.add(rank)
         pool = AttachedPool(
             self.registration.layout,
             rank,
             attached,
-            self._connection.life,
-            lambda: self._unmapped_ranks.append(rank),  # told at the lease's close: a pool cannot await
+            connection.life,
+            lambda: attachments.end(self.id, rank),  # told at the lease's close: a pool cannot await
         )
-        await asyncio.to_thread(pool.start)
+        starting = asyncio.ensure_future(asyncio.to_thread(pool.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:  # the thread goes on: what it maps would be nobody's
+            await asyncio.wait([starting])
+            await asyncio.to_thread(pool.close)
+            raise
         self._pools.append(pool)
         return pool
 
@@ -178,8 +190,10 @@ class AsyncLease:
             await self._stream.close()
         for pool in self._pools:
             if quiesced or not pool.is_on_gpu:  # a kernel that still runs must not find its memory gone
-                pool.close()
-        for rank in self._unmapped_ranks:
+                await asyncio.to_thread(pool.close)  # a driver may take its time
+        for rank in sorted(self._ranks):
+            if self._connection.attachments.has(self.id, rank):
+                continue
             token = self._connection.process_token
             await self._tell(DETACH, engine_pb2.DetachRequest(lease_id=self.id, rank=rank, process_token=token))
         self.record.is_closed = True

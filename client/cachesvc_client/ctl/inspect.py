@@ -85,6 +85,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def describe_device(d: admin_pb2.DeviceStatus) -> str:
+    """One line: what the daemon takes of a GPU, and how fast its link is."""
+    link = (
+        f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
+        f"planes under {describe_bytes(d.narrow_plane_bytes)} load at less than half of that"
+        if d.load_gb_per_second
+        else "link not measured (calibration never)"
+    )
+    return (
+        f"{d.name} {d.uuid}: pool {describe_bytes(d.pool_bytes)}, {describe_bytes(d.context_bytes)} beside it, {link}"
+    )
+
+
 def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
     answer = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=DEADLINE_SECONDS)
     head = (
@@ -92,12 +105,7 @@ def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
         f"{', DRAINING' if answer.draining else ''}\n"
         f"host pool: {describe_bytes(answer.host_pool_ready_bytes)} of {describe_bytes(answer.host_pool_bytes)} ready"
     )
-    devices = "".join(
-        f"\n{d.name} {d.uuid}: pool {describe_bytes(d.pool_bytes)}, {describe_bytes(d.context_bytes)} beside it, "
-        f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
-        f"planes under {describe_bytes(d.narrow_plane_bytes)} load at less than half of that"
-        for d in answer.devices
-    )
+    devices = "".join(f"\n{describe_device(device)}" for device in answer.devices)
     pools = table(
         ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page"),
         [

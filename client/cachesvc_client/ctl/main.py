@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 
 from cachesvc.model.errors import CacheError
-from cachesvc_client.ctl import calibrate, inspect, replaying
+from cachesvc_client.ctl import calibrate, inspect, layout, replaying
 from cachesvc_client.ctl.daemon_process import DaemonFailed
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.replay import ReplayFailed
@@ -26,6 +26,7 @@ def main() -> None:
     replaying.add_commands(commands)
     inspect.add_commands(commands)
     calibrate.add_command(commands)
+    layout.add_command(commands)
     arguments = parser.parse_args()
     command: Command = arguments.command
     try:

@@ -1,0 +1,34 @@
+"""How many pools of a rank this process has mapped under a lease. The daemon knows only whether it has any, and takes
+it for no writer once it is told that the rank was detached: so only the last one may tell."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+
+class Attachments:
+    """Those of one connection. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._lock = threading.Lock()
+
+    def begin(self, lease_id: str, rank: int) -> None:
+        """A pool is about to be attached."""
+        with self._lock:
+            self._counts[lease_id, rank] += 1
+
+    def end(self, lease_id: str, rank: int) -> bool:
+        """One was unmapped, or never came; True when it was the last."""
+        with self._lock:
+            self._counts[lease_id, rank] -= 1
+            left = self._counts[lease_id, rank]
+            if not left:
+                del self._counts[lease_id, rank]
+        return not left
+
+    def has(self, lease_id: str, rank: int) -> bool:
+        """True while one is mapped."""
+        with self._lock:
+            return (lease_id, rank) in self._counts
