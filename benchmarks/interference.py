@@ -140,8 +140,8 @@ def run_all(seconds: float) -> list[Row]:
         "the mover": (run_mover, [Job(way) for way in WAYS]),
         "the kernel swapper": (run_kernels, [Job(way, count) for count in THREAD_BLOCKS for way in WAYS]),
     }
-    head = f"{'engine':8} {'swapper':26} {'way':>5} {'quiet ms':>9} {'loaded':>9} {'slower':>7} {'mean':>6} {'p99':>7} {'GB/s':>6}"
-    print(head, flush=True)
+    head = f"{'engine':8} {'swapper':26} {'way':>5} {'quiet ms':>9} {'loaded':>9} {'slower':>7} {'mean':>6} {'p99':>7}"
+    print(f"{head} {'GB/s':>6}", flush=True)
     for mode in MODES:
         engine = Neighbour(f"the {mode} engine", run_engine, mode)
         for name, (target, todo) in jobs.items():
