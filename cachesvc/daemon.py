@@ -45,7 +45,7 @@ from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 from gpu_ops.calibration import LinkFigures, calibrate
-from gpu_ops.errors import CudaMissing
+from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 
 DRAIN_LOOK_SECONDS = 0.05
@@ -72,6 +72,8 @@ def choose_hardware(config: Config) -> Hardware:
             if config.backend == "cuda":
                 raise Unavailable(f"{missing}; or use --backend shm") from missing
             events.event("no_gpu", reason=str(missing))
+        except CudaError as broken:  # a GPU is there: serving without it would hide that
+            raise Unavailable(f"the GPU cannot be used: {broken}; see nvidia-smi, or use --backend shm") from broken
     check_shm_memory(config, memory_limits())
     rules = copy_rules(config)
     return Hardware(
@@ -100,10 +102,18 @@ def gpu_hardware(config: Config) -> Hardware:
 
 
 def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine], None]) -> LinkCosts:
-    """Measure started GPUs and tell what each is; the costs are the slowest one's. The default without a GPU."""
+    """Measure started GPUs and tell what each is; the costs are the slowest one's. The default without a GPU.
+
+    Raises Unavailable.
+    """
     found: list[LinkFigures] = []
     for gpu in gpus:
-        figures = calibrate(gpu) if config.calibration == "start" else None
+        try:
+            figures = calibrate(gpu) if config.calibration == "start" else None
+        except RuntimeError as error:
+            raise Unavailable(
+                f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
+            ) from error
         line = DeviceLine(gpu.uuid, gpu.facts.name, config.device_pool, gpu.context_bytes, figures)
         events.event("device_ready", pci=gpu.facts.pci, free_bytes=gpu.free_bytes(), **line.logged())
         tell(line)

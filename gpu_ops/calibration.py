@@ -10,6 +10,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,18 +52,16 @@ def calibrate(gpu: Gpu) -> LinkFigures:
     view = np.frombuffer(host, np.uint8)
     view[:: mmap.PAGESIZE] = 1  # give it its pages: a zero page is nobody's memory
     address = int(view.ctypes.data)
-    device = gpu.allocate(BUFFER_BYTES, vmm=False)
-    gpu.register_host(address, BUFFER_BYTES)
-    queues = (gpu.queue(), gpu.queue())
-    try:
+    with ExitStack() as undo:
+        device = gpu.allocate(BUFFER_BYTES, vmm=False)
+        undo.callback(device.close)
+        gpu.register_host(address, BUFFER_BYTES)
+        undo.callback(gpu.unregister_host, address)
+        queues = (gpu.queue(), gpu.queue())
         for queue in queues:
+            undo.callback(queue.close)
             queue.start()
         return _measure(gpu, queues, address, device.address)
-    finally:
-        for queue in queues:
-            queue.close()
-        gpu.unregister_host(address)
-        device.close()
 
 
 def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], host: int, device: int) -> LinkFigures:
@@ -90,7 +89,8 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], host: int, device: i
 
     def steps() -> None:
         for step in range(STEPS):
-            loads.copy(tall[step : step + 1])
+            at = step % len(tall)
+            loads.copy(tall[at : at + 1])
             loads.write_words([(device, step)])
 
     steps_us = _timed(queues, steps)

@@ -92,8 +92,10 @@ def allocate_vmm(cuda: Driver, context: int, ordinal: int, size_bytes: int) -> D
         cuda.call("cuMemRelease", memory)  # the mapping and the descriptor keep it
 
     def undo(driver: Driver) -> None:
-        unmap(driver, address, size)
-        os.close(fd)
+        try:
+            unmap(driver, address, size)
+        finally:
+            os.close(fd)
 
     return DeviceMemory(address, size, b"", fd, undo, context)
 

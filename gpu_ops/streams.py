@@ -94,14 +94,17 @@ class CopyQueue:
             cuda.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Wait, and give the stream back. Idempotent."""
-        if self._stream:
+        """Wait, and give the stream back. Idempotent. Raises CudaError for what broke on the way."""
+        if not self._stream:
+            return
+        try:
             self.synchronize()
+        finally:  # where that breaks, nothing goes on any more either
+            stream, self._stream = self._stream, 0
             with current(self._context) as cuda:
-                cuda.call("cuStreamDestroy_v2", self._stream)
+                cuda.call("cuStreamDestroy_v2", stream)
                 while self._events:
                     cuda.call("cuEventDestroy_v2", self._events.pop())
-            self._stream = 0
 
     def _copy(self, cuda: Driver, copies: PitchedCopies) -> None:
         if not len(copies):

@@ -92,6 +92,7 @@ def _start_loads(
             )
             sequence.window_rows.setdefault(group, {}).update(needed)
             for row in needed.values():
+                model.blocks.use_window(row, sequence.host_anchor)
                 model.blocks.pin_window(place, group, row)
         else:
             table.extend(pages[row] for row in loads.rows)

@@ -127,6 +127,7 @@ def _in_place(model: Model, place: Place, sequence: Sequence, hit: Hit) -> tuple
             if position < len(path):
                 row = path[position]
                 table[position] = place.pages[group][row]
+                model.blocks.use_window(row, hit.row)
                 model.blocks.pin_window(place, group, row)
                 held[position] = row
         sequence.tables[group] = table

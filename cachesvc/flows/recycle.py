@@ -1,7 +1,8 @@
 """Recycle: give back what fell out of every window, and spare or stock pages. Growth out of the stock (Extend).
 
 A block j of a window W is dead for the next query position T once (j + 1) * block_tokens <= T - W + 1, the window
-counting the query itself; only computed and verified tokens count.
+counting the query itself; only computed and verified tokens count. Where steps overlap, T counts those whose step has
+ended: a step in flight looks back from there on, so its pages stay.
 """
 
 from __future__ import annotations

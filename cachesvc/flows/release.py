@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cachesvc.flows.allocate import withdraw_computing
 from cachesvc.flows.core import Core
+from cachesvc.ledger.blocks import window_positions
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
@@ -52,10 +53,14 @@ def unpin_all(model: Model, replica: Replica, sequence: Sequence) -> None:
 
 
 def unpin_windows(model: Model, replica: Replica, sequence: Sequence, first: int) -> None:
-    """Take back the window pins of positions from ``first`` on."""
+    """Take back the window pins of positions from ``first`` on. The next turn will look back to the last window."""
     for group, held in sequence.window_rows.items():
+        last = set(window_positions(model.layout, group, sequence.sealed))
         for position in [position for position in held if position >= first]:
-            model.blocks.unpin_window(replica.place, group, held.pop(position))
+            row = held.pop(position)
+            if position in last and sequence.anchor != NO_ROW:
+                model.blocks.use_window(row, sequence.anchor)
+            model.blocks.unpin_window(replica.place, group, row)
 
 
 def free_swapped(model: Model, sequence: Sequence) -> None:

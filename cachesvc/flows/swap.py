@@ -246,20 +246,14 @@ def _host_room(core: Core, model: Model, path: list[int], rows: list[int], moves
     wanted = [len(rows) if g in host.full_groups else 0 for g in range(len(host.pools))]
     for move in moves:
         wanted[move.group] += 1
-    for group in host.window_groups:
-        if wanted[group] > host.pools[group].free:
-            raise exhausted(host.pools[group], wanted[group], 0)
-    short = max(wanted[g] - host.pools[g].free for g in host.full_groups)
-    if short <= 0:
-        return
     for row in path:
         blocks.begin_flight(row)
-    plan, met = model.evictor.plan_host(short)
+    plan, short = model.evictor.plan_host_room(wanted)
     for row in path:
         blocks.end_flight(row)
-    if not met:
-        group = max(host.full_groups, key=lambda g: wanted[g] - host.pools[g].free)
-        raise exhausted(host.pools[group], wanted[group], plan.found)
+    if short is not None:
+        freed = sum(host.states[short][row] != ABSENT for row in plan.drops)
+        raise exhausted(host.pools[short], wanted[short], freed)
     model.evictor.carry_out(plan)
     core.count("host_evictions", len(plan.drops))
     remember_dropped(core, model)

@@ -158,6 +158,10 @@ class BlockLedger:
         """Keep one windowed copy; its block is protected by a pin of its own."""
         place.window_pins[group][row] += 1
 
+    def use_window(self, row: int, tip: int) -> None:
+        """A hit of everything down to ``tip`` looks back to the windowed copies of ``row``."""
+        self.index.reached[row] = max(self.index.reached[row], self.index.stamp[tip])
+
     def unpin_window(self, place: Place, group: int, row: int) -> None:
         """Take one window pin back. Raises StateConflict where there is none."""
         pins = place.window_pins[group]
@@ -185,12 +189,18 @@ class BlockLedger:
         return lambda row: self.rank_of(row) if self.is_evictable(place, row) else None
 
     def window_rank_now(self, place: Place, group: int) -> RankNow:
-        """Ranks of the windowed copies that may go by themselves: oldest first, a prompt's front before its end."""
+        """Ranks of the windowed copies that may go by themselves.
+
+        First those that no hit has looked back to and no sequence has ended on, then by when that was; of equal rank
+        oldest first and a prompt's front before its end, but its sinks last: without them no window is worth anything.
+        """
         index, states, pins = self.index, place.states[group], place.window_pins[group]
+        sinks = self.layout.sink_blocks(group)
 
         def rank(row: int) -> Rank | None:
             idle = states[row] == READY and pins[row] == 0 and index.flights[row] == 0
-            return (index.stamp[row], index.depth[row]) if idle else None
+            depth = index.depth[row]
+            return (index.reached[row], depth < sinks, index.stamp[row], depth) if idle else None
 
         return rank
 

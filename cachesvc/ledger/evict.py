@@ -160,6 +160,26 @@ class Evictor:
         room.walk.restore()
         return plan, met
 
+    def plan_host_room(self, wanted: Sequence[int]) -> tuple[EvictionPlan, int | None]:
+        """Victims after which host group g has ``wanted[g]`` free pages; and a group that they do not suffice for.
+
+        A victim frees a page in every full group, and in the windowed groups that it has copies in.
+        """
+        host = self.ledger.host
+        count = 0
+        while True:
+            plan, met = self.plan_host(count)
+            short = [
+                want - pool.free - sum(host.states[group][row] != ABSENT for row in plan.drops)
+                for group, (want, pool) in enumerate(zip(wanted, host.pools, strict=True))
+            ]
+            worst = max(range(len(short)), key=short.__getitem__)
+            if short[worst] <= 0:
+                return plan, None
+            if not met:
+                return plan, worst
+            count += short[worst]
+
     def _has_other_copy(self, place: Place, row: int) -> bool:
         return any(other is not place and other.state(row) == READY for other in self.ledger.index.places)
 

@@ -14,7 +14,10 @@ HITS_MAX = (1 << 31) - 1
 
 
 class BlockIndex:
-    """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow."""
+    """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow.
+
+    ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[bytes, int] = {}
@@ -23,6 +26,7 @@ class BlockIndex:
         self.depth = array("i")
         self.children = array("i")
         self.stamp = array("q")
+        self.reached = array("q")
         self.hits = array("i")
         self.reuses = array("H")
         self.flights = array("H")
@@ -45,6 +49,7 @@ class BlockIndex:
             self.keys[row] = key
             self.parent[row] = parent
             self.stamp[row] = stamp
+            self.reached[row] = 0
             self.hits[row] = 0
             self.reuses[row] = reuses
         else:
@@ -54,6 +59,7 @@ class BlockIndex:
             self.depth.append(0)
             self.children.append(0)
             self.stamp.append(stamp)
+            self.reached.append(0)
             self.hits.append(0)
             self.reuses.append(reuses)
             self.flights.append(0)

@@ -105,9 +105,10 @@ class CopyThread:
                 self._changed.wait(None if until is None else max(until - now, 0.0))
 
     def _start(self, piece: Slice) -> None:
+        if self._broken is not None:  # not raised again: each time its traceback would grow, and keep a slice
+            self._settle(piece, self._broken)
+            return
         try:
-            if self._broken is not None:
-                raise self._broken
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             self._settle(piece, failure)

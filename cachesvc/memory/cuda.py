@@ -9,17 +9,18 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-
-import numpy as np
+from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
-from cachesvc.memory.copies import check_sizes
 from cachesvc.memory.copy_thread import CopyThread, CopyThreads
-from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuMemory, GpuQueue, PitchedCopies
+from cachesvc.memory.gpu_health import GpuHealth
+from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuMemory, GpuQueue
 from cachesvc.memory.mapped import address_of
-from cachesvc.memory.seam import CopyBatch, Handle, Slice
+from cachesvc.memory.regions import Region, Regions
+from cachesvc.memory.seam import Handle, Slice
 from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline
 from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
 from cachesvc.model.shared_words import WORD_BYTES
@@ -35,6 +36,7 @@ class CudaSlab:
     """Device memory of one group on one rank."""
 
     def __init__(self, region: int, memory: GpuMemory, size_bytes: int, on_close: Callable[[CudaSlab], None]) -> None:
+        """``on_close`` gives the memory back."""
         self.region = region
         self.memory = memory
         self.size_bytes = size_bytes
@@ -49,7 +51,6 @@ class CudaSlab:
             raise StateConflict(f"slab of region {self.region} was closed before")
         self._is_open = False
         self._on_close(self)
-        self.memory.close()
 
 
 def handle_of(memory: GpuMemory, size_bytes: int) -> Handle:
@@ -71,8 +72,12 @@ class CudaTimeline(HostTimeline):
     def __init__(self, gpu: GpuDevice, words: int) -> None:
         super().__init__(words)
         self._gpu = gpu
-        gpu.register_host(self.address, words * WORD_BYTES)
-        self._base = gpu.device_address(self.address)
+        with ExitStack() as undo:
+            undo.callback(super().close)
+            gpu.register_host(self.address, words * WORD_BYTES)
+            undo.callback(gpu.unregister_host, self.address)
+            self._base = gpu.device_address(self.address)
+            undo.pop_all()
 
     def place(self, word: int) -> int:
         """Address of a word for the GPU."""
@@ -80,42 +85,11 @@ class CudaTimeline(HostTimeline):
 
     def close(self) -> None:
         """Unpin, and close the descriptor. Idempotent."""
-        if self.fd is not None:
-            self._gpu.unregister_host(self.address)
-        super().close()
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Memory that a copy may address. ``gpu`` holds it; None for pinned host memory."""
-
-    address: int
-    size_bytes: int
-    gpu: GpuDevice | None
-
-
-class Regions:
-    """An immutable set of regions, with their places as columns by number: what a copy thread looks up at once."""
-
-    def __init__(self, known: Mapping[int, Region]) -> None:
-        self.known = known
-        count = max(known, default=0) + 1
-        self._addresses = np.zeros(count, np.int64)
-        self._sizes = np.full(count, -1, np.int64)
-        for number, region in known.items():
-            self._addresses[number], self._sizes[number] = region.address, region.size_bytes
-
-    def addressed(self, copies: CopyBatch) -> PitchedCopies:
-        """Copies by address. Raises CopyOutOfBounds."""
-        columns = copies[:, (0, 2)]
-        outside = (columns < 0) | (columns >= len(self._sizes))
-        numbers = np.where(outside, 0, columns)  # region 0 never exists
-        sizes = self._sizes[numbers]
-        check_sizes(copies, sizes[:, 0], sizes[:, 1])
-        addressed = np.empty((len(copies), 6), np.int64)
-        addressed[:, :2] = self._addresses[numbers] + copies[:, (1, 3)]
-        addressed[:, 2:] = copies[:, 4:]
-        return addressed
+        try:
+            if self.fd is not None:
+                self._gpu.unregister_host(self.address)
+        finally:
+            super().close()
 
 
 class CudaRunner:
@@ -123,33 +97,49 @@ class CudaRunner:
 
     depth = SLICES_ON_WAY
 
-    def __init__(self, queue: GpuQueue, timeline: CudaTimeline, regions: Callable[[], Regions]) -> None:
+    def __init__(
+        self, queue: GpuQueue, timeline: CudaTimeline, regions: Callable[[], Regions], health: GpuHealth
+    ) -> None:
         self._queue = queue
         self._timeline = timeline
         self._regions = regions
+        self._health = health
 
     def begin(self) -> None:
         """Nothing to do on the thread: calls make the context current by themselves."""
 
     def submit(self, piece: Slice) -> GpuMark:
-        """Queue the copies and the word. Raises CopyOutOfBounds and RuntimeError, with nothing on its way."""
+        """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
+        nothing is on its way then."""
+        self._health.check()
         copies = self._regions().addressed(piece.copies)
         words: list[tuple[int, int]] = []
         if piece.word_value is not None and piece.job.word is not None:
             words = [(self._timeline.place(piece.job.word), piece.word_value)]
         try:
             return self._queue.submit(copies, words)
-        except RuntimeError:
-            self._queue.synchronize()
+        except RuntimeError as error:
+            self._settle(error)
             raise
 
     def wait(self, started: object) -> None:
-        """Until the mark is reached. Raises RuntimeError."""
+        """Until the mark is reached. Raises RuntimeError, and Unavailable once the GPU has broken."""
         mark: GpuMark = started  # type: ignore[assignment]
         try:
             mark.wait()
+        except RuntimeError as error:
+            self._settle(error)
+            raise
         finally:
             mark.close()
+
+    def _settle(self, error: RuntimeError) -> None:
+        """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""
+        try:
+            self._queue.synchronize()
+        except RuntimeError:
+            self._health.broke(error)
+            self._health.check()
 
 
 @dataclass
@@ -160,6 +150,7 @@ class Device:
     timeline: CudaTimeline
     queues: dict[Direction, GpuQueue]
     copying: CopyThreads
+    health: GpuHealth
     used_bytes: int = 0
 
 
@@ -182,6 +173,7 @@ class CudaBackend:
         self._vmm = vmm
         self._timeline_words = timeline_words
         self._rules = rules or CopyRules()
+        self._health = {uuid: GpuHealth(uuid) for uuid in self._gpus}
         self._devices: dict[str, Device] = {}
         self._reach: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -218,19 +210,22 @@ class CudaBackend:
                     )
                 self._devices[uuid] = self._open(uuid, gpu)
             self._open_peers()
+            for device in self._devices.values():
+                device.copying.start()
         except RuntimeError as error:
             self.close()
-            raise Unavailable(f"the GPU cannot be used: {error}") from error
-        except InvalidRequest:
+            raise Unavailable(
+                f"the GPU cannot be used: {error}; see nvidia-smi and ulimit -l, or use --backend shm"
+            ) from error
+        except BaseException:
             self.close()
             raise
         self._running = True
-        for device in self._devices.values():
-            device.copying.start()
 
     def create_slab(self, device: str, size_bytes: int) -> CudaSlab:
-        """Zeroed memory. Raises PoolExhausted (in bytes) when the budget or the GPU cannot hold it."""
+        """Zeroed memory. Raises PoolExhausted (in bytes) when the budget or the GPU cannot hold it, Unavailable."""
         at = self._device(device)
+        at.health.check()
         with self._lock:
             free = self._device_bytes - at.used_bytes
             if not 0 < size_bytes <= free:
@@ -243,12 +238,13 @@ class CudaBackend:
             raise self._exhausted(at, size_bytes, min(free, at.gpu.free_bytes())) from error
         except RuntimeError as error:
             self._give_back(at, size_bytes)
-            raise Unavailable(f"no device memory on {device}: {error}") from error
+            raise Unavailable(f"GPU {device} gives no memory: {error}; nvidia-smi may say why") from error
         region = self._add_region(Region(memory.address, size_bytes, at.gpu))
 
         def drop(closed: CudaSlab) -> None:
             self._drop_region(closed.region)
             self._slabs.pop(closed.region)
+            at.health.attempt(memory.close)
             self._give_back(at, size_bytes)
 
         slab = self._slabs[region] = CudaSlab(region, memory, size_bytes, drop)
@@ -275,14 +271,14 @@ class CudaBackend:
     def expedite(self, device: str, ticket: int) -> None:
         """A ticket's jobs on the device are awaited now."""
         self._gpu(device)
-        if self._running:
-            self._devices[device].copying.expedite(ticket)
+        if (at := self._devices.get(device)) is not None:  # None: not running
+            at.copying.expedite(ticket)
 
     def pause_background(self, device: str, seconds: float) -> None:
         """Start no slice of background stores for a while."""
         self._gpu(device)
-        if self._running:
-            self._devices[device].copying.pause_background(seconds)
+        if (at := self._devices.get(device)) is not None:  # None: not running
+            at.copying.pause_background(seconds)
 
     def register_host(self, buffer: memoryview) -> int:
         """Pin host memory for all GPUs; it must stay mapped until ``close``. Raises Unavailable."""
@@ -309,31 +305,41 @@ class CudaBackend:
         return known.gpu.read(known.address + offset, size_bytes)
 
     def close(self) -> None:
-        """Stop the streams, then free every slab, pin and word. Idempotent."""
+        """Stop the streams, then free every slab, pin and word; what a broken GPU keeps is logged. Idempotent."""
         self._running = False
         for device in self._devices.values():
             device.copying.close()
+        for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues.values():
-                queue.close()
+                device.health.attempt(queue.close)
         for slab in list(self._slabs.values()):
             slab.close()
         for device in self._devices.values():
-            device.timeline.close()
+            device.health.attempt(device.timeline.close)
         for _, address in self._hosts.values():
-            next(iter(self._gpus.values())).unregister_host(address)
+            uuid, gpu = next(iter(self._gpus.items()))
+            self._health[uuid].attempt(partial(gpu.unregister_host, address))
         self._hosts.clear()
         self._devices.clear()
+        self._reach.clear()
         self._regions = Regions({})
-        for gpu in self._gpus.values():
-            gpu.close()
+        for uuid, gpu in self._gpus.items():
+            self._health[uuid].attempt(gpu.close)
 
     def _open(self, uuid: str, gpu: GpuDevice) -> Device:
-        timeline = CudaTimeline(gpu, self._timeline_words)
-        queues = {direction: gpu.queue() for direction in Direction}
-        for queue in queues.values():
-            queue.start()
-        runners = {way: CudaRunner(queue, timeline, lambda: self._regions) for way, queue in queues.items()}
-        return Device(gpu, timeline, queues, CopyThreads(uuid, self._rules, runners, timeline.write))
+        health = self._health[uuid]
+        with ExitStack() as undo:
+            timeline = CudaTimeline(gpu, self._timeline_words)
+            undo.callback(health.attempt, timeline.close)
+            queues: dict[Direction, GpuQueue] = {}
+            runners: dict[Direction, CudaRunner] = {}
+            for way in Direction:
+                queue = queues[way] = gpu.queue()
+                undo.callback(health.attempt, queue.close)
+                queue.start()
+                runners[way] = CudaRunner(queue, timeline, lambda: self._regions, health)
+            undo.pop_all()
+        return Device(gpu, timeline, queues, CopyThreads(uuid, self._rules, runners, timeline.write), health)
 
     def _open_peers(self) -> None:
         for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):

@@ -122,7 +122,7 @@ class CopyStream(Protocol):
     """Copy jobs in one direction on one device; jobs of one size and urgency end in the order they came in."""
 
     def submit(self, job: CopyJob) -> None:
-        """Queue a job; returns at once. Raises Unavailable after ``close``."""
+        """Queue a job; returns at once. Raises Unavailable after ``close``, LimitExceeded."""
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end."""
@@ -143,7 +143,8 @@ class Backend(Protocol):
         """Acquire what is needed; raises a CacheError that says what is missing."""
 
     def create_slab(self, device: str, size_bytes: int) -> Slab:
-        """Zeroed device memory. Raises PoolExhausted with the numbers when the device's budget cannot hold it."""
+        """Zeroed device memory. Raises PoolExhausted with the numbers when the device's budget cannot hold it, and
+        Unavailable."""
 
     def timeline(self, device: str) -> Timeline:
         """The device's timeline (made on first use, kept until ``close``)."""

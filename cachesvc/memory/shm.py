@@ -117,7 +117,7 @@ class ShmBackend:
             self._copying[device].start()
 
     def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
-        """Zeroed memory. Raises PoolExhausted (in bytes) when the device's budget cannot hold it."""
+        """Zeroed memory. Raises PoolExhausted (in bytes) when the device's budget cannot hold it, Unavailable."""
         self._check_running()
         self._check_device(device)
         with self._lock:
@@ -135,9 +135,11 @@ class ShmBackend:
             self._used[device] += size_bytes
         try:
             return self._map_slab(device, size_bytes)
-        except OSError:
+        except OSError as error:
             self._give_back(device, size_bytes)
-            raise
+            raise Unavailable(
+                f"no memory file for a slab on {device}: {error}; see ulimit -n and free memory"
+            ) from error
 
     def timeline(self, device: str) -> HostTimeline:
         """The device's timeline."""

@@ -168,7 +168,11 @@ class SwapEngine:
             self._flights[transfer.ticket] = flight
             self.counters.jobs += 1
         self._planning.submit(
-            transfer.direction, transfer.urgency, transfer.ticket, lambda error: self._launch(flight, error)
+            transfer.direction,
+            transfer.urgency,
+            flight.devices,
+            transfer.ticket,
+            lambda error: self._launch(flight, error),
         )
         return slot
 

@@ -1,34 +1,39 @@
 """Where plans are made: on a thread for each direction, so that who submits never waits; or at once, in
 simulations.
 
-What is submitted first is planned first, by direction and urgency: awaited plans never wait for background ones.
+What is submitted first is planned first, by direction, urgency and devices: awaited plans never wait for background
+ones, nor plans for one GPU for what another one is slow with.
 ``work`` is called once, with None to plan or with the error to end the ticket with.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, Urgency
 
 Work = Callable[[Exception | None], None]
+Devices = tuple[str, ...]
 
 PLANNED_AHEAD = 16
-"""Planned transfers of one direction and urgency that may wait for the streams: enough to keep them busy and to let the
-arbiter choose; a plan can take megabytes."""
+"""Planned transfers of one direction and urgency that may wait for the streams of the same devices: enough to keep them
+busy and to let the arbiter choose; a plan can take megabytes."""
 
 
 class Planning(Protocol):
-    """Calls every ``work`` once, in order for each direction and urgency. ``work`` never raises."""
+    """Calls every ``work`` once, in order for each direction, urgency and devices. ``work`` never raises."""
 
     def start(self) -> None:
         """Make ready."""
 
-    def submit(self, direction: Direction, urgency: Urgency, ticket: int, work: Work) -> None:
-        """Have ``work`` done after what was submitted before in this direction and urgency."""
+    def submit(self, direction: Direction, urgency: Urgency, devices: Devices, ticket: int, work: Work) -> None:
+        """Have ``work`` done after what was submitted before in this direction and urgency for these devices."""
 
     def expedite(self, direction: Direction, ticket: int) -> None:
         """A ticket is awaited now, planned or not. Nothing where it is not known."""
@@ -46,7 +51,14 @@ class InlinePlanning:
     def start(self) -> None:
         """Nothing to start."""
 
-    def submit(self, direction: Direction, urgency: Urgency, ticket: int, work: Work) -> None:  # noqa: ARG002 - a protocol's
+    def submit(
+        self,
+        direction: Direction,  # noqa: ARG002 - a protocol's
+        urgency: Urgency,  # noqa: ARG002
+        devices: Devices,  # noqa: ARG002
+        ticket: int,  # noqa: ARG002
+        work: Work,
+    ) -> None:
         """Plan now."""
         work(None)
 
@@ -61,7 +73,7 @@ class InlinePlanning:
 
 
 class ThreadPlanning:
-    """One thread for each direction; of each urgency at most ``planned_ahead`` plans wait for their streams."""
+    """One thread for each direction; of each urgency at most ``planned_ahead`` plans wait for the same streams."""
 
     def __init__(self, planned_ahead: int = PLANNED_AHEAD) -> None:
         self._lanes = {direction: _Lane(f"plan-{direction.value}", planned_ahead) for direction in Direction}
@@ -71,9 +83,9 @@ class ThreadPlanning:
         for lane in self._lanes.values():
             lane.start()
 
-    def submit(self, direction: Direction, urgency: Urgency, ticket: int, work: Work) -> None:
+    def submit(self, direction: Direction, urgency: Urgency, devices: Devices, ticket: int, work: Work) -> None:
         """Queue ``work``; returns at once. After ``close`` it is abandoned at once."""
-        self._lanes[direction].submit(urgency, ticket, work)
+        self._lanes[direction].submit(urgency, devices, ticket, work)
 
     def expedite(self, direction: Direction, ticket: int) -> None:
         """Move a ticket to the end of the awaited ones."""
@@ -89,11 +101,23 @@ class ThreadPlanning:
             lane.close()
 
 
+@dataclass(slots=True)
+class _Queue:
+    """Tickets of one urgency for the same devices. ``waiting``: the number that it came with, and the work."""
+
+    waiting: dict[int, tuple[int, Work]] = field(default_factory=dict)
+    planned: set[int] = field(default_factory=set)
+
+    @property
+    def oldest(self) -> int:
+        return next(iter(self.waiting.values()))[0]
+
+
 class _Lane:
     def __init__(self, name: str, planned_ahead: int) -> None:
         self._planned_ahead = planned_ahead
-        self._waiting: dict[Urgency, dict[int, Work]] = {urgency: {} for urgency in Urgency}
-        self._planned: dict[Urgency, set[int]] = {urgency: set() for urgency in Urgency}
+        self._queues: defaultdict[tuple[Urgency, Devices], _Queue] = defaultdict(_Queue)
+        self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -101,27 +125,30 @@ class _Lane:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, urgency: Urgency, ticket: int, work: Work) -> None:
+    def submit(self, urgency: Urgency, devices: Devices, ticket: int, work: Work) -> None:
         with self._changed:
             if not self._closed:
-                self._waiting[urgency][ticket] = work  # bounded by the slots that the engine hands out
+                # bounded by the slots that the engine hands out
+                self._queues[urgency, devices].waiting[ticket] = next(self._numbers), work
                 self._changed.notify()
                 return
         work(_closed())
 
     def expedite(self, ticket: int) -> None:
         with self._changed:
-            if ticket in self._planned[Urgency.BACKGROUND]:
-                self._planned[Urgency.BACKGROUND].remove(ticket)
-                self._planned[Urgency.AWAITED].add(ticket)
-            elif ticket in self._waiting[Urgency.BACKGROUND]:
-                self._waiting[Urgency.AWAITED][ticket] = self._waiting[Urgency.BACKGROUND].pop(ticket)
+            for (urgency, devices), queue in list(self._queues.items()):
+                awaited = self._queues[Urgency.AWAITED, devices]
+                if urgency is Urgency.BACKGROUND and ticket in queue.planned:
+                    queue.planned.remove(ticket)
+                    awaited.planned.add(ticket)
+                elif urgency is Urgency.BACKGROUND and ticket in queue.waiting:
+                    awaited.waiting[ticket] = next(self._numbers), queue.waiting.pop(ticket)[1]
             self._changed.notify()
 
     def ended(self, ticket: int) -> None:
         with self._changed:
-            for planned in self._planned.values():
-                planned.discard(ticket)
+            for queue in self._queues.values():
+                queue.planned.discard(ticket)
             self._changed.notify()
 
     def close(self) -> None:
@@ -134,22 +161,27 @@ class _Lane:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while (urgency := self._next()) is None:
+                while (queue := self._next()) is None:
                     if self._closed:
                         return
                     self._changed.wait()
-                ticket = next(iter(self._waiting[urgency]))
-                work = self._waiting[urgency].pop(ticket)
+                ticket = next(iter(queue.waiting))
+                _, work = queue.waiting.pop(ticket)
                 error = _closed() if self._closed else None
-                self._planned[urgency].add(ticket)
+                queue.planned.add(ticket)
             work(error)
             del work
 
-    def _next(self) -> Urgency | None:
-        """Which is planned next: awaited ones first, unless enough of them are planned already."""
+    def _next(self) -> _Queue | None:
+        """Whose oldest ticket is planned next: awaited ones first, unless enough for the same devices are planned."""
         for urgency in (Urgency.AWAITED, Urgency.BACKGROUND):
-            if self._waiting[urgency] and (self._closed or len(self._planned[urgency]) < self._planned_ahead):
-                return urgency
+            able = [
+                queue
+                for (of, _), queue in self._queues.items()
+                if of is urgency and queue.waiting and (self._closed or len(queue.planned) < self._planned_ahead)
+            ]
+            if able:
+                return min(able, key=lambda queue: queue.oldest)
         return None
 
 

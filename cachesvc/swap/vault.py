@@ -48,8 +48,8 @@ class Vault:
         return self._backend.devices()
 
     def device_free_bytes(self, device: str) -> int:
-        """What is left of a device's pool."""
-        return self._backend.capacity_bytes(device) - self._used.get(device, 0)
+        """What is left of a device's pool; slabs that were rounded up may take a little more than all of it."""
+        return max(0, self._backend.capacity_bytes(device) - self._used.get(device, 0))
 
     def host_pages_for(self, layout: Layout, share: float) -> int:
         """Pages that ``share`` of what is left of the host pool holds, the same number in every group."""

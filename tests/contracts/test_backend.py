@@ -23,11 +23,12 @@ from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, State
 from cachesvc.model.shared_words import wait_reached, words_of
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
+from tests.contracts.host_gpu import HostGpu
 from tests.sim.stepped_backend import SteppedBackend, SteppedTimeline
 
 DEVICE_BYTES = 1 << 20
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-KINDS = ("shm", "stepped", CUDA)
+KINDS = ("shm", "stepped", "host gpu", CUDA)
 SHARED_KINDS = ("shm", CUDA)
 """Whose timelines other processes map."""
 
@@ -85,13 +86,12 @@ def make(kind: str, devices: int = 2) -> Bench:
         shm = ShmBackend(devices, DEVICE_BYTES, timeline_words=64)
         shm.start()
         return Bench(shm, lambda: None, shm.devices()[0])
-    if kind == "cuda":
-        keep_contexts()
-        cuda = CudaBackend(find_gpus(), DEVICE_BYTES, timeline_words=64)
+    if kind in ("cuda", "host gpu"):
+        gpus = tuple(map(HostGpu, range(devices))) if kind == "host gpu" else keep_contexts() and find_gpus()
+        cuda = CudaBackend(gpus, DEVICE_BYTES, timeline_words=64)
         cuda.start()
         return Bench(cuda, lambda: None, cuda.devices()[0])
-    stepped = SteppedBackend(devices, DEVICE_BYTES, timeline_words=64)
-    stepped.start()
+    (stepped := SteppedBackend(devices, DEVICE_BYTES, timeline_words=64)).start()
     return Bench(stepped, stepped.run_all, stepped.devices()[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -194,6 +195,10 @@ def test_a_runner_that_cannot_begin_fails_every_job() -> None:
     bench = Bench("one at a time", begin=fails)
     bench.run([bench.job(1, 0, 2), bench.job(2, 8 * SLICE, 2)])
     assert [str(error) for error in bench.ends.values()] == ["no device", "no device"]
+    first, second = bench.ends.values()
+    assert first is second
+    assert first is not None
+    assert len(list(traceback.walk_tb(first.__traceback__))) == 2  # each job would add to it, and be kept by it
     assert bench.words_of(2) == [(21, 99), (20, 99), ("end", 2)]
     assert not any(bench.target)
 

@@ -11,6 +11,7 @@ from cachesvc.swap.planning import ThreadPlanning, Work
 
 LOAD, STORE = Direction
 AWAITED, BACKGROUND = Urgency
+ONE, OTHER = ("device 1",), ("device 2",)
 
 
 def test_who_submits_does_not_wait_and_the_other_direction_goes_on() -> None:
@@ -28,15 +29,15 @@ def test_who_submits_does_not_wait_and_the_other_direction_goes_on() -> None:
 
         return work
 
-    planning.submit(LOAD, AWAITED, -1, wait)
+    planning.submit(LOAD, AWAITED, ONE, -1, wait)
     for number in range(50):
-        planning.submit(LOAD, AWAITED, number, note(number))
-    planning.submit(STORE, AWAITED, 0, lambda _: passed.set())
+        planning.submit(LOAD, AWAITED, ONE, number, note(number))
+    planning.submit(STORE, AWAITED, ONE, 0, lambda _: passed.set())
     passed.wait()
     assert order == []
     gate.set()
     last = threading.Event()
-    planning.submit(LOAD, AWAITED, 50, lambda _: last.set())
+    planning.submit(LOAD, AWAITED, ONE, 50, lambda _: last.set())
     last.wait()
     assert order == list(range(50))
     planning.close()
@@ -53,7 +54,7 @@ def test_no_more_is_planned_ahead_than_may_wait() -> None:
         begun.release()
 
     for ticket in range(5):
-        planning.submit(LOAD, AWAITED, ticket, work)
+        planning.submit(LOAD, AWAITED, ONE, ticket, work)
     for planned in range(2, 6):
         while len(count) < planned:
             begun.acquire()
@@ -67,9 +68,9 @@ def test_close_abandons_what_waits_and_what_comes_later() -> None:
     planning.start()
     errors: list[Exception | None] = []
     for ticket in range(4):
-        planning.submit(STORE, AWAITED, ticket, errors.append)
+        planning.submit(STORE, AWAITED, ONE, ticket, errors.append)
     planning.close()
-    planning.submit(STORE, AWAITED, 4, errors.append)
+    planning.submit(STORE, AWAITED, ONE, 4, errors.append)
     planning.close()
     assert len(errors) == 5
     assert all(isinstance(error, Unavailable) for error in errors[1:])
@@ -87,8 +88,8 @@ def test_awaited_plans_wait_for_no_background_ones_and_an_expedited_one_is_await
         return work
 
     for ticket in range(5):
-        planning.submit(LOAD, BACKGROUND, ticket, note(ticket))
-    planning.submit(LOAD, AWAITED, 10, note(10))
+        planning.submit(LOAD, BACKGROUND, ONE, ticket, note(ticket))
+    planning.submit(LOAD, AWAITED, ONE, 10, note(10))
     planning.expedite(LOAD, 3)
     planning.expedite(LOAD, 99)
     planning.start()
@@ -101,4 +102,32 @@ def test_awaited_plans_wait_for_no_background_ones_and_an_expedited_one_is_await
     planning.ended(LOAD, 1)
     begun.acquire()
     assert order == [10, 3, 0, 1, 2, 4]
+    planning.close()
+
+
+def test_a_device_that_is_slow_holds_up_no_plans_for_another_one() -> None:
+    planning = ThreadPlanning(planned_ahead=2)
+    begun, order = threading.Semaphore(0), list[int]()
+
+    def note(number: int) -> Work:
+        def work(_: Exception | None) -> None:
+            order.append(number)
+            begun.release()
+
+        return work
+
+    for ticket in range(5):
+        planning.submit(LOAD, AWAITED, ONE, ticket, note(ticket))
+    planning.submit(LOAD, AWAITED, OTHER, 10, note(10))
+    planning.submit(LOAD, BACKGROUND, ONE, 11, note(11))
+    planning.start()
+    for _ in range(4):
+        begun.acquire()
+    assert order == [0, 1, 10, 11]
+    planning.ended(LOAD, 10)  # makes no room on the slow one
+    planning.submit(LOAD, AWAITED, OTHER, 12, note(12))
+    begun.acquire()
+    planning.ended(LOAD, 0)
+    begun.acquire()
+    assert order == [0, 1, 10, 11, 12, 2]
     planning.close()

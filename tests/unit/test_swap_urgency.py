@@ -10,7 +10,7 @@ from cachesvc.model.errors import NotFound
 from cachesvc.model.families import gqa
 from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planning import InlinePlanning
+from cachesvc.swap.planning import Devices, InlinePlanning, Work
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import MODEL, REPLICA, Rig, mixed_layout, rig_of
 
@@ -25,9 +25,7 @@ class HeldPlanning(InlinePlanning):
         self.waiting: list[Callable[[Exception | None], None]] = []
         self.expedited: list[tuple[Direction, int]] = []
 
-    def submit(
-        self, direction: Direction, urgency: Urgency, ticket: int, work: Callable[[Exception | None], None]
-    ) -> None:
+    def submit(self, direction: Direction, urgency: Urgency, devices: Devices, ticket: int, work: Work) -> None:
         self.waiting.append(work)
 
     def expedite(self, direction: Direction, ticket: int) -> None:

@@ -1,0 +1,46 @@
+"""Whether a GPU still works for this process.
+
+After a fault on the device every call of CUDA fails, in this process and for good: it is said once in the log, and
+nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cachesvc.model.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+
+class GpuHealth:
+    """One GPU's. Any thread may tell and ask."""
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._reason = ""
+        self._lock = threading.Lock()
+
+    def broke(self, error: Exception) -> None:
+        """The GPU does not work any more; the first ``error`` is the reason."""
+        with self._lock:
+            is_news = not self._reason
+            self._reason = self._reason or str(error) or type(error).__name__
+        if is_news:
+            log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
+
+    def check(self) -> None:
+        """Raises Unavailable once the GPU has broken."""
+        if self._reason:
+            raise Unavailable(
+                f"GPU {self._uuid} no longer works for this daemon ({self._reason}); recompute, and restart the daemon"
+            )
+
+    def attempt(self, give_back: Callable[[], None]) -> None:
+        """Give something back; where the GPU cannot any more, what comes after is given back all the same."""
+        try:
+            give_back()
+        except RuntimeError as error:
+            self.broke(error)
