@@ -252,6 +252,20 @@ def overlap() -> str:
     return _rows([*head, "layer by layer / larger of the two", "over recompute"], body, found["machine"])
 
 
+def windows() -> str:
+    """Throughput with and without recycling behind windows."""
+    found = _load("windows.json")
+    body = []
+    for row in found["rows"]:
+        off, on = row["off"], row["on"]
+        rates = [f"{each['output_tokens_per_s']:,.0f}" for each in (off, on)]
+        running = f"{off['mean_running']:.1f} / {on['mean_running']:.1f}"
+        told = [f"{row['gain_percent']:+.1f} %", running, f"{off['preemptions']} / {on['preemptions']}"]
+        body.append([row["machine"], f"{row['prompts']:,}", f"{row['share']:.0%}", *rates, *told])
+    head = ["modelled as", "prompts", "windowed heads", "tokens/s off", "on", "gain", "mean running off / on"]
+    return _rows([*head, "preempted"], body, found["machine"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ledger": ledger,
     "rpc": rpc,
@@ -262,6 +276,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "interference": interference,
     "attach": attach,
     "overlap": overlap,
+    "windows": windows,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""The daemon's ledger and flows without its service: one model, one replica, copies that have arrived at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.transfers import land
+from cachesvc.ledger.conservation import audit
+from cachesvc.ledger.ledger import Ledger
+from cachesvc.ledger.place import Place
+from cachesvc.model.answers import Wait
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import Layout
+from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.words import Run, WritePolicy
+from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.writing import WriteRule
+
+Answer = TypeVar("Answer")
+TOKEN = b"capacity-process"
+
+
+class InstantMover:
+    """Keeps the tickets whose bytes have moved until the node lands them."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+
+    def submit(self, transfer: Transfer) -> TimelineSlot:
+        """All bytes are there at once."""
+        self.arrived.append(transfer.ticket)
+        return TimelineSlot(0, 1, 0, 1)
+
+    def expedite(self, ticket: int) -> None:
+        """Nothing is slow here."""
+
+    def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
+        """Where there is one replica, none but itself."""
+        return model > 0 and source_replica == target_replica
+
+    def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
+        """Nothing is slow here."""
+
+
+class CountedVault:
+    """A pool of bytes that are only counted. There is no host tier."""
+
+    def __init__(self, device_bytes: int) -> None:
+        self.left = {"gpu-0": device_bytes}
+
+    def devices(self) -> tuple[str, ...]:
+        """One device."""
+        return tuple(self.left)
+
+    def device_free_bytes(self, device: str) -> int:
+        """What is left of it."""
+        return self.left[device]
+
+    def host_pages_for(self, layout: Layout, share: float) -> int:  # noqa: ARG002 - a protocol's
+        """None."""
+        return 0
+
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
+        """Nothing arrives."""
+        if any(pages):
+            raise InvalidRequest(f"model {model}: no host pages for {len(layout.groups)} groups here")
+        return [[] for _ in pages]
+
+    def open_replica(
+        self,
+        model: int,  # noqa: ARG002
+        replica: int,  # noqa: ARG002
+        layout: Layout,
+        devices: tuple[str, ...],
+        pages: tuple[int, ...],
+    ) -> None:
+        """Count a slab."""
+        for device in devices:
+            self.left[device] -= device_bytes(layout, pages)
+
+    def close_model(self, model: int) -> None:
+        """The model lives as long as the node."""
+
+
+class Node:
+    """One engine's lease on one model. ``now`` is what the flows are told."""
+
+    def __init__(self, layout: Layout, device_pages: tuple[int, ...], pool_bytes: int) -> None:
+        self.mover = InstantMover()
+        writing = WriteRule(WritePolicy.WRITE_BACK, threshold=2, remember=64)
+        self.core = Core(Ledger(), self.mover, rank_rule("lru"), writing, Limits())
+        device, host = PoolWish(device_pages), PoolWish((0,) * len(layout.groups))
+        vault = CountedVault(pool_bytes)
+        self.model = register(self.core, vault, "m", layout, b"", (), device, host, 0.0).model
+        process_arrived(self.core, TOKEN, 1, 1)
+        self.lease = open_lease(self.core, self.model.id, 0, "engine", TOKEN, 0, 0.0).id
+        self.now = 0.0
+
+    @property
+    def place(self) -> Place:
+        """The device's pages."""
+        return self.model.replicas[0].place
+
+    def run(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer:
+        """Call a flow of the lease until it does not wait any more. Raises what the flow raises."""
+        while True:
+            answer = flow(self.core, self.lease, *arguments, self.now)
+            while self.core.stillborn:
+                land(self.core, *self.core.stillborn.pop(0))
+            while self.mover.arrived:
+                land(self.core, self.mover.arrived.pop(0), "")
+            if not isinstance(answer, Wait):
+                return answer
+
+    def problems(self) -> list[str]:
+        """What does not add up in the ledger."""
+        return audit(self.core.ledger).problems
