@@ -25,7 +25,7 @@ from examples.engine import Answer, EngineSettings, layout_of
 from examples.engine_process import EngineFailed, EngineProcess
 from examples.texts import Conversation, conversations
 from examples.tiny_transformer.tokens import Tokens, chat_prompt
-from examples.tiny_transformer.variants import VARIANTS
+from examples.tiny_transformer.variants import DEMO, VARIANTS
 
 POOL_BLOCKS = 320  # on each tier: all questions of a variant take about half of that
 PLANE_SLACK_BYTES = 1 << 20  # planes and slabs begin at round addresses
@@ -310,7 +310,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument(
-        "--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="default: all of them"
+        "--variants", nargs="+", choices=tuple(VARIANTS), default=list(DEMO), help=f"default: {', '.join(DEMO)}"
     )
     parser.add_argument("--json", metavar="OUT", help="write all measurements there")
     parser.add_argument("--quick", action="store_true", help="a short text: seconds, but nothing worth timing")

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from cachesvc_client import (
+    KEY_BYTES,
     AttachedPool,
     BlockHasher,
     CacheClient,
@@ -36,8 +37,8 @@ from cachesvc_client import (
 
 from examples.tiny_transformer.config import TinyConfig, list_groups, list_planes
 from examples.tiny_transformer.digest import digest_model
-from examples.tiny_transformer.generate import generate
-from examples.tiny_transformer.model import Tables, TinyTransformer, build_model
+from examples.tiny_transformer.generate import Drafts, generate
+from examples.tiny_transformer.model import Planes, Tables, TinyTransformer, build_model, make_planes
 from examples.tiny_transformer.tokens import Tokens
 from examples.tiny_transformer.variants import VARIANTS
 
@@ -66,13 +67,18 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``device_tokens`` of the prompt were in place, ``host_tokens`` loaded. ``went_alone``: why without the cache."""
+    """``device_tokens`` of the prompt were in place, ``host_tokens`` loaded. ``went_alone``: why without the cache.
+
+    Of ``proposed`` tokens of a draft layer the model ``accepted`` so many.
+    """
 
     tokens: list[int]
     first_token_seconds: float
     device_tokens: int = 0
     host_tokens: int = 0
     went_alone: str = ""
+    proposed: int = 0
+    accepted: int = 0
 
 
 class CachedEngine:
@@ -82,6 +88,7 @@ class CachedEngine:
         self._model = model
         self._lease = lease
         self._pool = pool
+        self._planes = planes_of(model, pool)
 
     def answer(self, prompt: Tokens, new_tokens: int) -> Answer:
         """Answer a prompt. No request fails because of the cache: the engine can compute by itself.
@@ -98,15 +105,14 @@ class CachedEngine:
         block_tokens = self._model.config.block_tokens
         hasher = BlockHasher(self._lease.registration.namespace, block_tokens)
         hasher.extend(prompt)
-        # At least one token is left to compute, because the first one of the answer comes out of its logits.
-        reusable_blocks = (len(prompt) - 1) // block_tokens
-        with self._lease.match(bytes(hasher.keys), max_blocks=reusable_blocks) as sequence:
+        with self._lease.match(reusable_keys(hasher, len(prompt))) as sequence:
             answer: list[int] = []
+            drafts = Drafts()
             first_token_seconds = 0.0
 
-            def tables_for(blocks: int) -> Tables:
-                if answer:  # the sequence enters a block, so all before it are computed
-                    seal_blocks(sequence, hasher, (blocks - 1) * block_tokens)
+            def tables_for(blocks: int, computed_tokens: int) -> Tables:
+                if answer:
+                    seal_blocks(sequence, hasher, computed_tokens)
                 sequence.allocate(blocks)
                 return name_tables(sequence, self._pool.layout)
 
@@ -116,7 +122,7 @@ class CachedEngine:
 
             hit_tokens = sequence.hit_blocks * block_tokens
             for token in generate(
-                self._model, prompt, hit_tokens, new_tokens, tables_for, self._pool.planes, wait_layer
+                self._model, prompt, hit_tokens, new_tokens, tables_for, self._planes, wait_layer, drafts
             ):
                 if not answer:
                     first_token_seconds = time.perf_counter() - began
@@ -129,7 +135,26 @@ class CachedEngine:
                 first_token_seconds,
                 device_tokens=sequence.device_blocks * block_tokens,
                 host_tokens=sequence.host_blocks * block_tokens,
+                proposed=drafts.proposed,
+                accepted=drafts.accepted,
             )
+
+
+def planes_of(model: TinyTransformer, pool: AttachedPool) -> Planes:
+    """The daemon's pages as the model's arrays: one array for each plane of each group, over the same bytes."""
+    return {
+        (plane.group, plane.layer, plane.name): model.arrays.plane_of(pool, plane.layer, plane.name, plane.group)
+        for plane in pool.layout.planes
+    }
+
+
+def reusable_keys(hasher: BlockHasher, prompt_tokens: int) -> bytes:
+    """Keys of the blocks that a hit may have.
+
+    At least one token is left to compute, because the first one of the answer comes out of its logits. (Not by
+    ``max_blocks``: for a prompt of one block that would be 0, which is no limit.)
+    """
+    return bytes(hasher.keys[: (prompt_tokens - 1) // hasher.block_tokens * KEY_BYTES])
 
 
 def seal_blocks(sequence: Sequence, hasher: BlockHasher, computed_tokens: int) -> None:
@@ -153,24 +178,22 @@ def answer_alone(model: TinyTransformer, prompt: Tokens, new_tokens: int, began:
     """Answer a prompt that came at ``began`` with pages of one's own, which nobody else sees and which go with it."""
     config = model.config
     blocks = -(-(len(prompt) + new_tokens) // config.block_tokens)
-    planes = {
-        (layer, name): np.zeros((blocks, *page_shape), dtype=dtype)
-        for name, layer, _, page_shape, dtype in list_planes(config)
-    }
+    planes, drafts = make_planes(model, blocks), Drafts()
     tables = {group.name: np.arange(blocks, dtype=np.int32) for group in config.groups}
-    stream = generate(model, prompt, 0, new_tokens, lambda _: tables, planes, lambda _: None)
+    stream = generate(model, prompt, 0, new_tokens, lambda *_: tables, planes, lambda _: None, drafts)
     first = next(stream)
     first_token_seconds = time.perf_counter() - began
-    return Answer([first, *stream], first_token_seconds, went_alone=why)
+    tokens = [first, *stream]
+    return Answer(tokens, first_token_seconds, went_alone=why, proposed=drafts.proposed, accepted=drafts.accepted)
 
 
-def layout_of(config: TinyConfig) -> Layout:
-    """What a block of the model leaves behind, as the daemon wants to know it: planes and groups, and no more."""
+def layout_of(config: TinyConfig, ranks: int = 1) -> Layout:
+    """What a block of the model leaves on each rank, as the daemon wants to know it: planes and groups, and no more."""
     return Layout(
         block_tokens=config.block_tokens,
-        ranks=1,
-        groups=tuple(PlaneGroup(name, window, sinks) for name, window, sinks in list_groups(config)),
-        planes=tuple(Plane(*plane) for plane in list_planes(config)),
+        ranks=ranks,
+        groups=tuple(PlaneGroup(*group) for group in list_groups(config)),
+        planes=tuple(Plane(*plane) for plane in list_planes(config.shard(ranks))),
     )
 
 

@@ -100,8 +100,9 @@ class LifeServer:
         connection.setblocking(False)
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", raw)
-        if uid not in self._allowed or len(self._peers) >= MAX_CONNECTIONS:
-            events.warning("life_connection_refused", uid=uid, connections=len(self._peers))
+        connected = sum(each.is_connected for each in self._peers.values())  # others only wait for their process's end
+        if uid not in self._allowed or connected >= MAX_CONNECTIONS:
+            events.warning("life_connection_refused", uid=uid, connections=connected)
             connection.close()
             return
         peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), pid, _pidfd_of(connection, pid))

@@ -181,6 +181,7 @@ class SequenceRecord:
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
             answer = parse_swap(response)
             self.is_swapped_out = True
+            self.spares = []  # the daemon has freed them
             self.tickets = ()  # the daemon swaps out only what has been loaded
             self.swap_tickets = answer.tickets
             return answer

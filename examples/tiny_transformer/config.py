@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from examples.tiny_transformer.arrays import Array, Arrays
 from examples.tiny_transformer.tokens import VOCAB_SIZE
 
 F32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
 
-PLANE_DTYPE = "float32"
+HIDDEN_PLANE = "hidden"
+
+
+class Row(NamedTuple):
+    """What a token leaves for one head in one plane."""
+
+    width: int
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers whose pages are kept and dropped together.
+    """Heads of layers whose pages are kept and dropped together.
 
     A query at position q sees the keys (q - window_tokens, q], itself counted, and the first sink_tokens.
+    ``is_replicated``: every rank holds the same bytes.
     """
 
     name: str
     window_tokens: int | None = None
     sink_tokens: int = 0
+    is_replicated: bool = False
 
     def __post_init__(self) -> None:
         if self.window_tokens is not None and self.window_tokens < 1:
@@ -36,31 +47,81 @@ class Group:
 
 
 class Attention(Protocol):
-    """One attention family. T is block_tokens; a plane's page is [page_heads, T, width]."""
+    """One attention family. T is block_tokens; a plane's page is [kv heads of its group, T, row width]."""
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads have rows of their own in the pages."""
+        ...
 
     @property
     def rope_dim(self) -> int:
         """How many columns of a query or key are rotated."""
         ...
 
-    def page_shapes(self, block_tokens: int) -> dict[str, Shape]:
-        """Plane name to the shape of one page, in the order in which a layer lists its planes."""
+    def rows(self) -> dict[str, Row]:
+        """Plane name to what a token leaves there, in the order in which a layer lists its planes."""
         ...
 
     def weight_shapes(self, d_model: int) -> dict[str, Shape]:
         """Weight name to shape; the axis before the last is the one that is summed over."""
         ...
 
-    def project(self, x: F32, weights: dict[str, F32], cos: F32, sin: F32) -> tuple[F32, dict[str, F32]]:
-        """Normed hidden rows [T, d_model] to (query, plane name to new rows [page_heads, T, width])."""
+    def project(
+        self, arrays: Arrays, x: Array, weights: dict[str, Array], cos: Array, sin: Array
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Normed hidden rows [T, d_model] to (queries [kv_heads, ...], plane name to new rows [kv_heads, T, width])."""
         ...
 
-    def attend(self, query: F32, cached: dict[str, F32], hidden: Bool, weights: dict[str, F32]) -> F32:
-        """Query and the cached rows [page_heads, keys, width] to [T, d_model].
+    def mix(
+        self,
+        arrays: Arrays,
+        queries: dict[str, Array],
+        cached: dict[str, Array],
+        hidden: Array,
+        weights: dict[str, Array],
+    ) -> Array:
+        """Queries of some kv heads over their rows [those kv heads, keys, width], as they lie in the pages, to
+        [those kv heads, query heads of each, T, value width].
 
         hidden: [T, keys], True where a query may not see a key.
         """
         ...
+
+    def shard(self, ranks: int) -> Attention:
+        """The family as one of several ranks computes it. Raises ValueError where heads do not divide."""
+        ...
+
+    def sharded_weights(self) -> tuple[str, ...]:
+        """Weights whose first axis is heads, of which each rank takes its part; the others are on all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``head_groups``: the group of each kv head. Heads of one layer may be in different groups."""
+
+    attention: Attention
+    head_groups: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.head_groups) != self.attention.kv_heads:
+            raise ValueError(f"{self.attention.kv_heads} kv heads, but {len(self.head_groups)} groups: name one a head")
+
+    def heads_of(self, group: str) -> tuple[int, ...]:
+        """The kv heads in a group, ascending."""
+        return tuple(head for head, name in enumerate(self.head_groups) if name == group)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A layer that guesses the token after next (MTP): from a position's token and the hidden row before it.
+
+    Those hidden rows are a plane too, in ``hidden_group``, a window of two tokens: what a prefix leaves for a draft.
+    """
+
+    layer: Layer
+    hidden_group: str
 
 
 @dataclass(frozen=True)
@@ -68,13 +129,14 @@ class TinyConfig:
     """A model. Two equal configs make bit-identical weights."""
 
     name: str
-    attention: Attention
     groups: tuple[Group, ...]
-    layer_groups: tuple[str, ...]  # the group of each layer: its length is the number of layers
+    layers: tuple[Layer, ...]
+    draft: Draft | None = None
     block_tokens: int = 16
     d_model: int = 512
     ff_dim: int = 1408
     rope_theta: float = 10_000.0
+    residual_scale: float = 1.0  # of what a layer adds: with less of it a draft guesses better
     max_positions: int = 8192  # bounds the RoPE tables: 2 * 4 bytes * rope_dim / 2 a position
     vocab_size: int = VOCAB_SIZE
     seed: int = 7
@@ -91,25 +153,63 @@ class TinyConfig:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise ValueError(f"{self.name}: group names repeat: {names}")
-        if set(names) != set(self.layer_groups):
-            raise ValueError(f"{self.name}: groups {names}, but the layers use {sorted(set(self.layer_groups))}")
+        used = {name for layer in self.all_layers for name in layer.head_groups}
+        if self.draft is not None:
+            used.add(self.draft.hidden_group)
+        if set(names) != used:
+            raise ValueError(f"{self.name}: groups {names}, but the layers use {sorted(used)}")
 
     @property
     def layer_count(self) -> int:
-        """How many layers the model has."""
-        return len(self.layer_groups)
+        """How many layers have planes, the draft's included."""
+        return len(self.all_layers)
+
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The layers, then the draft's, whose index follows theirs."""
+        return self.layers if self.draft is None else (*self.layers, self.draft.layer)
+
+    def shard(self, ranks: int) -> TinyConfig:
+        """What one of several ranks holds, the same on each. Raises ValueError where that is not so."""
+
+        def cut(layer: Layer) -> Layer:
+            attention = layer.attention.shard(ranks)
+            parts = {layer.head_groups[first :: attention.kv_heads] for first in range(attention.kv_heads)}
+            if attention.kv_heads != layer.attention.kv_heads and any(len(set(part)) > 1 for part in parts):
+                raise ValueError(f"{self.name}: the ranks' heads would be in different groups")
+            return Layer(attention, layer.head_groups[: attention.kv_heads])
+
+        draft = self.draft and replace(self.draft, layer=cut(self.draft.layer))
+        return replace(self, layers=tuple(map(cut, self.layers)), draft=draft)
+
+
+def alike(attention: Attention, groups: Sequence[str]) -> tuple[Layer, ...]:
+    """Layers of one family, each with all its heads in one group."""
+    return tuple(Layer(attention, (group,) * attention.kv_heads) for group in groups)
+
+
+def head_wise(attention: Attention, windowed: Sequence[Sequence[bool]], full: str, window: str) -> tuple[Layer, ...]:
+    """Layers of one family; ``windowed[layer][kv_head]`` says which heads see a window only."""
+    return tuple(Layer(attention, tuple(window if each else full for each in heads)) for heads in windowed)
 
 
 def list_planes(config: TinyConfig) -> tuple[tuple[str, int, str, Shape, str], ...]:
-    """Every plane as (name, layer, group, page_shape, dtype_name), by layer, then in the layer's order."""
-    pages = config.attention.page_shapes(config.block_tokens)
-    return tuple(
-        (name, layer, group, shape, PLANE_DTYPE)
-        for layer, group in enumerate(config.layer_groups)
-        for name, shape in pages.items()
-    )
+    """Every plane as (name, layer, group, page_shape, dtype_name), by layer, group, then in the layer's order."""
+    planes: list[tuple[str, int, str, Shape, str]] = []
+    for index, layer in enumerate(config.all_layers):
+        for group in config.groups:
+            heads = len(layer.heads_of(group.name))
+            planes += [
+                (name, index, group.name, (heads, config.block_tokens, row.width), row.dtype)
+                for name, row in layer.attention.rows().items()
+                if heads
+            ]
+    if config.draft is not None:
+        shape = (1, config.block_tokens, config.d_model)
+        planes.append((HIDDEN_PLANE, len(config.layers), config.draft.hidden_group, shape, "float32"))
+    return tuple(planes)
 
 
-def list_groups(config: TinyConfig) -> tuple[tuple[str, int | None, int], ...]:
-    """Every group as (name, window_tokens or None, sink_tokens)."""
-    return tuple((group.name, group.window_tokens, group.sink_tokens) for group in config.groups)
+def list_groups(config: TinyConfig) -> tuple[tuple[str, int | None, int, bool], ...]:
+    """Every group as (name, window_tokens or None, sink_tokens, is_replicated)."""
+    return tuple((group.name, group.window_tokens, group.sink_tokens, group.is_replicated) for group in config.groups)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from examples.tiny_transformer.config import F32, list_planes
-from examples.tiny_transformer.model import TinyTransformer
+from examples.tiny_transformer.config import F32
+from examples.tiny_transformer.model import TinyTransformer, make_planes
 from examples.tiny_transformer.tokens import BYTE_COUNT
 
 PROBE_BLOCKS = 3  # enough that attention reads pages besides its own; about 50 ms for the demo's models
@@ -30,7 +30,7 @@ def digest_model(model: TinyTransformer) -> str:
     not compute.
     """
     digest = hashlib.sha256()
-    parts = [repr(model.config).encode()]
+    parts = [repr(model.config).encode(), model.arrays.label.encode()]
     for name, array in (*_named_weights(model), ("probe", _probe_logits(model))):
         parts += [name.encode(), str(array.shape).encode(), array.tobytes()]
     for part in parts:
@@ -40,21 +40,19 @@ def digest_model(model: TinyTransformer) -> str:
 
 
 def _named_weights(model: TinyTransformer) -> Iterator[tuple[str, F32]]:
-    yield "embedding", model.weights.embedding
+    get = model.arrays.get
+    yield "embedding", get(model.weights.embedding)
     for index, layer in enumerate(model.weights.layers):
         for name, array in layer.items():
-            yield f"{index}.{name}", array
-    yield "final_gain", model.weights.final_gain
-    yield "unembedding", model.weights.unembedding
+            yield f"{index}.{name}", get(array)
+    yield "final_gain", get(model.weights.final_gain)
+    yield "unembedding", get(model.weights.unembedding)
 
 
 def _probe_logits(model: TinyTransformer) -> F32:
     config = model.config
     tokens = np.arange(PROBE_BLOCKS * config.block_tokens, dtype=np.int32) % BYTE_COUNT
-    planes = {
-        (layer, name): np.zeros((PROBE_BLOCKS, *shape), dtype=np.float32)
-        for name, layer, _, shape, _ in list_planes(config)
-    }
+    planes = make_planes(model, PROBE_BLOCKS)
     tables = {group.name: np.arange(PROBE_BLOCKS, dtype=np.int32) for group in config.groups}
     return model.forward(tokens, 0, tables, planes, _wait_for_nothing)
 

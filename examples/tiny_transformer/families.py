@@ -1,12 +1,11 @@
-"""The attention families: grouped-query attention and multi-head latent attention. Neither sees a page id."""
+"""The attention families, those with rows of float32. None sees a page id; ``packed`` has those with rows of bytes."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
-import numpy as np
-
-from examples.tiny_transformer.config import F32, Bool, Shape
+from examples.tiny_transformer.arrays import Array, Arrays
+from examples.tiny_transformer.config import Row, Shape
 from examples.tiny_transformer.ops import masked_softmax, rms_norm, rotate
 
 
@@ -19,7 +18,7 @@ class Gqa:
     head_dim: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self, astuple(self), self.head_dim)
+        check_sizes(self, astuple(self), self.head_dim)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self}: kv_heads must divide heads")
 
@@ -28,36 +27,46 @@ class Gqa:
         """All columns are rotated."""
         return self.head_dim
 
-    def page_shapes(self, block_tokens: int) -> dict[str, Shape]:
-        """`k` (rotated) and `v`, each [kv_heads, block_tokens, head_dim]."""
-        return dict.fromkeys(("k", "v"), (self.kv_heads, block_tokens, self.head_dim))
+    def rows(self) -> dict[str, Row]:
+        """`k` (rotated) and `v`."""
+        return dict.fromkeys(("k", "v"), Row(self.head_dim))
 
     def weight_shapes(self, d_model: int) -> dict[str, Shape]:
-        """Projections of the normed hidden rows, and the way back."""
-        kv_width = self.kv_heads * self.head_dim
+        """Projections of the normed hidden rows, head by head, and the way back."""
         return {
-            "query": (d_model, self.heads * self.head_dim),
-            "key": (d_model, kv_width),
-            "value": (d_model, kv_width),
+            "query": (self.heads, d_model, self.head_dim),
+            "key": (self.kv_heads, d_model, self.head_dim),
+            "value": (self.kv_heads, d_model, self.head_dim),
             "attention_out": (self.heads * self.head_dim, d_model),
         }
 
-    def project(self, x: F32, weights: dict[str, F32], cos: F32, sin: F32) -> tuple[F32, dict[str, F32]]:
-        """[T, d_model] to query [heads, T, head_dim] and rows of `k` and `v` [kv_heads, T, head_dim]."""
-        query = _split_heads(x @ weights["query"], self.heads)
-        key = _split_heads(x @ weights["key"], self.kv_heads)
-        value = _split_heads(x @ weights["value"], self.kv_heads)
-        return rotate(query, cos, sin), {"k": rotate(key, cos, sin), "v": value}
+    def project(
+        self, arrays: Arrays, x: Array, weights: dict[str, Array], cos: Array, sin: Array
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """[T, d_model] to query [kv_heads, heads of each, T, head_dim] and rows of `k` and `v`."""
+        query = rotate(arrays.xp, x @ weights["query"], cos, sin)
+        grouped = query.reshape(self.kv_heads, -1, *query.shape[1:])
+        return {"query": grouped}, {"k": rotate(arrays.xp, x @ weights["key"], cos, sin), "v": x @ weights["value"]}
 
-    def attend(self, query: F32, cached: dict[str, F32], hidden: Bool, weights: dict[str, F32]) -> F32:
-        """Query [heads, T, head_dim] over `k` and `v` [kv_heads, keys, head_dim]; gives [T, d_model]."""
-        rows, keys = hidden.shape
-        grouped = query.reshape(self.kv_heads, -1, self.head_dim)  # the query heads of a kv head, one below another
-        scores = grouped @ cached["k"].swapaxes(1, 2)
-        scores *= np.float32(self.head_dim**-0.5)
-        shares = masked_softmax(scores.reshape(self.heads, rows, keys), hidden)
-        mixed = (shares.reshape(scores.shape) @ cached["v"]).reshape(self.heads, rows, self.head_dim)
-        return _join_heads(mixed) @ weights["attention_out"]
+    def mix(
+        self,
+        arrays: Arrays,
+        queries: dict[str, Array],
+        cached: dict[str, Array],
+        hidden: Array,
+        weights: dict[str, Array],  # noqa: ARG002
+    ) -> Array:
+        """Each query head by itself over its kv head's rows."""
+        scores = queries["query"] @ cached["k"].swapaxes(1, 2)[:, None] * self.head_dim**-0.5
+        return masked_softmax(arrays.xp, scores, hidden) @ cached["v"][:, None]
+
+    def shard(self, ranks: int) -> Gqa:
+        """Each rank has its part of the kv heads, and of the query heads that share them."""
+        return replace(self, heads=part_of(self.heads, ranks), kv_heads=part_of(self.kv_heads, ranks))
+
+    def sharded_weights(self) -> tuple[str, ...]:
+        """All but the way back."""
+        return ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -74,16 +83,21 @@ class Mla:
     value_dim: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self, astuple(self), self.rope_dim)
+        check_sizes(self, astuple(self), self.rope_dim)
 
-    def page_shapes(self, block_tokens: int) -> dict[str, Shape]:
-        """`latent`, [1, block_tokens, kv_lora_rank + rope_dim]."""
-        return {"latent": (1, block_tokens, self.kv_lora_rank + self.rope_dim)}
+    @property
+    def kv_heads(self) -> int:
+        """One latent row serves all heads."""
+        return 1
+
+    def rows(self) -> dict[str, Row]:
+        """`latent`, and the rotated key behind it."""
+        return {"latent": Row(self.kv_lora_rank + self.rope_dim)}
 
     def weight_shapes(self, d_model: int) -> dict[str, Shape]:
         """key_up and value_up unfold the latent per head; key_up lies transposed, as absorption needs it."""
         return {
-            "query": (d_model, self.heads * (self.nope_dim + self.rope_dim)),
+            "query": (self.heads, d_model, self.nope_dim + self.rope_dim),
             "latent_down": (d_model, self.kv_lora_rank + self.rope_dim),
             "latent_gain": (self.kv_lora_rank,),
             "key_up": (self.heads, self.nope_dim, self.kv_lora_rank),
@@ -91,40 +105,60 @@ class Mla:
             "attention_out": (self.heads * self.value_dim, d_model),
         }
 
-    def project(self, x: F32, weights: dict[str, F32], cos: F32, sin: F32) -> tuple[F32, dict[str, F32]]:
-        """[T, d_model] to absorbed query [heads, T, width] and rows of `latent` [1, T, width]."""
-        query = _split_heads(x @ weights["query"], self.heads)
-        absorbed = query[..., : self.nope_dim].copy() @ weights["key_up"]
-        rotated = rotate(query[..., self.nope_dim :], cos, sin)
+    def project(
+        self, arrays: Arrays, x: Array, weights: dict[str, Array], cos: Array, sin: Array
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """[T, d_model] to absorbed query [1, heads, T, rank + rope_dim] and the rows of the pages."""
+        xp = arrays.xp
+        query = x @ weights["query"]
+        absorbed = query[..., : self.nope_dim] @ weights["key_up"]
+        rotated = rotate(xp, query[..., self.nope_dim :], cos, sin)
         down = x @ weights["latent_down"]
-        latent = rms_norm(down[:, : self.kv_lora_rank], weights["latent_gain"])
-        rope_key = rotate(down[:, self.kv_lora_rank :], cos, sin)
-        rows = np.concatenate((latent, rope_key), axis=-1)[None]
-        return np.concatenate((absorbed, rotated), axis=-1), {"latent": rows}
+        latent = rms_norm(xp, down[:, : self.kv_lora_rank], weights["latent_gain"])
+        rope_key = rotate(xp, down[:, self.kv_lora_rank :], cos, sin)
+        rows = self.store(xp.concatenate((latent, rope_key), axis=-1))
+        return {"query": xp.concatenate((absorbed, rotated), axis=-1)[None]}, rows
 
-    def attend(self, query: F32, cached: dict[str, F32], hidden: Bool, weights: dict[str, F32]) -> F32:
-        """Query [heads, T, rank + rope_dim] over `latent` [1, keys, rank + rope_dim]; gives [T, d_model]."""
-        rows, keys = hidden.shape
-        latent = cached["latent"][0]
-        scores = query.reshape(self.heads * rows, -1) @ latent.T
-        scores *= np.float32((self.nope_dim + self.rope_dim) ** -0.5)
-        shares = masked_softmax(scores.reshape(self.heads, rows, keys), hidden)
-        mixed = shares.reshape(scores.shape) @ latent[:, : self.kv_lora_rank]
-        values = mixed.reshape(self.heads, rows, self.kv_lora_rank) @ weights["value_up"]
-        return _join_heads(values) @ weights["attention_out"]
+    def mix(
+        self,
+        arrays: Arrays,
+        queries: dict[str, Array],
+        cached: dict[str, Array],
+        hidden: Array,
+        weights: dict[str, Array],
+    ) -> Array:
+        """Each head by itself over the shared latent; gives [1, heads, T, value_dim]."""
+        latent = self.read(cached)
+        scores = queries["query"][0] @ latent.swapaxes(0, 1) * (self.nope_dim + self.rope_dim) ** -0.5
+        mixed = masked_softmax(arrays.xp, scores, hidden) @ latent[:, : self.kv_lora_rank]
+        return (mixed @ weights["value_up"])[None]
+
+    def store(self, latent_and_rope_key: Array) -> dict[str, Array]:
+        """New rows [T, rank + rope_dim] as they lie in the pages."""
+        return {"latent": latent_and_rope_key[None]}
+
+    def read(self, cached: dict[str, Array]) -> Array:
+        """float32 rows [keys, rank + rope_dim] of rows as they lie in the pages."""
+        return cached["latent"][0]
+
+    def shard(self, ranks: int) -> Mla:
+        """Each rank has its part of the query heads, and all of the latent."""
+        return replace(self, heads=part_of(self.heads, ranks))
+
+    def sharded_weights(self) -> tuple[str, ...]:
+        """What is there for each query head."""
+        return ("query", "key_up", "value_up")
 
 
-def _split_heads(x: F32, heads: int) -> F32:
-    """[T, heads * width] to [heads, T, width]."""
-    return x.reshape(x.shape[0], heads, -1).swapaxes(0, 1)
+def part_of(heads: int, ranks: int) -> int:
+    """Heads on each rank. Raises ValueError where they do not divide."""
+    if heads % ranks:
+        raise ValueError(f"{heads} heads do not divide over {ranks} ranks")
+    return heads // ranks
 
 
-def _join_heads(x: F32) -> F32:
-    """[heads, T, width] to [T, heads * width]."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
-
-
-def _check_sizes(family: object, sizes: tuple[int, ...], rope_dim: int) -> None:
+def check_sizes(family: object, sizes: tuple[int, ...], rope_dim: int) -> None:
+    """Raises ValueError for a size below 1, and for columns that cannot be rotated in pairs."""
     if min(sizes) < 1:
         raise ValueError(f"{family}: every size must be at least 1")
     if rope_dim % 2:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from examples.tiny_transformer.config import F32
-from examples.tiny_transformer.model import Planes, Tables, TinyTransformer, WaitLayer
+from examples.tiny_transformer.model import Planes, Tables, TinyTransformer, WaitLayer, Work
 from examples.tiny_transformer.tokens import BYTE_COUNT, Tokens
 
-# Given a number of blocks: tables with a writable page in each group for each block from the first
-# computed one up to that number. Called for the prompt, then each time decoding enters a block.
-TablesFor = Callable[[int], Tables]
+# Given a number of blocks and how many tokens are computed and verified: tables with a writable page in each group
+# for each block from the first computed one up to that number. Called for the prompt, then each time decoding enters
+# a block; a draft enters it a token early.
+TablesFor = Callable[[int, int], Tables]
+
+
+@dataclass(slots=True)
+class Drafts:
+    """How often a draft was put forward, and how often the model agreed."""
+
+    proposed: int = 0
+    accepted: int = 0
 
 
 def generate(
@@ -23,27 +33,51 @@ def generate(
     tables_for: TablesFor,
     planes: Planes,
     wait_layer: WaitLayer,
+    drafts: Drafts | None = None,
 ) -> Iterator[int]:
     """Yield new_tokens byte tokens, each as soon as it is known; the first one ends the prefill.
 
     prompt: [n], of which the first cached_tokens < n are in the pages already. wait_layer is called in the
     prefill only. After k tokens the pages hold n + k - 1 positions: a token's own rows are computed when the
-    next one is asked for. Raises ValueError when the cached tokens leave nothing to compute.
+    next one is asked for. With a draft layer two tokens may come of one call. Raises ValueError when the cached
+    tokens leave nothing to compute.
     """
     if not 0 <= cached_tokens < len(prompt):
         raise ValueError(f"{cached_tokens} cached tokens leave nothing to compute of a prompt of {len(prompt)}")
-    position, pending = cached_tokens, prompt[cached_tokens:]
-    covered_blocks, wait = 0, wait_layer
+    count = Drafts() if drafts is None else drafts
+    position, pending, wait = cached_tokens, prompt[cached_tokens:], wait_layer
+    covered_blocks, left, draft = 0, new_tokens, False
     tables: Tables = {}
-    for _ in range(new_tokens):
-        needed_blocks = -(-(position + len(pending)) // model.config.block_tokens)
+    while left:
+        needed_blocks = -(-(position + len(pending) + draft) // model.config.block_tokens)
         if needed_blocks > covered_blocks:
-            covered_blocks, tables = needed_blocks, tables_for(needed_blocks)
-        logits = model.forward(pending, position, tables, planes, wait)
-        token = pick_byte(logits)
-        yield token
-        position += len(pending)
-        pending, wait = np.array([token], dtype=np.int32), _wait_for_nothing
+            covered_blocks, tables = needed_blocks, tables_for(needed_blocks, position)
+        work = Work(pending, position, tables)
+        if draft:
+            work = with_draft(work, model.guess([work], planes, wait)[0])
+        picked = pick_tokens(work, model.compute([work], planes, wait)[0], count)
+        yield from picked
+        left -= len(picked)
+        position = work.end_position - work.wanted + len(picked)
+        pending, wait = np.array(picked[-1:], dtype=np.int32), _wait_for_nothing
+        draft = model.config.draft is not None and left > 1
+
+
+def with_draft(work: Work, logits: F32) -> Work:
+    """A decode's work with the guessed token behind it, to be verified."""
+    tokens = np.append(work.tokens, np.int32(pick_byte(logits[-1])))
+    return Work(tokens, work.start_position, work.tables, wanted=2)
+
+
+def pick_tokens(work: Work, logits: F32, drafts: Drafts) -> list[int]:
+    """What follows the verified part of a work: one token, or two where its draft is what the model says itself."""
+    picked = [pick_byte(logits[0])]
+    if work.wanted == 2:
+        drafts.proposed += 1
+        if picked[0] == work.tokens[-1]:
+            drafts.accepted += 1
+            picked.append(pick_byte(logits[1]))
+    return picked
 
 
 def pick_byte(logits: F32) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from examples.tiny_transformer.config import F32, Bool
+from examples.tiny_transformer.arrays import Array
+from examples.tiny_transformer.config import F32
 
-NORM_EPSILON = np.float32(1e-5)
+NORM_EPSILON = 1e-5
 
 
-def rms_norm(x: F32, gain: F32) -> F32:
+def rms_norm(xp: Any, x: Array, gain: Array) -> Array:
     """Each row of [..., width] scaled to a mean square of 1, then by gain [width]."""
-    root: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
-    return x / root * gain
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON) * gain
 
 
 def rope_tables(rope_dim: int, positions: int, theta: float) -> tuple[F32, F32]:
@@ -23,28 +25,29 @@ def rope_tables(rope_dim: int, positions: int, theta: float) -> tuple[F32, F32]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def rotate(x: F32, cos: F32, sin: F32) -> F32:
+def rotate(xp: Any, x: Array, cos: Array, sin: Array) -> Array:
     """Rows [..., T, rope_dim] turned by angles [T, rope_dim / 2]; column i pairs with i + rope_dim / 2."""
     half = x.shape[-1] // 2
     low, high = x[..., :half], x[..., half:]
-    return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
+    return xp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
 
 
-def swiglu(x: F32, gate: F32, up: F32, down: F32) -> F32:
+def swiglu(xp: Any, x: Array, gate: Array, up: Array, down: Array) -> Array:
     """Feed-forward of rows [T, d_model]; gate and up are [d_model, ff_dim], down is [ff_dim, d_model]."""
-    gated: F32 = x @ gate
-    gated /= np.float32(1) + np.exp(-gated)
-    gated *= x @ up
-    return gated @ down
+    gated = x @ gate
+    return gated / (1.0 + xp.exp(-gated)) * (x @ up) @ down
 
 
-def masked_softmax(scores: F32, hidden: Bool) -> F32:
-    """Softmax over the last axis of [..., T, keys], in place; a key hidden [T, keys] weighs exactly 0.
+def masked_softmax(xp: Any, scores: Array, hidden: Array) -> Array:
+    """Softmax over the last axis of [..., T, keys]; a key hidden [T, keys] weighs exactly 0.
 
     Each row must see at least one key.
     """
-    np.copyto(scores, np.float32(-np.inf), where=hidden)
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    return scores
+    scores = xp.where(hidden, float("-inf"), scores)
+    shares = xp.exp(scores - xp.amax(scores, axis=-1, keepdims=True))
+    return shares / xp.sum(shares, axis=-1, keepdims=True)
+
+
+def join_heads(x: Array) -> Array:
+    """[heads, T, width] to [T, heads * width]."""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1)

@@ -7,12 +7,13 @@ from its block's index alone; those that no computed row can see are zeros, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from examples.tiny_transformer.config import F32, Bool, Group
+from examples.tiny_transformer.arrays import Array, Arrays
+from examples.tiny_transformer.config import Group
 
 PageIds = npt.NDArray[np.int32]
 
@@ -41,10 +42,20 @@ class Reach:
 
     write_page: int
     gathered_blocks: int
-    live_slots: npt.NDArray[np.int64]  # which of the gathered blocks are read; the others are zeros
-    live_pages: PageIds  # their pages
-    dead_rows: Bool  # [keys], rows that no computed row may see: zeroed, whatever the page holds
-    hidden: Bool  # [T, keys], True where a query may not see a key
+    live_slots: Array  # which of the gathered blocks are read; the others are zeros
+    live_pages: Array  # their pages, int64
+    dead_rows: Array  # [keys], rows that no computed row may see: zeroed, whatever the page holds
+    hidden: Array  # [T, keys], True where a query may not see a key
+
+    def on(self, arrays: Arrays) -> Reach:
+        """The same as arrays of a module."""
+        return replace(
+            self,
+            live_slots=arrays.put(self.live_slots),
+            live_pages=arrays.put(self.live_pages),
+            dead_rows=arrays.put(self.dead_rows),
+            hidden=arrays.put(self.hidden),
+        )
 
 
 def cut_into_chunks(start_position: int, token_count: int, block_tokens: int) -> list[Chunk]:
@@ -78,21 +89,21 @@ def find_reach(group: Group, chunk: Chunk, block_tokens: int, table: PageIds) ->
     for block in live_blocks:
         if block >= len(table) or table[block] < 0:
             raise PageMissing(group.name, int(block))
-    live_pages = table[live_blocks]
+    live_pages = table[live_blocks].astype(np.int64)
     # a chunk sees its own block, so the last page that it reads is the one that it writes
     return Reach(int(live_pages[-1]), len(blocks), live_slots, live_pages, ~live, hidden)
 
 
-def write_rows(pages: F32, reach: Reach, chunk: Chunk, rows: F32) -> None:
+def write_rows(pages: Array, reach: Reach, chunk: Chunk, rows: Array) -> None:
     """Put a chunk's computed rows [page_heads, T, width] into its page of [pages, page_heads, T, width]."""
     computed = slice(chunk.first_row, chunk.end_row)
     pages[reach.write_page, :, computed] = rows[:, computed]
 
 
-def gather_rows(pages: F32, reach: Reach) -> F32:
-    """A contiguous [page_heads, keys, width] of all rows that a chunk may see; rows that it may not are 0."""
+def gather_rows(arrays: Arrays, pages: Array, reach: Reach) -> Array:
+    """A contiguous [page_heads, keys, width] of all rows that a chunk may see; rows that it may not are 0 bytes."""
     _, page_heads, block_tokens, width = pages.shape
-    gathered = np.zeros((page_heads, reach.gathered_blocks, block_tokens, width), dtype=np.float32)
+    gathered = arrays.zeros((page_heads, reach.gathered_blocks, block_tokens, width), pages)
     gathered[:, reach.live_slots] = pages[reach.live_pages].swapaxes(0, 1)
     rows = gathered.reshape(page_heads, -1, width)
     rows[:, reach.dead_rows] = 0

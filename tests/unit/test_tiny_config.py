@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 
 from examples.texts import conversations
-from examples.tiny_transformer.config import Group, TinyConfig, list_groups, list_planes
+from examples.tiny_transformer.config import Group, Layer, TinyConfig, alike, head_wise, list_groups, list_planes
 from examples.tiny_transformer.digest import digest_model
 from examples.tiny_transformer.families import Gqa, Mla
 from examples.tiny_transformer.model import build_model
+from examples.tiny_transformer.packed import PackedMla
 from examples.tiny_transformer.tokens import ASSISTANT, BEGIN, END, USER, VOCAB_SIZE, chat_prompt, decode
-from examples.tiny_transformer.variants import GQA, MLA
+from examples.tiny_transformer.variants import DSA, GQA, HEAD_WISE, MLA, MLA_SWA, MTP, WINDOWED_GQA
 
 FULL = Group("full")
 SMALL = TinyConfig(
     name="small",
-    attention=Gqa(heads=4, kv_heads=2, head_dim=6),
     groups=(FULL, Group("window", window_tokens=7, sink_tokens=5)),
-    layer_groups=("window", "full", "window"),
+    layers=alike(Gqa(heads=4, kv_heads=2, head_dim=6), ("window", "full", "window")),
     block_tokens=4,
     d_model=24,
     ff_dim=40,
@@ -35,12 +35,40 @@ def test_planes_and_groups_are_listed_for_a_layout() -> None:
         ("k", 2, "window", (2, 4, 6), "float32"),
         ("v", 2, "window", (2, 4, 6), "float32"),
     )
-    assert list_groups(SMALL) == (("full", None, 0), ("window", 7, 5))
+    assert list_groups(SMALL) == (("full", None, 0, False), ("window", 7, 5, False))
     mla = list_planes(MLA)
     assert [plane[:4] for plane in mla[:2]] == [
         ("latent", 0, "full", (1, 16, 160)),
         ("latent", 1, "full", (1, 16, 160)),
     ]
+    assert list_planes(DSA)[:3] == (
+        ("latent", 0, "full", (1, 16, 656), "uint8"),
+        ("index_key", 0, "full", (1, 16, 128), "uint8"),
+        ("index_scale", 0, "full", (1, 16, 1), "float32"),
+    )
+    assert [plane[1:] for plane in list_planes(MLA_SWA)] == [
+        (0, "window", (1, 16, 656), "uint8"),
+        (1, "window", (1, 16, 656), "uint8"),
+        (2, "full", (1, 16, 576), "float32"),
+    ]
+    heads = {(plane[1], plane[2]): plane[3][0] for plane in list_planes(HEAD_WISE)}
+    assert heads == {(0, "full"): 2, (0, "window"): 2, (1, "window"): 4, (2, "full"): 1, (2, "window"): 3}
+    assert list_planes(MTP)[-3:] == (
+        ("k", 3, "draft", (2, 16, 32), "float32"),
+        ("v", 3, "draft", (2, 16, 32), "float32"),
+        ("hidden", 3, "draft-hidden", (1, 16, 256), "float32"),
+    )
+
+
+def test_a_rank_holds_its_heads_and_all_of_a_latent() -> None:
+    assert list_planes(WINDOWED_GQA.shard(2))[0] == ("k", 0, "window", (1, 16, 64), "float32")
+    assert list_planes(MLA.shard(4)) == list_planes(MLA)
+    with pytest.raises(ValueError, match="do not divide"):
+        GQA.shard(4)
+    with pytest.raises(ValueError, match="different groups"):
+        HEAD_WISE.shard(2)
+    even = replace(HEAD_WISE, layers=head_wise(HEAD_WISE.layers[0].attention, [[True, False] * 2], "full", "window"))
+    assert even.shard(2).layers[0].head_groups == ("window", "full")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +77,7 @@ def test_planes_and_groups_are_listed_for_a_layout() -> None:
         {"d_model": 0},
         {"block_tokens": 48},
         {"vocab_size": VOCAB_SIZE - 1},
-        {"layer_groups": ("full", "other")},
+        {"layers": alike(GQA.layers[0].attention, ("full", "other"))},
         {"groups": (FULL, FULL)},
         {"groups": (FULL, Group("window", 8))},
     ],
@@ -64,6 +92,10 @@ def test_groups_and_families_that_make_no_sense_are_refused() -> None:
         Group("window", 0)
     with pytest.raises(ValueError, match="sink_tokens"):
         Group("full", None, 4)
+    with pytest.raises(ValueError, match="name one a head"):
+        Layer(Gqa(heads=4, kv_heads=2, head_dim=8), ("full",))
+    with pytest.raises(ValueError, match="whole tiles"):
+        PackedMla(heads=4, kv_lora_rank=100, rope_dim=4, nope_dim=8, value_dim=8).rows()
     with pytest.raises(ValueError, match="kv_heads"):
         Gqa(heads=4, kv_heads=3, head_dim=8)
     with pytest.raises(ValueError, match="even"):
