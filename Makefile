@@ -45,12 +45,14 @@ test: lint types proto-check ## All checks, then the whole test suite
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py $(PYTEST_ARGS)
 
-# No kernel uses shared memory, so there is nothing for the sanitizer's racecheck.
-gpu-memcheck: $(GPU_SETUP) ## Kernels and copies under compute-sanitizer: no byte out of bounds
+gpu-memcheck: $(GPU_SETUP) ## Kernels and copies under compute-sanitizer: no byte out of bounds, no race in shared memory
 	@command -v $(SANITIZER) >/dev/null || { \
 		echo "$(SANITIZER) is missing; it comes with the CUDA toolkit: make gpu-memcheck SANITIZER=PATH" >&2; exit 1; }
 	$(GPU_PATH) $(SANITIZER) --tool memcheck --error-exitcode 99 --report-api-errors no \
-		$(GPU_PYTHON) -m pytest -m gpu tests/gpu/test_pages.py tests/gpu/test_queue.py $(PYTEST_ARGS)
+		$(GPU_PYTHON) -m pytest -m gpu tests/gpu/test_pages.py tests/gpu/test_queue.py tests/gpu/test_kernels_copies.py \
+		tests/gpu/test_kernels_keys.py tests/gpu/test_kernels_batches.py $(PYTEST_ARGS)
+	$(GPU_PATH) $(SANITIZER) --tool racecheck --error-exitcode 99 --report-api-errors no \
+		$(GPU_PYTHON) -m pytest -m gpu tests/gpu/test_kernels_batches.py tests/gpu/test_kernels_keys.py $(PYTEST_ARGS)
 
 demo: $(SETUP) ## Run the demonstration
 	$(BIN)/python -m examples.demo
