@@ -266,6 +266,28 @@ def windows() -> str:
     return _rows([*head, "preempted"], body, found["machine"])
 
 
+def kernels() -> str:
+    """Kernels that engines run beside a plain copy on the device."""
+    found = _load("kernels.json")
+    body = [
+        [
+            row["kernel"],
+            f"{row['us']:.0f}",
+            f"{row['gb_per_s']:,.0f} ({row['share_of_copy']:.2f} of a copy)",
+            "bit for bit",
+        ]
+        for row in found["moved"]
+        if row["megabytes"] > 1
+    ]
+    for row in found["attention"]:
+        shape = row["shape"]
+        name = f"decode attention, {shape['batch']} x {shape['query_heads']} / {shape['kv_heads']} heads"
+        of_torch = f"{row['gb_per_s']:,.0f} ({row['ratio']:.2f}x torch's time)"
+        name += f", {shape['tokens']:,} tokens of {shape['width']}"
+        body.append([name, f"{row['us']:.0f}", of_torch, f"{row['worst']:.1g} of {row['largest']:.2g}"])
+    return _rows(["kernel", "us", "GB/s", "largest error"], body, found["machine"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ledger": ledger,
     "rpc": rpc,
@@ -277,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attach": attach,
     "overlap": overlap,
     "windows": windows,
+    "kernels": kernels,
 }
 
 if __name__ == "__main__":
