@@ -271,7 +271,7 @@ def kernels() -> str:
     found = _load("kernels.json")
     body = [
         [
-            row["kernel"],
+            row["name"],
             f"{row['us']:.0f}",
             f"{row['gb_per_s']:,.0f} ({row['share_of_copy']:.2f} of a copy)",
             "bit for bit",
