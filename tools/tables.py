@@ -274,7 +274,7 @@ def kernels() -> str:
             row["name"],
             f"{row['us']:.0f}",
             f"{row['gb_per_s']:,.0f} ({row['share_of_copy']:.2f} of a copy)",
-            "bit for bit",
+            "bit for bit" if not row["wrong"] else f"{row['wrong']} bytes wrong",
         ]
         for row in found["moved"]
         if row["megabytes"] > 1
