@@ -129,7 +129,7 @@ class Node:
         while (counters := dict(self.status().counters))["tickets_running"]:
             if time.monotonic() > until:
                 raise Unfit(f"copies still run after {SETTLE_SECONDS:g} s")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # between two looks; nothing is timed here
         return counters
 
     def leave_to_host(self, model_id: int) -> None:
@@ -175,7 +175,7 @@ def measure_start(node: Node, daemon: DaemonProcess, began_s: float) -> Start:
     while status.host_pool_ready_bytes < status.host_pool_bytes:
         if time.monotonic() > serving_s + FILL_SECONDS:
             raise Unfit(f"the host pool had {status.host_pool_ready_bytes / GIB:.0f} GiB after {FILL_SECONDS:g} s")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)  # between two looks: asking takes the daemon from filling
         status = node.status()
     filled_s = time.monotonic()
     return Start(

@@ -127,11 +127,11 @@ def measure(loads: Loads, rounds: int) -> Result:
     rng = random.Random(1)
     typical_s = statistics.median(alone) * LONG_BLOCKS / SHORT_BLOCKS
     loads.start_longs()
-    time.sleep(typical_s)
+    time.sleep(typical_s)  # until the long loads are in their stride
     before, began = loads.engine.counters.bytes_h2d, time.perf_counter()
     behind = []
     for _ in range(rounds):
-        time.sleep(rng.uniform(0.2, 1.0) * typical_s)
+        time.sleep(rng.uniform(0.2, 1.0) * typical_s)  # at any moment in the life of a long load
         behind.append(loads.short_seconds())
     rate = (loads.engine.counters.bytes_h2d - before) / (time.perf_counter() - began) / 1e9
     loads.stop_longs()

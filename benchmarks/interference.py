@@ -111,7 +111,7 @@ def measure(mode: str, engine: Neighbour, swapper: Neighbour, job: Job, seconds:
     quiet = times()
     swapper.send(job)
     swapper.expect("running")
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(SETTLE_SECONDS)  # the first swaps load code and fill queues
     loaded = times()
     swapper.send("enough")
     rate = float(swapper.answer())

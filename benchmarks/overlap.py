@@ -102,7 +102,7 @@ class Engine:
         until = time.monotonic() + WAIT_SECONDS
         while self._admin.GetStatus(admin_pb2.GetStatusRequest()).counters["tickets_running"]:
             assert time.monotonic() < until, "the prefix was not written to the host"
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # between two looks; nothing is timed here
 
     def leave_to_host(self) -> None:
         """Take everything off the device, and overwrite what it had there."""

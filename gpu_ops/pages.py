@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.compile import KERNELS, STANDARD
+from gpu_ops.launch import external_stream, module
 
 THREADS = 256
 CHUNK_BYTES = 16 << 10
@@ -85,7 +84,7 @@ def count_wrong(plane: Any, marks: Stamps, stream: int) -> npt.NDArray[np.uint32
     """``check_pages``, waited for: the wrong words of each page."""
     import cupy
 
-    on = _stream(stream)
+    on = external_stream(stream)
     with plane.device, on:  # CuPy gives freed memory out again in the order of the stream that it was allocated on
         wrong = cupy.empty(len(marks), np.uint32)
         check_pages(plane, marks, wrong, stream)
@@ -113,7 +112,7 @@ def _launch(name: str, plane: Any, width: int, marks: Stamps, stream: int, outpu
     import cupy
 
     chunks = min(-(-width // CHUNK_BYTES), MAX_CHUNKS)
-    with plane.device, _stream(stream):
+    with plane.device, external_stream(stream):
         for output in outputs:
             cupy.cuda.runtime.memsetAsync(output.data.ptr, 0, output.nbytes, stream)
         arguments = (
@@ -124,33 +123,7 @@ def _launch(name: str, plane: Any, width: int, marks: Stamps, stream: int, outpu
             marks.seeds,
             *outputs,
         )
-        _module().get_function(name)((len(marks), chunks), (THREADS,), arguments)
-
-
-class _Handle:
-    """A stream by its handle, as the CUDA stream protocol wants it."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
-def _stream(handle: int) -> Any:
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14; the older way ends with it
-        return cupy.cuda.Stream.from_external(_Handle(handle))
-    return cupy.cuda.ExternalStream(handle)
-
-
-@cache
-def _module() -> Any:
-    import cupy
-
-    source = (KERNELS / "pages.cu").read_text(encoding="utf-8")
-    return cupy.RawModule(code=source, options=(STANDARD,))
+        module("pages").get_function(name)((len(marks), chunks), (THREADS,), arguments)
 
 
 def _require(holds: bool, message: str) -> None:
