@@ -72,6 +72,7 @@ def _end(core: Core, ticket: Ticket, error: str) -> None:
             core.count("evictions", 0 if error else 1)
     if ticket.sequence is not None:
         land_swap(core, model, replica, ticket, error)
+    ticket.forget_parts()
     remember_dropped(core, model)
 
 

@@ -56,11 +56,17 @@ class Ticket:
     landed: str | None = None
     state: TicketState = TicketState.RUNNING
     reason: str = ""
+    moved_blocks: int = 0
 
     @property
     def blocks(self) -> int:
-        """Blocks or private pages that this ticket moves."""
-        return len(self.rows) + len(self.drains) + len(self.moves)
+        """Blocks or private pages that this ticket moves, or has moved."""
+        return self.moved_blocks or len(self.rows) + len(self.drains) + len(self.moves)
+
+    def forget_parts(self) -> None:
+        """Keep only what is told of an ended ticket: a page each of thousands of tickets is work for the collector."""
+        self.moved_blocks = self.blocks
+        self.rows, self.drains, self.moves, self.waiters = [], [], [], []
 
 
 class TicketBook:
