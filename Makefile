@@ -31,7 +31,7 @@ export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test gpu-test gpu-memcheck demo lint types proto proto-check proto-accept bench lock clean
+.PHONY: help setup test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,10 @@ gpu-memcheck: $(GPU_SETUP) ## Kernels and copies under compute-sanitizer: no byt
 
 demo: $(SETUP) ## Run the demonstration
 	$(BIN)/python -m examples.demo
+
+docs: $(SETUP) ## Build the site in docs/_build
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "open docs/_build/index.html"
 
 lint: $(SETUP) ## Style, format and import contracts
 	$(BIN)/ruff check
@@ -92,7 +96,7 @@ lock: $(UV) ## Pin the newest packages that pyproject.toml allows
 		--no-annotate --custom-compile-command "make lock" --output-file $(LOCK) pyproject.toml
 
 clean: ## Remove caches and build outputs; .venv and .tools stay
-	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist out docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(TOOLS)/*' -prune -exec rm -rf {} +
 
 # The build backend comes from the lock too: pip would fetch the newest for an isolated build.

@@ -48,8 +48,9 @@ def generate(protos: Path, target: Path) -> None:
     if not sources:
         raise SystemExit(f"no .proto file in {protos / PACKAGE}")
     plugins = _environment("mypy-protobuf", PLUGIN_PINS).parent
-    _run(
-        _environment("grpcio-tools", PROTOC_PINS),
+    run_environment(
+        "grpcio-tools",
+        PROTOC_PINS,
         "-m",
         "grpc_tools.protoc",
         f"--proto_path={protos}",
@@ -105,9 +106,14 @@ def _report(fresh: Path) -> int:
         return 1
     modules = [".".join((*PACKAGE.parts, path.stem)) for path in sorted((fresh / PACKAGE).glob("*_pb2*.py"))]
     imports = f"import sys; sys.path.insert(0, {str(fresh)!r}); import {', '.join(modules)}"
-    _run(_environment("grpcio-tools", PROTOC_PINS), "-W", "error", "-c", imports)
+    run_environment("grpcio-tools", PROTOC_PINS, "-W", "error", "-c", imports)
     print(f"stubs are fresh; {len(modules)} modules import on {PROTOC_PINS[1]} and {PROTOC_PINS[2]}")
     return 0
+
+
+def run_environment(name: str, pins: Iterable[str], *arguments: str) -> None:
+    """Run the Python of an environment of its own. Raises SystemExit when that fails."""
+    _run(_environment(name, pins), *arguments)
 
 
 def _environment(name: str, pins: Iterable[str]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,3 +100,15 @@ def test_the_conclusion_is_what_was_found(
     report = VariantReport("tiny-gqa", 16, [question], {COLD: [Answer(tokens, 1.0)]}, problems=problems)
     assert conclude([report], 3.0) == code
     assert capsys.readouterr().out.splitlines() == [*problems, last_line]
+
+
+def test_fifty_lines_are_an_engine(daemon: DaemonProcess) -> None:
+    """The integrator's guide shows this file: a second request, and a second process, find the first one's blocks."""
+    command = [sys.executable, "-m", "examples.fifty_lines", daemon.socket]
+    runs = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    first, second, third, fourth = (
+        re.fullmatch(r"token (\d+), (\d+) of 1000 .*", line) for run in runs for line in run.splitlines()
+    )
+    assert first is not None
+    assert [each[2] if each else None for each in (first, second, third, fourth)] == ["0", "992", "992", "992"]
+    assert [each[1] if each else None for each in (second, third, fourth)] == [first[1]] * 3
