@@ -286,7 +286,7 @@ def case_token_positions(rng: np.random.Generator, keys: int) -> Case:
 
 
 def case_expand_tables(rng: np.random.Generator, keys: int) -> Case:
-    batch, columns = keys // 1024, 2048
+    batch, columns = keys // 256, 2048
     tables = [rng.integers(-1, 1 << 20, (batch, columns)).astype(np.int32) for _ in range(2)]
     given, out = [_put(table) for table in tables], _blank((batch * len(GROUPS), columns), np.int32)
     return Case(

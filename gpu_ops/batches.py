@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_ops.launch import blocks_for, launch
+from gpu_ops.launch import MAX_GRID, blocks_for, launch
 from gpu_ops.operands import Kind, Operand, operand, require, same_device
 
 SOURCE = "sequences"
 THREADS = 256
 SCAN_THREADS = 1024
 ROW_THREADS = 128
+WARP = 32
 COLUMNS = 4
 MAX_HEADS = 64
 """Kv heads of a rank: a kernel takes a group's members as bits of one word."""
@@ -145,9 +146,10 @@ def window_rows_paged(starts_q: Any, cached: Any, table: BlockTable, reach: Reac
             reach.window_tokens,
             reach.sink_tokens,
             out.shape[2],
+            out.shape[0],
             out,
         )
-        launch(SOURCE, "window_rows_paged", (out.shape[0],), ROW_THREADS, arguments, stream, device)
+        launch(SOURCE, "window_rows_paged", _grid_of(out), ROW_THREADS, arguments, stream, device)
 
 
 def window_rows_gathered(starts_q: Any, starts_k: Any, cached: Any, reach: Reach, rows_out: Any, stream: int) -> None:
@@ -165,9 +167,10 @@ def window_rows_gathered(starts_q: Any, starts_k: Any, cached: Any, reach: Reach
             reach.window_tokens,
             reach.sink_tokens,
             out.shape[2],
+            out.shape[0],
             out,
         )
-        launch(SOURCE, "window_rows_gathered", (out.shape[0],), ROW_THREADS, arguments, stream, device)
+        launch(SOURCE, "window_rows_gathered", _grid_of(out), ROW_THREADS, arguments, stream, device)
 
 
 def expand_tables(tables: Sequence[Any], group_of_head: Sequence[int], out: Any, stream: int) -> None:
@@ -190,10 +193,27 @@ def expand_tables(tables: Sequence[Any], group_of_head: Sequence[int], out: Any,
     device = same_device(*groups, written)
     for at, group in enumerate(groups):
         members = sum(1 << head for head, mine in enumerate(group_of_head) if mine == at)
-        source = (group, group.strides[0] // group.size_bytes, group.shape[1])
-        target = (written.strides[0] // written.size_bytes, written.shape[1], written)
-        arguments = (*source, heads, _signed(members), *target)
-        launch(SOURCE, "expand_table", (written.shape[0],), THREADS, arguments, stream, device)
+        if not members:
+            continue
+        each = 1 if _splits_words(group) or _splits_words(written) else COLUMNS
+        source = (group, group.strides[0] // group.size_bytes // each, group.shape[1] // each)
+        width = written.shape[1] // each
+        target = (written.strides[0] // written.size_bytes // each, width, written)
+        grid = (batch, blocks_for(width, THREADS))
+        require(grid[1] <= MAX_GRID, f"out: {written.shape[1]} blocks a row; at most {MAX_GRID * THREADS}")
+        name = "expand_table" if each == 1 else "expand_table_by_4"
+        launch(SOURCE, name, grid, THREADS, (*source, heads, _signed(members), *target), stream, device)
+
+
+def _grid_of(rows_out: Operand) -> tuple[int]:
+    """A warp for each row."""
+    return (blocks_for(rows_out.shape[0], ROW_THREADS // WARP),)
+
+
+def _splits_words(table: Operand) -> bool:
+    """True where some row of a table does not begin or end with a word of ``COLUMNS`` cells."""
+    word = COLUMNS * table.size_bytes
+    return bool(table.address % word or table.strides[0] % word or table.shape[1] % COLUMNS)
 
 
 def _signed(word: int) -> int:

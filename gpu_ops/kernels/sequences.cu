@@ -134,60 +134,106 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // The positions that a query sees, in order: the sinks before its window, then the window, which ends with itself.
 struct Wanted {
-    i64 sinks, start, count;
+    int sinks, start, count;
     __device__ __forceinline__ Wanted(i64 position, i64 window, i64 sink_tokens) {
-        start = window_start(position, window);
-        sinks = smaller(sink_tokens, start);
-        count = sinks + position - start + 1;
+        start = static_cast<int>(window_start(position, window));
+        sinks = static_cast<int>(smaller(sink_tokens, start));
+        count = sinks + static_cast<int>(position) - start + 1;
     }
-    __device__ __forceinline__ i64 position_at(i64 index) const { return index < sinks ? index : start + index - sinks; }
+    __device__ __forceinline__ int position_at(int index) const { return index < sinks ? index : start + index - sinks; }
 };
 
-// Writes one query's row of `width` entries: what `find` says of each wanted position, then -1. One block of threads.
-template <class Find>
-static __device__ __forceinline__ void write_wanted(const Wanted& wanted, i64 width, int* out, Find find) {
-    for (i64 column = threadIdx.x * COLUMNS; column < width; column += ROW_THREADS * COLUMNS) {
-        int found[COLUMNS];
+// Positions that follow one another, as rows of the pool. It divides where a run of them begins, and only there.
+struct PagedCursor {
+    Table table;
+    i64 row;
+    u32 block;
+    u32 column, rest;
+    int page;
+    __device__ __forceinline__ void seek(int position) {
+        column = static_cast<u32>(position) / block;
+        rest = static_cast<u32>(position) - column * block;
+        page = static_cast<int>(table.page_of(row, column));
+    }
+    __device__ __forceinline__ void next() {
+        if (++rest == block) {
+            rest = 0;
+            page = static_cast<int>(table.page_of(row, ++column));
+        }
+    }
+    __device__ __forceinline__ int value() const { return page < 0 ? -1 : static_cast<int>(page * block + rest); }
+};
+
+// The same as rows of what was gathered: `base` + a position, from the first one behind the sinks' gap on.
+struct GatheredCursor {
+    int begin, sinks, gap;
+    int position;
+    __device__ __forceinline__ void seek(int to) { position = to; }
+    __device__ __forceinline__ void next() { ++position; }
+    __device__ __forceinline__ int value() const { return begin + (position < sinks ? position : position - gap); }
+};
+
+// Writes one query's row of `width` entries: what the cursor says of each wanted position, then -1. One warp.
+template <class Cursor>
+static __device__ __forceinline__ void write_wanted(const Wanted& wanted, i64 width, int* out, Cursor cursor) {
+    const int columns = static_cast<int>(width);
+    for (int column = threadIdx.x % WARP * COLUMNS; column < columns; column += WARP * COLUMNS) {
+        int found[COLUMNS] = {-1, -1, -1, -1};
+        if (column < wanted.count) {
+            cursor.seek(wanted.position_at(column));
 #pragma unroll
-        for (int at = 0; at < COLUMNS; ++at) {
-            const i64 index = column + at;
-            found[at] = index < wanted.count ? find(wanted.position_at(index)) : -1;
+            for (int at = 0; at < COLUMNS; ++at) {
+                if (at && column + at < wanted.count) {
+                    if (column + at == wanted.sinks) {
+                        cursor.seek(wanted.start);
+                    } else {
+                        cursor.next();
+                    }
+                }
+                found[at] = column + at < wanted.count ? cursor.value() : -1;
+            }
         }
         *reinterpret_cast<int4*>(out + column) = make_int4(found[0], found[1], found[2], found[3]);
     }
 }
 
 static __device__ __forceinline__ void write_nothing(i64 width, int* out) {
-    for (i64 column = threadIdx.x * COLUMNS; column < width; column += ROW_THREADS * COLUMNS) {
+    for (i64 column = threadIdx.x % WARP * COLUMNS; column < width; column += WARP * COLUMNS) {
         *reinterpret_cast<int4*>(out + column) = make_int4(-1, -1, -1, -1);
     }
 }
 
-// For decode: rows of the pool, page * block_tokens + place. One block of threads for each query.
+static __device__ __forceinline__ i64 warp_of_grid() {
+    return static_cast<i64>(blockIdx.x) * (ROW_THREADS / WARP) + threadIdx.x / WARP;
+}
+
+// For decode: rows of the pool, page * block_tokens + place. One warp for each query.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     window_rows_paged(const int* starts_q, const int* cached, i64 rows, const int* cells, i64 table_stride, i64 columns,
-                      i64 pages, i64 block_tokens, i64 window, i64 sinks, i64 width, int* out) {
-    const i64 token = blockIdx.x;
+                      i64 pages, i64 block_tokens, i64 window, i64 sinks, i64 width, i64 tokens, int* out) {
+    const i64 token = warp_of_grid();
+    if (token >= tokens) {
+        return;
+    }
     out += token * width;
     if (token >= starts_q[rows]) {
         write_nothing(width, out);
         return;
     }
     const i64 row = row_of(starts_q, rows, token);
-    const Table table = {cells, table_stride, columns, pages};
-    const u32 block = static_cast<u32>(block_tokens);
-    write_wanted(Wanted(cached[row] + token - starts_q[row], window, sinks), width, out, [&](i64 position) {
-        const u32 at = static_cast<u32>(position);  // positions are those of int32 lengths
-        const i64 page = table.page_of(row, at / block);
-        return page < 0 ? -1 : static_cast<int>(page * block_tokens + at % block);
-    });
+    const Wanted wanted(cached[row] + token - starts_q[row], window, sinks);
+    write_wanted(wanted, width, out,
+                 PagedCursor{{cells, table_stride, columns, pages}, row, static_cast<u32>(block_tokens), 0, 0, -1});
 }
 
-// For prefill: rows of the buffer that gather_latents fills with the same window and sinks. One block for each query.
+// For prefill: rows of the buffer that gather_latents fills with the same window and sinks. One warp for each query.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     window_rows_gathered(const int* starts_q, const int* starts_k, const int* cached, i64 rows, i64 window, i64 sinks,
-                         i64 width, int* out) {
-    const i64 token = blockIdx.x;
+                         i64 width, i64 tokens, int* out) {
+    const i64 token = warp_of_grid();
+    if (token >= tokens) {
+        return;
+    }
     out += token * width;
     if (token >= starts_q[rows]) {
         write_nothing(width, out);
@@ -195,20 +241,36 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     }
     const i64 row = row_of(starts_q, rows, token);
     const Reach reach(cached[row], window, sinks);
-    const i64 begin = starts_k[row];
-    write_wanted(Wanted(cached[row] + token - starts_q[row], window, sinks), width, out,
-                 [&](i64 position) { return static_cast<int>(begin + reach.index_of(position)); });
+    const Wanted wanted(cached[row] + token - starts_q[row], window, sinks);
+    const int held = static_cast<int>(reach.sinks);
+    write_wanted(wanted, width, out, GatheredCursor{starts_k[row], held, static_cast<int>(reach.first) - held, 0});
 }
 
-// One group's table [batch, columns] to the rows b * heads + h of its heads, those with a bit in `members`.
+// One group's table [batch, columns] to the rows b * heads + h of its heads, those with a bit in `members`. A cell is
+// read once and written for each of them. `Cells` is int, or int4 where all rows begin on 16 bytes.
+template <class Cells>
+static __device__ __forceinline__ void expand(const Cells* cells, i64 table_stride, i64 columns, i64 heads, u64 members,
+                                              i64 out_stride, i64 width, Cells* out, Cells hole) {
+    const i64 column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
+    if (column >= width) {
+        return;
+    }
+    const i64 row = blockIdx.x;
+    const Cells found = column < columns ? cells[row * table_stride + column] : hole;
+    for (u64 left = members; left; left &= left - 1) {
+        out[(row * heads + __ffsll(static_cast<i64>(left)) - 1) * out_stride + column] = found;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     expand_table(const int* cells, i64 table_stride, i64 columns, i64 heads, u64 members, i64 out_stride, i64 width,
                  int* out) {
-    const i64 row = blockIdx.x;
-    if (!(members >> (row % heads) & 1)) {
-        return;
-    }
-    for (i64 column = threadIdx.x; column < width; column += THREADS) {
-        out[row * out_stride + column] = column < columns ? cells[row / heads * table_stride + column] : -1;
-    }
+    expand(cells, table_stride, columns, heads, members, out_stride, width, out, -1);
+}
+
+// Strides, columns and width count int4.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expand_table_by_4(const int4* cells, i64 table_stride, i64 columns, i64 heads, u64 members, i64 out_stride,
+                      i64 width, int4* out) {
+    expand(cells, table_stride, columns, heads, members, out_stride, width, out, make_int4(-1, -1, -1, -1));
 }

@@ -104,12 +104,15 @@ def test_rows_of_a_window(rng: np.random.Generator, stream: Any, block_tokens: i
 
 
 @pytest.mark.parametrize("heads", [[0], [0, 1, 1, 0], [2, 0, 1, 1, 1, 2, 0, 0], [at % 2 for at in range(64)]])
-def test_tables_of_groups_become_those_of_heads(rng: np.random.Generator, stream: Any, heads: list[int]) -> None:
-    rows, width = 5, 300
+@pytest.mark.parametrize("spare", [9, 4])  # rows that begin on 16 bytes, and rows that do not
+def test_tables_of_groups_become_those_of_heads(
+    rng: np.random.Generator, stream: Any, heads: list[int], spare: int
+) -> None:
+    rows, width = 5, 2300
     tables = [
-        rng.integers(-1, PAGES, (rows, columns)).astype(np.int32) for columns in (width, 7, 256)[: max(heads) + 1]
+        rng.integers(-1, PAGES, (rows, columns)).astype(np.int32) for columns in (width, 7, 1256)[: max(heads) + 1]
     ]
-    room = blank((rows * len(heads), width + 9))
+    room = blank((rows * len(heads), width + spare))
     given = [put(table) for table in tables]
     run(stream, lambda on: batches.expand_tables(given, heads, room[:, :width], on))
     same_bits(room[:, :width], reference_batches.expand_tables(tables, heads, width))
