@@ -159,15 +159,19 @@ class CacheClient:
             raise DaemonUnavailable("not connected; connect() first")
         return self._connection.lost.wait(timeout_s)
 
-    def close(self, *, quiesced: bool = True) -> None:
-        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent."""
+    def close(self, *, quiesced: bool | None = None) -> None:
+        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent.
+
+        Streams that still wait for a load are released, for nobody would tell them of its end: what they compute is
+        void, and the words stay mapped (``AttachedPool.close`` again, once they are synchronised).
+        """
         if self._is_closed:
             return
         self._is_closed = True
         for lease in list(self._leases):
             lease.close(quiesced=quiesced)
         for pool in self._pools:
-            if quiesced or not pool.is_on_gpu:
+            if quiesced is not False or not pool.is_on_gpu:
                 pool.close()
         if self._connection is not None:
             self._connection.close()
@@ -178,7 +182,7 @@ class CacheClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(quiesced=kind is None)
+        self.close(quiesced=None if kind is None else False)
 
     def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         connection = self._require_connection()

@@ -175,6 +175,10 @@ class AttachedPool:
         """Make sure that loads which streams waited for did come: once the stream was synchronised, before what was
         computed behind the waits is used. Does not wait.
 
+        It speaks of this rank's bytes. A load of several ranks has come where each rank's pool says so, and only then:
+        one rank's part may be in place before another's fails. ``Sequence.wait_loaded`` knows of all ranks, and
+        ``publish`` refuses what did not come whole.
+
         Raises LoadFailed, DaemonUnavailable (it went before the load ended: recompute), Conflict (it has not ended:
         synchronise first).
         """

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from cachesvc_client import KEY_BYTES, NO_PAGE, Layout, TicketView, gqa
-from cachesvc_client.sequence import SequenceView
 from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Plane, PlaneGroup
 from gpu_ops.pages import Stamps, check_pages, count_wrong, stamp_pages, stamps
-from tests.e2e.engine import BLOCK_TOKENS, Engine
+from tests.e2e.engine import BLOCK_TOKENS, Engine, Tabled
 from tests.e2e.rig import Node, wait_until
 from tests.gpu.frameworks import cupy
 
@@ -74,7 +73,7 @@ class GpuEngine(Engine):
         return self.start()
 
     def planes(
-        self, sequence: SequenceView, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
+        self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> Iterator[PlaneChecks]:
         """Every plane (of ``layers``), with what belongs into the pages of the blocks; holes are passed over."""
         wanted = set(range(self.layout.layers) if layers is None else layers)
@@ -86,14 +85,14 @@ class GpuEngine(Engine):
                     marks = stamps(table[here], plane_seeds(keys, here, layer, name))
                     yield PlaneChecks(layer, name, group.name, plane, here, marks)
 
-    def fill(self, sequence: SequenceView, keys: bytes, positions: Iterable[int]) -> None:
+    def fill(self, sequence: Tabled, keys: bytes, positions: Iterable[int]) -> None:
         """Compute blocks, and wait for it."""
         for each in self.planes(sequence, keys, positions):
             stamp_pages(each.plane, each.marks, self.stream.ptr)
         self.stream.synchronize()
 
     def bad(
-        self, sequence: SequenceView, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
+        self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> list[str]:
         """Which planes of which blocks hold other bytes than they should."""
         return [
@@ -102,12 +101,12 @@ class GpuEngine(Engine):
             for at in np.flatnonzero(count_wrong(each.plane, each.marks, self.stream.ptr))
         ]
 
-    def check_behind_waits(self, sequence: SequenceView, keys: bytes, ticket: TicketView, stream: Any) -> list[Any]:
+    def check_behind_waits(self, sequence: Tabled, keys: bytes, ticket: TicketView, stream: Any) -> list[Any]:
         """Queue for each layer a wait for it and checks of it on ``stream``; returns the counters of wrong words, and
         what must live until they are read. Nothing here waits, allocates or loads once ``prepare`` was called."""
         return self.queue_checks(self.prepare(sequence, keys), ticket, stream)
 
-    def prepare(self, sequence: SequenceView, keys: bytes) -> list[tuple[PlaneChecks, Any]]:
+    def prepare(self, sequence: Tabled, keys: bytes) -> list[tuple[PlaneChecks, Any]]:
         """What the checks of a hit need on the device, the kernels too; counters begin as nonsense."""
         every = list(self.planes(sequence, keys, range(sequence.hit_blocks)))
         assert every
