@@ -18,7 +18,7 @@ BACKENDS = ("auto", "shm", "cuda")
 DEVICE_MEMORY = ("ipc", "vmm")
 CALIBRATION = ("start", "never")
 MIN_SLICE_BYTES = 1 << 20
-"""A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that the stream idles
+"""A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -28,7 +28,7 @@ from cachesvc_client.cuda_device import CudaDevice
 from cachesvc_client.device import DevicePlane
 from cachesvc_client.mapping import open_device
 from cachesvc_client.placement import PlaneView
-from cachesvc_client.pool import AttachedPool, LoadOutcome
+from cachesvc_client.pool import AttachedPool
 from cachesvc_client.stream_waits import PRUNE_AT, StreamWaits
 
 from cachesvc.memory.mapped import map_memfd
@@ -336,18 +336,6 @@ def test_closing_the_connection_releases_what_streams_wait_for_before_the_words_
     del words
     assert pool.close()
     assert rig.gpu.is_whole()
-
-
-def test_a_rank_speaks_for_its_own_bytes_until_the_whole_load_has_failed(rig: GpuRig) -> None:
-    """Rank 0's part may be in place before another rank's fails; the daemon tells rank 0 when all ranks have ended."""
-    pool = rig.pool()
-    rig.write(WORD, 14)
-    pool.confirm(load())
-    assert pool.outcome(load()) is LoadOutcome.CAME
-    rig.write(FAILED, 14)
-    assert pool.outcome(load()) is LoadOutcome.FAILED
-    with pytest.raises(LoadFailed):
-        pool.wait_ticket(load(), timeout_s=60)
 
 
 def test_after_its_load_a_closed_pool_goes(rig: GpuRig) -> None:
