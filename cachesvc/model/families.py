@@ -219,11 +219,12 @@ def with_draft(target: Layout, draft: Layout) -> Layout:
             f"a draft shares its target's blocks and ranks: {draft.block_tokens} tokens on {draft.ranks} ranks "
             f"beside {target.block_tokens} tokens on {target.ranks} ranks"
         )
-    groups = tuple(replace(group, name=DRAFT_PREFIX + group.name) for group in draft.groups)
+    groups = tuple(replace(group, name=DRAFT_PREFIX + group.name) for group in draft.own_groups)
     planes = tuple(
-        replace(plane, layer=target.layers + plane.layer, group=DRAFT_PREFIX + plane.group) for plane in draft.planes
+        replace(plane, layer=target.layers + plane.layer, group=DRAFT_PREFIX + plane.group)
+        for plane in draft.own_planes
     )
-    return Layout(target.block_tokens, target.ranks, target.groups + groups, target.planes + planes)
+    return Layout(target.block_tokens, target.ranks, target.own_groups + groups, target.own_planes + planes)
 
 
 def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
@@ -272,7 +273,7 @@ def head_places(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> t
 def padding_bytes(layout: Layout, window_heads: Sequence[Sequence[bool]]) -> tuple[int, ...]:
     """Bytes of a page of each group that hold no head of rank r, summed over the ranks; of a ``gqa_head_windows``."""
     wasted = [0] * len(layout.groups)
-    for plane in layout.planes:
+    for plane in layout.own_planes:
         if plane.layer >= len(window_heads):  # a draft's
             continue
         splits = [split_heads(window_heads[plane.layer], layout.ranks, rank) for rank in range(layout.ranks)]
@@ -318,9 +319,9 @@ def tensor_names(layout: Layout, rank: int, device: int) -> dict[str, Plane]:
     """
     if not 0 <= rank < layout.ranks:
         raise LayoutRejected(f"rank {rank} is none of {layout.ranks}; take the rank within tensor parallelism")
-    homes = Counter((plane.name, plane.layer) for plane in layout.planes)
+    homes = Counter((plane.name, plane.layer) for plane in layout.own_planes)
     names = {}
-    for plane in layout.planes:
+    for plane in layout.own_planes:
         stem = TENSOR_STEMS.get(plane.name, f"{plane.name}_caches")
         where = f"{plane.layer}_{plane.group}" if homes[plane.name, plane.layer] > 1 else f"{plane.layer}"
         names[f"{stem}_{where}_rank{rank}.device{device}"] = plane

@@ -99,9 +99,10 @@ class CacheClient:
         """Make or find the pools of a model.
 
         ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
-        rank (empty: the daemon's first). Each pool is asked for as pages for each group or as a share in (0, 1] of what
-        is left (neither: all that is left); pools that are there already stay as they are. Raises PoolExhausted with
-        the numbers, InvalidRequest, LimitExceeded, DaemonUnavailable, DeadlineExceeded.
+        rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
+        may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
+        pools that are there already stay as they are. Raises PoolExhausted with the numbers, InvalidRequest,
+        LimitExceeded, DaemonUnavailable, DeadlineExceeded.
         """
         request = build_register(
             model,

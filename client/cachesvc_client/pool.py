@@ -108,7 +108,8 @@ class AttachedPool:
     @property
     def planes(self) -> Mapping[PlaneKey, Any]:
         """All planes by ``(layer, name)``; where two groups hold a plane of one name in one layer (heads split over
-        groups), neither is here: take ``group_planes``. Raises NotSupported on a GPU without CuPy."""
+        groups), neither is here: take ``group_planes``. Markers are no planes. Raises NotSupported on a GPU without
+        CuPy."""
         self._require_open()
         return MappingProxyType(self._planes.unambiguous())
 

@@ -36,7 +36,10 @@ PLAIN = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS, layers=LAYERS)
 WINDOWED = gqa_windowed(
     window_layers=[False, True, False], kv_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
 )
-LAYOUTS = {"plain": PLAIN, "windowed": WINDOWED}
+ALL_WINDOWED = gqa_windowed(
+    window_layers=[True, True], kv_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
+)
+LAYOUTS = {"plain": PLAIN, "windowed": WINDOWED, "all windowed": ALL_WINDOWED}
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -119,7 +122,7 @@ class Engine(AbstractContextManager["Engine"]):
     def start(self) -> Engine:
         """Connect, register, open the lease, attach."""
         self.client.connect()
-        groups = len(self.layout.groups)
+        groups = len(self.layout.own_groups)
         self._registration = self.client.register(
             self._model,
             self.layout,
@@ -187,7 +190,7 @@ class Engine(AbstractContextManager["Engine"]):
             return Served(sequence.device_blocks, sequence.host_blocks, blocks - hit, duplicates, pages, bad)
 
     def _pages(self, sequence: Tabled, position: int) -> Iterable[tuple[tuple[int, str, str], Bytes]]:
-        for group, table in zip(self.layout.groups, sequence.tables, strict=True):
+        for group, table in zip(self.layout.own_groups, sequence.tables, strict=False):
             page = int(table[position])
             if page != NO_PAGE:
                 for (layer, name), view in self.pool.page(group.name, page).items():
