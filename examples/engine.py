@@ -144,7 +144,7 @@ def planes_of(model: TinyTransformer, pool: AttachedPool) -> Planes:
     """The daemon's pages as the model's arrays: one array for each plane of each group, over the same bytes."""
     return {
         (plane.group, plane.layer, plane.name): model.arrays.plane_of(pool, plane.layer, plane.name, plane.group)
-        for plane in pool.layout.planes
+        for plane in pool.layout.own_planes
     }
 
 

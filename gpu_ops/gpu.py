@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gpu_ops.driver import Driver, current, driver
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.memory import DeviceMemory, allocate_ipc, allocate_vmm
-from gpu_ops.streams import LOWEST_PRIORITY, CopyQueue
+from gpu_ops.streams import CopyQueue
 
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76
 MAX_PITCH = 11
@@ -128,15 +128,10 @@ class Gpu:
             cuda.call("cuMemcpyDtoH_v2", received.ctypes.data, address, size_bytes)
         return received.tobytes()
 
-    def write(self, address: int, content: bytes) -> None:
-        """Write device memory, and wait for it."""
-        with self.current() as cuda:
-            cuda.call("cuMemcpyHtoD_v2", address, content, len(content))
-
-    def queue(self, priority: int = LOWEST_PRIORITY) -> CopyQueue:
+    def queue(self) -> CopyQueue:
         """A new stream for copies."""
         with self.current():
-            return CopyQueue(self._context, priority)
+            return CopyQueue(self._context)
 
     def can_reach(self, other: Gpu) -> bool:
         """True where copies go from one GPU to the other without passing through the host."""

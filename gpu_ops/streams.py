@@ -16,8 +16,8 @@ PitchedCopies = npt.NDArray[np.int64]
 """``[copies, len(PITCHED_FIELDS)]``: addresses, and bytes but for ``height``, which counts rows."""
 
 NON_BLOCKING = 1
-LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, -1000
-"""The driver takes a number beyond its range for the end of it."""
+LOWEST_PRIORITY = 0
+"""Copies give way to whatever the engine runs."""
 SLEEP_WHILE_WAITING, NO_TIMING = 1, 2
 UNIFIED = 4
 WRITE_WORD = 2
@@ -47,9 +47,8 @@ BATCH_ENTRY = np.dtype(
 class CopyQueue:
     """One stream of a context. Everything on it happens in order; nothing here runs a kernel."""
 
-    def __init__(self, context: int, priority: int = LOWEST_PRIORITY) -> None:
+    def __init__(self, context: int) -> None:
         self._context = context
-        self._priority = priority
         self._stream = 0
         self._batched = False
         self._events: list[int] = []
@@ -57,7 +56,7 @@ class CopyQueue:
     def start(self) -> None:
         """Make the stream. Raises CudaError."""
         with current(self._context) as cuda:
-            self._stream = cuda.number("cuStreamCreateWithPriority", c_void_p, NON_BLOCKING, self._priority)
+            self._stream = cuda.number("cuStreamCreateWithPriority", c_void_p, NON_BLOCKING, LOWEST_PRIORITY)
             self._batched = cuda.has("cuMemcpy3DBatchAsync")
 
     @property

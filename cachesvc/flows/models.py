@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from cachesvc.flows.core import Core
@@ -75,6 +75,8 @@ def register(
 
     Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, LimitExceeded, Unavailable.
     """
+    device_wish = replace(device_wish, pages=layout.fill_pages(device_wish.pages))
+    host_wish = replace(host_wish, pages=layout.fill_host_pages(host_wish.pages))
     _check(name, salt, (device_wish, host_wish), layout)
     chosen = _devices(vault, layout, devices)
     namespace = namespace_of(name, layout.fingerprint, salt)
@@ -155,11 +157,11 @@ def _device_pages(
 
 
 def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
-    groups = len(layout.groups)
-    count = size_bytes // sum(layout.page_bytes(group) for group in range(groups))
-    while count > 0 and device_bytes(layout, (count,) * groups) > size_bytes:
+    units = layout.unit_pages
+    count = size_bytes // sum(layout.page_bytes(group) * unit for group, unit in enumerate(units))
+    while count > 0 and device_bytes(layout, tuple(count * unit for unit in units)) > size_bytes:
         count -= 1
-    return (count,) * groups
+    return tuple(count * unit for unit in units)
 
 
 def _idle_models(core: Core, devices: tuple[str, ...], keep: int | None) -> list[Model]:

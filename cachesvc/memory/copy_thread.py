@@ -42,6 +42,7 @@ class CopyThread:
         self._clock = clock
         self._on_way: deque[tuple[Slice, object]] = deque()
         self._errors: dict[int, Exception] = {}
+        self._jobs: dict[int, CopyJob] = {}
         self._broken: Exception | None = None
         self._closed = False
         self._drained = False
@@ -57,6 +58,7 @@ class CopyThread:
             if self._closed:
                 raise Unavailable(f"copy stream {self.name} is closed")
             self._arbiter.push(self._direction, job, self._clock())
+            self._jobs[id(job)] = job
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -73,6 +75,13 @@ class CopyThread:
             self._runner.begin()
         except Exception as failure:  # noqa: BLE001 - a thread's root: every job tells it
             self._broken = failure
+        try:
+            self._serve_slices()
+        except Exception as failure:
+            log.exception("copy_stream_broken name=%s", self.name)
+            self._give_up(failure)
+
+    def _serve_slices(self) -> None:
         while True:
             piece, refused = self._next()
             if piece is not None:
@@ -82,8 +91,32 @@ class CopyThread:
             elif not refused:
                 return
             for job in refused:
-                end_job(job, Unavailable(f"copy stream {self.name} was closed first"), self._write_word)
+                self._end(job, Unavailable(f"copy stream {self.name} was closed first"))
             del piece, refused  # a job holds its plan: do not keep it while waiting
+
+    def _give_up(self, failure: Exception) -> None:
+        """The thread ends with jobs under way, which only a fault of our own can cause: each of them fails, after what
+        has begun has landed, and no further one is taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        while self._on_way:
+            _, started = self._on_way.popleft()
+            try:
+                self._runner.wait(started)
+            except Exception:
+                log.exception("copy_slice_failed name=%s", self.name)
+        reason = Unavailable(f"copy stream {self.name} broke ({failure}); restart the daemon")
+        for job in list(self._jobs.values()):
+            try:
+                self._end(job, reason)
+            except Exception:
+                log.exception("copy_waiters_not_released ticket=%d", job.ticket)
+
+    def _end(self, job: CopyJob, error: Exception | None) -> None:
+        with self._changed:
+            self._jobs.pop(id(job), None)
+        end_job(job, error, self._write_word)
 
     def _next(self) -> tuple[Slice | None, list[CopyJob]]:
         """A slice to start, or the jobs that ``close`` came before; neither: see to what is on its way, or end."""
@@ -139,7 +172,7 @@ class CopyThread:
             return
         failure = self._errors.pop(id(job), None)
         if failure is not None or piece.is_last:
-            end_job(job, failure, self._write_word)
+            self._end(job, failure)
 
 
 class CopyThreads:

@@ -53,17 +53,11 @@ class HeadSplit(NamedTuple):
     window: tuple[int, ...]
 
 
-class UnevenHeads(LayoutRejected):
-    """Ranks hold different numbers of windowed heads in a layer, and every rank's planes have one shape."""
+class HeadPlace(NamedTuple):
+    """Where a head's bytes are: the group, and the row in each of the layer's planes there (their first dimension)."""
 
-    def __init__(self, layer: int, counts: tuple[int, ...]) -> None:
-        numbers = ", ".join(map(str, counts))
-        super().__init__(
-            f"layer {layer}: the ranks hold {numbers} windowed kv heads, but a layout's planes have one shape on every "
-            "rank; keep the surplus whole (even_window_heads), or choose another tensor_parallel"
-        )
-        self.layer = layer
-        self.counts = counts
+    group: str
+    row: int
 
 
 class _Kind(NamedTuple):
@@ -130,19 +124,16 @@ def gqa_head_windows(
 ) -> Layout:
     """GQA where ``window_heads[i][h]`` says whether global kv head h of layer i attends to its window (and sinks) only.
 
-    A layer with heads of both sorts has its planes in both groups; ``split_heads`` tells which heads they hold.
-    Raises UnevenHeads where the ranks hold different numbers of windowed heads, and LayoutRejected as ``gqa`` does.
+    A layer with heads of both sorts has its planes in both groups; ``head_places`` tells where a rank's heads are in
+    them. Every rank's planes have one shape: as many rows as the rank with the most heads there needs, so where ranks
+    differ some rows hold nothing (``padding_bytes``). ``even_window_heads`` trades those for heads that are kept whole,
+    which is never more bytes. Raises LayoutRejected as ``gqa`` does.
     """
     planes: list[Plane] = []
     for layer in _layers(len(window_heads)):
-        heads_per_rank(len(window_heads[layer]), tensor_parallel)
-        by_rank = [split_heads(window_heads[layer], tensor_parallel, rank) for rank in range(tensor_parallel)]
-        counts = tuple(len(split.window) for split in by_rank)
-        if len(set(counts)) > 1:
-            raise UnevenHeads(layer, counts)
-        for group, heads in ((FULL, by_rank[0].full), (WINDOW, by_rank[0].window)):
-            if heads:
-                kinds = _key_value(len(heads), block_tokens, head_dim, dtype, scale_dtype)
+        for group, rows in zip((FULL, WINDOW), _rows(window_heads[layer], tensor_parallel), strict=True):
+            if rows:
+                kinds = _key_value(rows, block_tokens, head_dim, dtype, scale_dtype)
                 planes += _planes(layer, group, kinds)
     groups = (PlaneGroup(FULL), PlaneGroup(WINDOW, window_tokens, sink_tokens))
     return _layout(block_tokens, tensor_parallel, groups, planes)
@@ -228,11 +219,12 @@ def with_draft(target: Layout, draft: Layout) -> Layout:
             f"a draft shares its target's blocks and ranks: {draft.block_tokens} tokens on {draft.ranks} ranks "
             f"beside {target.block_tokens} tokens on {target.ranks} ranks"
         )
-    groups = tuple(replace(group, name=DRAFT_PREFIX + group.name) for group in draft.groups)
+    groups = tuple(replace(group, name=DRAFT_PREFIX + group.name) for group in draft.own_groups)
     planes = tuple(
-        replace(plane, layer=target.layers + plane.layer, group=DRAFT_PREFIX + plane.group) for plane in draft.planes
+        replace(plane, layer=target.layers + plane.layer, group=DRAFT_PREFIX + plane.group)
+        for plane in draft.own_planes
     )
-    return Layout(target.block_tokens, target.ranks, target.groups + groups, target.planes + planes)
+    return Layout(target.block_tokens, target.ranks, target.own_groups + groups, target.own_planes + planes)
 
 
 def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
@@ -267,10 +259,35 @@ def split_heads(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> H
     )
 
 
+def head_places(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> tuple[HeadPlace, ...]:
+    """Where each of a rank's heads is, in their own order: entry i is for global head ``rank * heads_per_rank + i``.
+
+    Rows of a plane that no head has are padding: nothing reads them. Raises LayoutRejected as ``split_heads``.
+    """
+    split = split_heads(is_window, tensor_parallel, rank)
+    places = {head: HeadPlace(FULL, row) for row, head in enumerate(split.full)}
+    places |= {head: HeadPlace(WINDOW, row) for row, head in enumerate(split.window)}
+    return tuple(places[head] for head in sorted(places))
+
+
+def padding_bytes(layout: Layout, window_heads: Sequence[Sequence[bool]]) -> tuple[int, ...]:
+    """Bytes of a page of each group that hold no head of rank r, summed over the ranks; of a ``gqa_head_windows``."""
+    wasted = [0] * len(layout.groups)
+    for plane in layout.own_planes:
+        if plane.layer >= len(window_heads):  # a draft's
+            continue
+        splits = [split_heads(window_heads[plane.layer], layout.ranks, rank) for rank in range(layout.ranks)]
+        held = sum(len(split.window if plane.group == WINDOW else split.full) for split in splits)
+        rows = plane.page_shape[0]
+        wasted[layout.group_index[plane.group]] += (rows * layout.ranks - held) * (plane.page_bytes // rows)
+    return tuple(wasted)
+
+
 def even_window_heads(window_heads: Sequence[Sequence[bool]], tensor_parallel: int) -> tuple[tuple[bool, ...], ...]:
     """``window_heads`` with as many windowed heads on every rank: those above the least are kept whole instead.
 
-    Attention over them stays what it was, for a head may have more in reach than it looks at; it costs their pages.
+    Attention over them stays what it was, for a head may have more in reach than it looks at. Full planes have as many
+    rows as with padding, for the rank with the fewest windowed heads needs them, and windowed planes have fewer.
     """
     out: list[tuple[bool, ...]] = []
     for layer in window_heads:
@@ -280,6 +297,13 @@ def even_window_heads(window_heads: Sequence[Sequence[bool]], tensor_parallel: i
         kept = {head for split in splits for head in split.window[:least]}
         out.append(tuple(head in kept for head in range(len(layer))))
     return tuple(out)
+
+
+def _rows(is_window: Sequence[bool], tensor_parallel: int) -> tuple[int, int]:
+    """Rows of a layer's full and windowed planes: the most heads that a rank has there."""
+    heads_per_rank(len(is_window), tensor_parallel)
+    splits = [split_heads(is_window, tensor_parallel, rank) for rank in range(tensor_parallel)]
+    return max(len(split.full) for split in splits), max(len(split.window) for split in splits)
 
 
 def packed_row_bytes(kv_lora_rank: int, rope_dim: int) -> int:
@@ -295,9 +319,9 @@ def tensor_names(layout: Layout, rank: int, device: int) -> dict[str, Plane]:
     """
     if not 0 <= rank < layout.ranks:
         raise LayoutRejected(f"rank {rank} is none of {layout.ranks}; take the rank within tensor parallelism")
-    homes = Counter((plane.name, plane.layer) for plane in layout.planes)
+    homes = Counter((plane.name, plane.layer) for plane in layout.own_planes)
     names = {}
-    for plane in layout.planes:
+    for plane in layout.own_planes:
         stem = TENSOR_STEMS.get(plane.name, f"{plane.name}_caches")
         where = f"{plane.layer}_{plane.group}" if homes[plane.name, plane.layer] > 1 else f"{plane.layer}"
         names[f"{stem}_{where}_rank{rank}.device{device}"] = plane

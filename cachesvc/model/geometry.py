@@ -79,12 +79,17 @@ def host_geometry(layout: Layout, group: int, pages: int) -> Geometry:
 
 
 def device_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
-    """Bytes that one rank's device slabs take for ``pages[g]`` pages of each group: exactly what is allocated."""
-    return sum(device_geometry(layout, group, count).total_bytes for group, count in enumerate(pages))
+    """Bytes that one rank's device slabs take for ``pages[g]`` pages of each group: exactly what is allocated.
+
+    Counts may leave out a layout's markers (``Layout.fill_pages``), which are in the sum all the same.
+    """
+    filled = layout.fill_pages(pages)
+    return sum(device_geometry(layout, group, count).total_bytes for group, count in enumerate(filled))
 
 
 def host_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
-    """Bytes that the host slabs of all stored ranks take for ``pages[g]`` pages of each group."""
+    """Bytes that the host slabs of all stored ranks take for ``pages[g]`` pages of each group, as ``device_bytes``."""
     return sum(
-        host_geometry(layout, group, count).total_bytes * layout.host_ranks(group) for group, count in enumerate(pages)
+        host_geometry(layout, group, count).total_bytes * layout.host_ranks(group)
+        for group, count in enumerate(layout.fill_host_pages(pages))
     )

@@ -33,6 +33,11 @@ MAX_BLOCK_TOKENS = 4096
 MAX_DIMS = 6
 MAX_NAME_BYTES = 64
 MAX_PAGE_BYTES = 1 << 30
+MARKER = "prefix"
+MARKER_PAGES = 64
+"""Markers on a device for each page of its largest group where nobody says how many: while a window holds w blocks, its
+sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page is what bounds them. The
+host has as many as pages: there it is markers that run out first, and take the pages of their blocks along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,17 @@ class PlaneGroup:
     replicated: bool = False
 
 
+MARKER_GROUP = PlaneGroup(MARKER, replicated=True)
+MARKER_PLANE = Plane(MARKER, 0, MARKER, (1,), "uint8")
+
+
 @dataclass(frozen=True)
 class Layout:
     """Every plane of every layer, the groups they belong to, and the number of ranks.
 
-    Raises LayoutRejected when the numbers contradict each other or exceed a limit.
+    A prefix is matched by its blocks in the groups without a window. Where each group has one, a last group ``prefix``
+    is added here, which nobody computes or reads: one byte a block, its marker. Raises LayoutRejected when the numbers
+    contradict each other or exceed a limit.
     """
 
     block_tokens: int
@@ -86,6 +97,9 @@ class Layout:
     planes: tuple[Plane, ...]
 
     def __post_init__(self) -> None:
+        if self.groups and all(group.window_tokens is not None for group in self.groups):
+            object.__setattr__(self, "groups", (*self.groups, MARKER_GROUP))
+            object.__setattr__(self, "planes", (*self.planes, MARKER_PLANE))
         _check_numbers(self)
         _check_groups(self)
         _check_planes(self)
@@ -94,6 +108,41 @@ class Layout:
     def group_index(self) -> dict[str, int]:
         """Position of each group by name."""
         return {group.name: index for index, group in enumerate(self.groups)}
+
+    @cached_property
+    def marker(self) -> int | None:
+        """The group of markers, which is the last one, where every other group has a window."""
+        index = len(self.groups) - 1
+        alone = self.full_groups == (index,) and self.groups[index] == MARKER_GROUP
+        return index if alone and self.planes_of(index) == (MARKER_PLANE,) else None
+
+    @property
+    def own_groups(self) -> tuple[PlaneGroup, ...]:
+        """The groups without that of the markers."""
+        return self.groups if self.marker is None else self.groups[: self.marker]
+
+    @property
+    def own_planes(self) -> tuple[Plane, ...]:
+        """The planes without that of the markers: what a model computes."""
+        return self.planes if self.marker is None else tuple(p for p in self.planes if p != MARKER_PLANE)
+
+    @cached_property
+    def unit_pages(self) -> tuple[int, ...]:
+        """Device pages of each group where all are to have the same number: 1, and ``MARKER_PAGES`` of markers."""
+        return tuple(1 if index != self.marker else MARKER_PAGES for index in range(len(self.groups)))
+
+    def fill_pages(self, pages: tuple[int, ...]) -> tuple[int, ...]:
+        """Device pages of every group, of counts that may leave the markers out."""
+        return self._filled(pages, MARKER_PAGES)
+
+    def fill_host_pages(self, pages: tuple[int, ...]) -> tuple[int, ...]:
+        """Host pages of every group, of counts that may leave the markers out."""
+        return self._filled(pages, 1)
+
+    def _filled(self, pages: tuple[int, ...], markers: int) -> tuple[int, ...]:
+        if self.marker is None or len(pages) != self.marker:
+            return pages
+        return (*pages, markers * max(pages))
 
     @cached_property
     def full_groups(self) -> tuple[int, ...]:
@@ -199,10 +248,6 @@ def _check_groups(layout: Layout) -> None:
             window is not None or group.sink_tokens == 0,
             f"group {group.name!r}: sink_tokens mean nothing without a window",
         )
-    _require(
-        any(group.window_tokens is None for group in layout.groups),
-        "a layout needs at least one group without a window: its pages are what a prefix is matched by",
-    )
 
 
 def _check_planes(layout: Layout) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 
+from cachesvc.memory.free_ranges import ALIGN_BYTES
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Backend, Slab
@@ -56,8 +57,9 @@ class Vault:
         per_page = sum(layout.page_bytes(g) * layout.host_ranks(g) for g in range(len(layout.groups)))
         largest = max(layout.page_bytes(g) for g in range(len(layout.groups)))
         # A page never crosses a chunk: up to one page of each slab is lost at the end of every chunk.
-        lost = self._pool.chunks * largest * sum(layout.host_ranks(g) for g in range(len(layout.groups)))
-        usable = int(self._pool.free_bytes * share) - (lost if self._pool.chunks > 1 else 0)
+        slabs = sum(layout.host_ranks(g) for g in range(len(layout.groups)))
+        lost = slabs * (self._pool.chunks * largest if self._pool.chunks > 1 else ALIGN_BYTES)
+        usable = int(self._pool.free_bytes * share) - lost
         return max(0, usable // per_page)
 
     def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:

@@ -99,9 +99,10 @@ class CacheClient:
         """Make or find the pools of a model.
 
         ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
-        rank (empty: the daemon's first). Each pool is asked for as pages for each group or as a share in (0, 1] of what
-        is left (neither: all that is left); pools that are there already stay as they are. Raises PoolExhausted with
-        the numbers, InvalidRequest, LimitExceeded, DaemonUnavailable, DeadlineExceeded.
+        rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
+        may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
+        pools that are there already stay as they are. Raises PoolExhausted with the numbers, InvalidRequest,
+        LimitExceeded, DaemonUnavailable, DeadlineExceeded.
         """
         request = build_register(
             model,
@@ -159,15 +160,19 @@ class CacheClient:
             raise DaemonUnavailable("not connected; connect() first")
         return self._connection.lost.wait(timeout_s)
 
-    def close(self, *, quiesced: bool = True) -> None:
-        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent."""
+    def close(self, *, quiesced: bool | None = None) -> None:
+        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent.
+
+        Streams that still wait for a load are released, for nobody would tell them of its end: what they compute is
+        void, and the words stay mapped (``AttachedPool.close`` again, once they are synchronised).
+        """
         if self._is_closed:
             return
         self._is_closed = True
         for lease in list(self._leases):
             lease.close(quiesced=quiesced)
         for pool in self._pools:
-            if quiesced or not pool.is_on_gpu:
+            if quiesced is not False or not pool.is_on_gpu:
                 pool.close()
         if self._connection is not None:
             self._connection.close()
@@ -178,7 +183,7 @@ class CacheClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(quiesced=kind is None)
+        self.close(quiesced=None if kind is None else False)
 
     def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         connection = self._require_connection()

@@ -6,12 +6,12 @@ missing is an error, for a guessed size would share nothing and say nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.families import IndexPage, dsa, gqa, gqa_windowed, mla, mla_windowed, with_draft
+from cachesvc.model.families import IndexPage, dsa, gqa, gqa_head_windows, gqa_windowed, mla, mla_windowed, with_draft
 from cachesvc.model.layout import ITEM_BYTES, Layout
 
 AUTO = "auto"
@@ -60,6 +60,15 @@ class ConfigValueRejected(ConfigRejected):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadWindows:
+    """Which kv heads have a window: ``marks[layer][global kv head]``, and what it is."""
+
+    marks: Sequence[Sequence[bool]]
+    window_tokens: int
+    sink_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Wish:
     """What the caller decides."""
 
@@ -68,6 +77,7 @@ class _Wish:
     kv_dtype: str
     scale_dtype: str | None
     index_page: IndexPage
+    heads: HeadWindows | None
 
 
 class _Read(NamedTuple):
@@ -86,16 +96,18 @@ def layout_of_config(
     scale_dtype: str | None = None,
     mtp: bool = False,
     index_page: IndexPage = IndexPage.SPLIT,
+    heads: HeadWindows | None = None,
 ) -> Layout:
     """The layout of the model that ``config``, the contents of a ``config.json``, describes.
 
     ``kv_dtype``: ``auto`` for the model's own, or another such as ``fp8``; ``scale_dtype`` adds a scale for each head
-    and token. ``mtp`` adds the model's next-token-prediction layers in groups of their own. Raises UnknownModelType,
-    ConfigKeyMissing, ConfigValueRejected, and LayoutRejected (also their base) for what the layout cannot be.
+    and token. ``mtp`` adds the model's next-token-prediction layers in groups of their own. ``heads``: windows head by
+    head, which no configuration tells. Raises UnknownModelType, ConfigKeyMissing, ConfigValueRejected, and
+    LayoutRejected (also their base) for what the layout cannot be.
     """
     dtype = kv_dtype if kv_dtype == AUTO else _dtype(kv_dtype)
     scales = None if scale_dtype is None else _dtype(scale_dtype)
-    wish = _Wish(block_tokens, tensor_parallel, dtype, scales, index_page)
+    wish = _Wish(block_tokens, tensor_parallel, dtype, scales, index_page, heads)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in READERS:
         raise UnknownModelType(model_type)
@@ -302,8 +314,22 @@ def _gqa_layers(
             tensor_parallel=wish.tensor_parallel,
         )
 
+    layers = layers or keys.number("num_hidden_layers")
+    if wish.heads is not None:
+        _check_heads(wish.heads, layers, kv_heads, windows)
+        target = gqa_head_windows(
+            window_heads=wish.heads.marks,
+            head_dim=head_dim,
+            block_tokens=wish.block_tokens,
+            window_tokens=wish.heads.window_tokens,
+            sink_tokens=wish.heads.sink_tokens,
+            dtype=dtype,
+            scale_dtype=wish.scale_dtype,
+            tensor_parallel=wish.tensor_parallel,
+        )
+        return _Read(target, full)
     if not any(windows):
-        return _Read(full(layers or keys.number("num_hidden_layers")), full)
+        return _Read(full(layers), full)
     target = gqa_windowed(
         window_layers=windows,
         kv_heads=kv_heads,
@@ -317,6 +343,13 @@ def _gqa_layers(
     return _Read(target, full)
 
 
+def _check_heads(heads: HeadWindows, layers: int, kv_heads: int, windows: tuple[bool, ...]) -> None:
+    if any(windows):
+        raise ConfigRejected("the model's own layers have windows: head by head they cannot have others")
+    if len(heads.marks) != layers or any(len(layer) != kv_heads for layer in heads.marks):
+        raise ConfigRejected(f"windows head by head need {layers} layers of {kv_heads} kv heads")
+
+
 def _head_dim(keys: _Keys) -> int:
     found = keys.find_number("head_dim")
     if found is not None:
@@ -328,6 +361,8 @@ def _head_dim(keys: _Keys) -> int:
 
 
 def _refuse_scales(wish: _Wish) -> None:
+    if wish.heads is not None:
+        raise ConfigRejected("a latent is all heads' together: it has no windows head by head")
     if wish.scale_dtype is not None:
         raise ConfigRejected("latents have no scales of their own: leave scale_dtype out")
 

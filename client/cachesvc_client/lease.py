@@ -21,6 +21,7 @@ from cachesvc_client.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     LeaseLost,
+    LimitExceeded,
     NotFound,
 )
 from cachesvc_client.keeper import Keeper
@@ -148,6 +149,34 @@ class Lease:
         self._stream = StepStream(self._connection, self)
         return self._stream
 
+    def launch(self) -> int:
+        """The number of an iteration of the engine's, asked for before the tables are read that its kernels get.
+
+        Until ``completed`` says that it has ended nothing that it may use goes back to the daemon. Engines that compute
+        one iteration at a time, and recycle and release in between, need neither.
+        """
+        return self.record.launches.begin()
+
+    def completed(self, launch: int) -> None:
+        """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.
+
+        With an open step stream they go in a step that nobody waits for, so call it from that stream's thread. Raises
+        InvalidRequest (no such launch), DeadlineExceeded (the next ``match`` sees to it).
+        """
+        self.record.launches.complete(launch)
+        if not self.record.has_ended:
+            return
+        try:
+            if self._stream is not None:
+                self._stream.send()
+                return
+            self.record.orphans += self.record.take_ended()
+            self._bury_orphans()
+        except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
+            log.debug("release_needless lease=%s why=%s", self.id, gone)
+        except LimitExceeded:  # too many steps are under way: the next one takes them along
+            log.debug("release_waits_for_a_step lease=%s", self.id)
+
     def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
         """Wait until all transfers have ended, done or failed; their views say which.
 
@@ -166,14 +195,16 @@ class Lease:
             if time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(f"tickets {running} still run after {limit_s:g} s", was_answered=True)
 
-    def close(self, *, quiesced: bool = True) -> None:
+    def close(self, *, quiesced: bool | None = None) -> None:
         """End the lease with all that it holds, unmap its pools, stop beating. Idempotent.
 
         ``quiesced``: no kernel of this engine uses the pool any more, so its private pages come back at once. Say False
-        where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then.
+        where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then. Left
+        out, it is so unless a launch is under way.
         """
         if self.record.is_closed:
             return
+        quiesced = self.record.is_quiesced(quiesced)
         if self._stream is not None:
             self._stream.close()
         for pool in self._pools:
@@ -194,7 +225,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(quiesced=kind is None)
+        self.close(quiesced=None if kind is None else False)
 
     def handle(self, record: SequenceRecord) -> Sequence:
         """A handle for an open sequence of this lease."""
@@ -250,7 +281,7 @@ class Lease:
         return operation.apply(answer)
 
     def _bury_orphans(self) -> None:
-        """Release sequences whose Match or Release got no answer: they may hold pins."""
+        """Release sequences that nobody uses any more, or whose Match or Release got no answer: they may hold pins."""
         while self.record.orphans:
             record = self.record.orphans[-1]
             self.settle(record)

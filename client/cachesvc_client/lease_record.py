@@ -21,6 +21,7 @@ from cachesvc_client.errors import (
     error_of,
     is_refusal,
 )
+from cachesvc_client.launches import Launches
 from cachesvc_client.messages import build_prefetch, parse_prefetch
 from cachesvc_client.methods import PREFETCH, Operation, no_action
 from cachesvc_client.registration import Registration
@@ -44,7 +45,8 @@ class LeaseRecord:
     """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
 
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
-    never got an answer; they are looked after before the next Match.
+    never got an answer; they are looked after before the next Match. ``ending``: sequences that were released while
+    launches used them: each goes once those are complete.
     """
 
     def __init__(self, opened: lease_pb2.OpenResponse, registration: Registration) -> None:
@@ -55,6 +57,8 @@ class LeaseRecord:
         self.stock: Stock | None = None
         self.growing: dict[int, SequenceRecord] = {}
         self.orphans: list[SequenceRecord] = []
+        self.launches = Launches()
+        self.ending: list[SequenceRecord] = []
         self.is_draining = False
         self.is_closed = False
         self.loss: LeaseLost | DaemonUnavailable | None = None
@@ -139,13 +143,32 @@ class LeaseRecord:
                 raise ValueError(f"a sequence_id is positive, got {sequence_id}")
             else:
                 self._used_ids.add(sequence_id)
-        return SequenceRecord(sequence_id, self.registration.layout)
+        return SequenceRecord(sequence_id, self.registration.layout, self.launches)
 
     def forget(self, sequence: SequenceRecord) -> None:
         """A sequence has ended."""
         with self._lock:
             self._used_ids.discard(sequence.id)
         self.growing.pop(sequence.id, None)
+
+    def is_quiesced(self, quiesced: bool | None) -> bool:
+        """The caller's word that no kernel uses the pool any more, or for None what the launches say."""
+        return not self.launches.are_under_way if quiesced is None else quiesced
+
+    @property
+    def has_ended(self) -> bool:
+        """True when a release that had to wait for a launch can go."""
+        return any(sequence.ends_after <= self.launches.completed for sequence in self.ending)
+
+    def take_ended(self, but_for: Iterable[object] = ()) -> list[SequenceRecord]:
+        """Sequences whose release waits for no launch any more, but for some; they are forgotten here."""
+        if not self.ending:
+            return []
+        kept = {id(each) for each in but_for}
+        completed = self.launches.completed
+        ended = [each for each in self.ending if each.ends_after <= completed and id(each) not in kept]
+        self.ending = [each for each in self.ending if each not in ended]
+        return ended
 
     def prefetch(self, keys: bytes) -> Operation[Prefetched]:
         """Load a prefix towards the device."""

@@ -96,8 +96,8 @@ class LifeConnection:
         raise NotFound(f"the daemon gives no memory for this handle: {message[2:].decode(errors='replace')}")
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher()`` at the loss, before calls under way end. Whoever comes after the loss is not called: look
-        at ``lost`` afterwards."""
+        """Call ``watcher()`` when the daemon goes, before calls under way end, or this connection is closed: from then
+        on nobody would notice. Whoever comes after that is not called: look at ``lost`` afterwards."""
         with self._watching:
             self._watchers.append(watcher)
 
@@ -107,7 +107,8 @@ class LifeConnection:
             self._watchers = [each for each in self._watchers if each != watcher]
 
     def close(self) -> None:
-        """End the connection: to the daemon this process is gone. Idempotent."""
+        """End the connection: to the daemon this process is gone. The watchers have been called when this returns,
+        unless one of them calls it. Idempotent."""
         self._closing = True
         if self._socket is None:
             self.lost.set()
@@ -136,12 +137,12 @@ class LifeConnection:
         self.lost.set()
         self._answers.put(None)
         self._socket.close()
-        if self._closing:
-            return
-        log.warning("daemon_lost path=%s", self._path)
         with self._watching:
             watchers = list(self._watchers)
-        for told in (*watchers, self._on_lost):
+        if not self._closing:
+            log.warning("daemon_lost path=%s", self._path)
+            watchers.append(self._on_lost)
+        for told in watchers:
             try:
                 told()
             except Exception:

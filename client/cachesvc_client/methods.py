@@ -48,6 +48,8 @@ PREFETCH = Method("CacheService", "Prefetch", cache_pb2.PrefetchRequest, cache_p
 WAIT_TICKETS = Method("CacheService", "WaitTickets", cache_pb2.WaitTicketsRequest, cache_pb2.WaitTicketsResponse)
 EXTEND = Method("CacheService", "Step", cache_pb2.ExtendRequest, cache_pb2.ExtendResponse, "extend")
 """Travels in a Step only."""
+HELD = Method("CacheService", "Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseResponse)
+"""A release in a batch that waits for launches: it is sent by a later step."""
 STEP = Method("CacheService", "Step", cache_pb2.StepRequest, cache_pb2.StepResponse)
 
 

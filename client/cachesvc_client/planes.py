@@ -16,6 +16,7 @@ class PoolPlanes:
 
     def __init__(self, layout: Layout, show: Callable[[Any], Any]) -> None:
         self._specs = {(plane.group, plane.layer, plane.name): plane for plane in layout.planes}
+        self._marker = None if layout.marker is None else layout.groups[layout.marker].name
         self._show = show
         self._mapped: dict[str, dict[PlaneKey, Any]] = {group.name: {} for group in layout.groups}
         self._arrays: dict[str, dict[PlaneKey, Any]] = {}
@@ -45,6 +46,8 @@ class PoolPlanes:
         merged: dict[PlaneKey, Any] = {}
         doubled: set[PlaneKey] = set()
         for group in self._mapped:
+            if group == self._marker:
+                continue
             planes = self.of_group(group)
             doubled |= merged.keys() & planes.keys()
             merged.update(planes)

@@ -108,7 +108,8 @@ class AttachedPool:
     @property
     def planes(self) -> Mapping[PlaneKey, Any]:
         """All planes by ``(layer, name)``; where two groups hold a plane of one name in one layer (heads split over
-        groups), neither is here: take ``group_planes``. Raises NotSupported on a GPU without CuPy."""
+        groups), neither is here: take ``group_planes``. Markers are no planes. Raises NotSupported on a GPU without
+        CuPy."""
         self._require_open()
         return MappingProxyType(self._planes.unambiguous())
 
@@ -174,6 +175,10 @@ class AttachedPool:
     def confirm(self, *tickets: TicketView) -> None:
         """Make sure that loads which streams waited for did come: once the stream was synchronised, before what was
         computed behind the waits is used. Does not wait.
+
+        It speaks of this rank's bytes. A load of several ranks has come where each rank's pool says so, and only then:
+        one rank's part may be in place before another's fails. ``Sequence.wait_loaded`` knows of all ranks, and
+        ``publish`` refuses what did not come whole.
 
         Raises LoadFailed, DaemonUnavailable (it went before the load ended: recompute), Conflict (it has not ended:
         synchronise first).

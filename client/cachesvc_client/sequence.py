@@ -84,8 +84,8 @@ class SequenceView:
 
     @property
     def is_released(self) -> bool:
-        """True once the sequence has ended."""
-        return self.record.is_released
+        """True once ``release`` was called: nothing else can be done with the sequence."""
+        return self.record.is_released or self.record.ends_after > 0
 
     def grow(self, lease: LeaseRecord, blocks: int) -> None:
         """Take ``blocks`` blocks of the lease's stock as the next cells. Raises StockEmpty, InvalidRequest."""
@@ -151,18 +151,19 @@ class Sequence(SequenceView):
 
         ``keys``: packed keys of the sequence from its root on (``BlockHasher.keys``), at least up to there; leave them
         out for blocks whose keys Match was told. Where a key was sealed before, the table gets that page, and the
-        sequence's own page becomes a spare that the next ``recycle`` gives back. ``pending`` in the answer: publish
-        the rest later. Raises Conflict, NotOwned (allocate first), LoadFailed, InvalidRequest.
+        sequence's own page becomes a spare, which ``recycle`` gives back once no launch under way uses it. ``pending``
+        in the answer: publish the rest later. Raises Conflict, NotOwned (allocate first), LoadFailed, InvalidRequest.
         """
         return self._run(lambda: self.record.publish(upto_blocks, keys))
 
-    def recycle(self, computed_tokens: int) -> Recycled:
+    def recycle(self, computed_tokens: int, *, launch: int | None = None) -> Recycled:
         """Give back spares, and what no window needs once ``computed_tokens`` tokens are computed and verified.
 
-        The pages may be another's at once: call it when no kernel that still uses them runs or will. Raises
-        InvalidRequest, NotFound.
+        The pages may be another's at once, so launches under way (``lease.launch``) are waited for: a later call gives
+        back what this one held. ``launch``: the one whose end makes the tokens computed (left out: the newest). Without
+        launches, call it when no kernel that still uses the pages runs or will. Raises InvalidRequest, NotFound.
         """
-        return self._run(lambda: self.record.recycle(computed_tokens))
+        return self._run(lambda: self.record.recycle(computed_tokens, launch))
 
     def grow_from_stock(self, blocks: int = 1) -> None:
         """Add ``blocks`` private blocks to the tables without a round trip; the next step tells the daemon.
@@ -172,12 +173,13 @@ class Sequence(SequenceView):
         """
         self.grow(self._lease.record, blocks)
 
-    def swap_out(self) -> Swapped:
+    def swap_out(self, *, launch: int | None = None) -> Swapped:
         """Start to take the sequence off the device; its pages must stay as they are until the tickets are done.
 
-        Raises PoolExhausted (no room on the host), Conflict.
+        ``launch``: the last that used the sequence (left out: the newest). Raises PoolExhausted (no room on the host),
+        Conflict (that launch is not complete, or a swap runs), InvalidRequest (it never was).
         """
-        return self._run(self.record.swap_out)
+        return self._run(lambda: self.record.swap_out(launch))
 
     def swap_in(self) -> Swapped:
         """Start to bring the sequence back; ``tables`` are new, and ``tickets`` are what to wait for.
@@ -202,16 +204,21 @@ class Sequence(SequenceView):
         if self.record.swap_tickets:
             self.record.end_swap(self._lease.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
 
-    def release(self) -> int:
+    def release(self, *, launch: int | None = None) -> int:
         """End the sequence: unpin what it shares, free what is its own; device pages that came back.
 
-        No kernel may write its pages any more. Raises AlreadyClosed when it was released before.
+        No kernel may write its pages any more, but for launches under way up to ``launch``, the last that used it (left
+        out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Raises AlreadyClosed when
+        it was released before, InvalidRequest (no such launch).
         """
         is_asked_again = self.record.unanswered is not None
         try:
             self.require_no_steps()
             self._lease.settle(self.record)
             if not (is_asked_again and self.is_released):
+                if self.record.end_later(launch):
+                    self._lease.record.ending.append(self.record)
+                    return 0
                 self._lease.run(self.record.release(self._lease.record.stock))
         except DeadlineExceeded:
             self._lease.record.orphans.append(self.record)

@@ -19,6 +19,7 @@ from cachesvc_client.errors import (
     InvalidRequest,
     LoadFailed,
 )
+from cachesvc_client.launches import GiveBacks, Launches
 from cachesvc_client.messages import (
     SWAP_IN,
     SWAP_OUT,
@@ -59,12 +60,14 @@ class SequenceRecord:
     ``loading``: blocks that ``tickets`` bring, or brought.
     ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
     stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
-    answer, ``steps`` operations of all kinds that went out in a step.
+    answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
+    ``ends_after``: the launch that its release waits for, 0 for none.
     """
 
-    def __init__(self, sequence_id: int, layout: Layout) -> None:
+    def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
         self.id = sequence_id
         self.layout = layout
+        self.launches = launches if launches is not None else Launches()
         self.tables = [BlockTable() for _ in layout.groups]
         self.matched = Matched(0, 0, 0, ())
         self.sealed_blocks = 0
@@ -73,12 +76,13 @@ class SequenceRecord:
         self.tickets: tuple[TicketView, ...] = ()
         self.loading = range(0)
         self.has_failed_load = False
-        self.spares: list[tuple[int, int]] = []
+        self.give_backs = GiveBacks(self.launches)
         self.growth: list[GroupCells] = []
         self.stranded: list[GroupCells] = []
         self.is_swapped_out = False
         self.swap_tickets: tuple[TicketView, ...] = ()
         self.is_released = False
+        self.ends_after = 0
         self.freed_pages = 0
         self.failure: CacheClientError | None = None
         self.unanswered: Operation[Any] | None = None
@@ -158,10 +162,11 @@ class SequenceRecord:
 
         return self._operation(PUBLISH, build_publish(self.id, first, upto_blocks - first, wanted), apply, fail)
 
-    def recycle(self, computed_tokens: int) -> Operation[Recycled]:
-        """Give back the spares, and what fell out of every window."""
+    def recycle(self, computed_tokens: int, launch: int | None = None) -> Operation[Recycled]:
+        """Give back the spares, and what fell out of every window, as far as no launch under way may use them."""
         self._require_usable()
-        spares, self.spares = self.spares, []
+        self.give_backs.hold_windows(computed_tokens, launch)
+        due = self.give_backs.take_due()
 
         def apply(response: cache_pb2.RecycleResponse) -> Recycled:
             answer = parse_recycle(response)
@@ -170,18 +175,24 @@ class SequenceRecord:
             return answer
 
         def fail(_: CacheClientError) -> None:
-            self.spares = spares + self.spares
+            self.give_backs.put_back(due.pages)
 
-        return self._operation(RECYCLE, build_recycle(self.id, computed_tokens, _as_cells(spares)), apply, fail)
+        request = build_recycle(self.id, due.computed_tokens, _as_cells(due.pages))
+        return self._operation(RECYCLE, request, apply, fail)
 
-    def swap_out(self) -> Operation[Swapped]:
-        """Take the sequence off the device."""
+    def swap_out(self, launch: int | None = None) -> Operation[Swapped]:
+        """Take the sequence off the device, which only ``launch`` and those before it use."""
         self._require_usable()
+        if pending := self.launches.pending(launch):
+            raise Conflict(
+                f"launch {pending} may still write sequence {self.id}, and {self.launches.completed} is the last that "
+                "is complete; swap it out after lease.completed, or say which launch was the last to use it"
+            )
 
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
             answer = parse_swap(response)
             self.is_swapped_out = True
-            self.spares = []  # the daemon has freed them
+            self.give_backs.forget()  # the daemon has freed them
             self.tickets = ()  # the daemon swaps out only what has been loaded
             self.swap_tickets = answer.tickets
             return answer
@@ -219,6 +230,16 @@ class SequenceRecord:
             self.is_released = not isinstance(error, DeadlineExceeded)
 
         return self._operation(RELEASE, build_release(self.id), apply, fail)
+
+    def end_later(self, launch: int | None) -> bool:
+        """True where the release has to wait for ``launch`` (None: the newest): nothing else can be done with it then.
+
+        Raises AlreadyClosed (released before), InvalidRequest (no such launch).
+        """
+        if self.is_released or self.ends_after:
+            raise AlreadyClosed(f"sequence {self.id} was released before")
+        self.ends_after = self.launches.pending(launch)
+        return self.ends_after > 0
 
     def grow(self, stock: Stock, blocks: int) -> None:
         """Take stock pages as the next cells; the next step tells the daemon. Raises StockEmpty."""
@@ -271,7 +292,7 @@ class SequenceRecord:
             raise self.failure
 
     def _require_usable(self) -> None:
-        if self.is_released:
+        if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released; match again")
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
@@ -299,7 +320,7 @@ class SequenceRecord:
     def _take_sealed(self, answer: Published) -> None:
         for cells in answer.duplicates:
             self.tables[cells.group].put_at(answer.duplicate_positions, cells.pages)
-        self.spares += [(cells.group, page) for cells in answer.spares for page in cells.pages]
+        self.give_backs.add_spares((cells.group, page) for cells in answer.spares for page in cells.pages)
 
 
 def _as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:

@@ -113,12 +113,14 @@ class StepStream:
         """Take in the answers that are still to come, end the stream and give the stock back. Idempotent."""
         if self._is_closed:
             return
-        self._is_closed = True
         try:
             if self._book.under_way:
                 self.collect(self._book.under_way[-1], self._connection.timeouts.close_s)
+            if self._book.has_untold:
+                self.submit(timeout_s=self._connection.timeouts.close_s)
         except CacheClientError as error:  # what it held goes with the lease
             log.debug("steps_closed_early why=%s", error)
+        self._is_closed = True
         if self._line is not None:
             self._line.close()
         self._book.refuse(AlreadyClosed("the step stream was closed before the answer was collected"))

@@ -19,7 +19,7 @@ from cachesvc_client.errors import (
     error_of,
 )
 from cachesvc_client.lease_record import LeaseRecord
-from cachesvc_client.methods import Operation
+from cachesvc_client.methods import HELD, Operation, no_action
 from cachesvc_client.sequence_record import SequenceRecord
 
 STEPS_UNDER_WAY = 16
@@ -60,22 +60,25 @@ class StepBatch(Generic[H]):
         """As ``Sequence.publish``; the result is a Published."""
         return self._add(sequence.record.publish(upto_blocks, keys))
 
-    def recycle(self, sequence: H, computed_tokens: int) -> int:
+    def recycle(self, sequence: H, computed_tokens: int, *, launch: int | None = None) -> int:
         """As ``Sequence.recycle``; the result is a Recycled."""
-        return self._add(sequence.record.recycle(computed_tokens))
+        return self._add(sequence.record.recycle(computed_tokens, launch))
 
-    def swap_out(self, sequence: H) -> int:
+    def swap_out(self, sequence: H, *, launch: int | None = None) -> int:
         """As ``Sequence.swap_out``; the result is a Swapped."""
-        return self._add(sequence.record.swap_out())
+        return self._add(sequence.record.swap_out(launch))
 
     def swap_in(self, sequence: H) -> int:
         """As ``Sequence.swap_in``; the result is a Swapped."""
         return self._add(sequence.record.swap_in())
 
-    def release(self, sequence: H) -> int:
-        """As ``Sequence.release``; the result is the number of pages that came back."""
-        self._lease.growing.pop(sequence.record.id, None)
-        return self._add(sequence.record.release(self._lease.stock))
+    def release(self, sequence: H, *, launch: int | None = None) -> int:
+        """As ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
+        record = sequence.record
+        if record.end_later(launch):
+            return self._add(Operation(HELD, None, lambda _: 0, no_action, record))
+        self._lease.growing.pop(record.id, None)
+        return self._add(record.release(self._lease.stock))
 
     def prefetch(self, keys: bytes) -> int:
         """As ``Lease.prefetch``; the result is a Prefetched."""
@@ -88,11 +91,13 @@ class StepBatch(Generic[H]):
 
 @dataclass(slots=True)
 class SentStep:
-    """A step on its way. ``results`` is filled by the answer; ``hidden`` operations come before the caller's."""
+    """A step on its way. ``results`` is filled by the answer; ``hidden`` operations come before the caller's, of which
+    those at ``held`` were not sent: they are releases that wait for launches."""
 
     request: cache_pb2.StepRequest
     operations: list[Operation[Any]]
     hidden: int
+    held: tuple[int, ...]
     results: list[Any] = field(default_factory=list)
     error: CacheClientError | None = None
     is_answered: bool = False
@@ -102,7 +107,10 @@ class SentStep:
         assert self.is_answered
         if self.error is not None:
             raise self.error
-        return self.results[self.hidden :]
+        results = self.results[self.hidden :]
+        for place in self.held:
+            results.insert(place, 0)
+        return results
 
 
 class StepBook:
@@ -112,16 +120,29 @@ class StepBook:
         self.under_way: deque[SentStep] = deque()
         self._lease = lease
 
+    @property
+    def has_untold(self) -> bool:
+        """True when the daemon has not been told of all growth from stock: once the stock is gone it never could be."""
+        return any(record.growth for record in self._lease.growing.values())
+
     def enter(self, batch: StepBatch[Any] | None) -> SentStep:
-        """Number a batch and put the growth of sequences before it. Raises LimitExceeded, LeaseLost, AlreadyClosed."""
+        """Number a batch and put the growth of sequences before it, and releases that waited for launches.
+
+        Raises LimitExceeded, LeaseLost, AlreadyClosed.
+        """
         self._lease.check()
         if len(self.under_way) >= STEPS_UNDER_WAY:
             raise LimitExceeded(f"{len(self.under_way)} steps are under way; collect the results of the first")
         asked = batch.operations if batch is not None else []
         growth = [record.extend() for record in self._lease.growing.values() if record.growth]
         self._lease.growing.clear()
-        operations = growth + asked
         stock = self._lease.stock
+        owners = [operation.owner for operation in asked]
+        ended = [record.release(stock) for record in self._lease.take_ended(owners)]
+        held = tuple(place for place, operation in enumerate(asked) if operation.method is HELD)
+        self._lease.ending += [record for place in held if isinstance(record := asked[place].owner, SequenceRecord)]
+        hidden = growth + ended
+        operations = hidden + [operation for operation in asked if operation.method is not HELD]
         request = cache_pb2.StepRequest(
             lease_id=self._lease.id,
             request_id=self._lease.next_request_id(),
@@ -131,7 +152,7 @@ class StepBook:
         for operation in operations:
             if isinstance(operation.owner, SequenceRecord):
                 operation.owner.steps += 1
-        step = SentStep(request, operations, len(growth))
+        step = SentStep(request, operations, len(hidden), held)
         self.under_way.append(step)
         return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -251,3 +252,34 @@ def test_an_expedited_backup_goes_on_in_a_pause(bench: Bench) -> None:
     bench.threads.expedite(1)
     assert bench.all_ended.acquire(timeout=30)
     assert list(bench.ends) == [2, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_of_our_own_fails_every_job_and_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that a runner does: the choice between jobs breaks, as a bug in it would."""
+    bench = Bench(kind)
+    is_broken = threading.Event()
+
+    def clock() -> float:
+        if is_broken.is_set() and threading.current_thread() is not threading.main_thread():
+            raise ZeroDivisionError("a clock that broke")
+        return time.monotonic()
+
+    bench.threads = CopyThreads("gpu", bench.rules, bench.runners, lambda *word: bench.log.append(word), clock)
+    load = bench.threads.streams[LOAD]
+    for job in (bench.job(1, 0, 4, then=is_broken.set), bench.job(2, 8 * SLICE, 16), bench.job(3, 32 * SLICE, 4)):
+        load.submit(job)
+    bench.threads.start()
+    for _ in range(3):
+        assert bench.all_ended.acquire(timeout=30)
+    assert bench.ends[1] is None
+    for ticket in (2, 3):
+        assert isinstance(bench.ends[ticket], Unavailable)
+        assert "a clock that broke" in str(bench.ends[ticket])
+        assert bench.words_of(ticket)[-3:] == [(10 * ticket + 1, 99), (10 * ticket, 99), ("end", ticket)]
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"].count(
+        "copy_stream_broken name=load-gpu"
+    ) == 1
+    with pytest.raises(Unavailable, match="closed"):
+        load.submit(bench.job(4, 0, 1))
+    bench.threads.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from cachesvc_client import (
     gqa_windowed,
     opaque,
 )
-from cachesvc_client.sequence import SequenceView
+from cachesvc_client.tables import Pages
 
 BLOCK_TOKENS = 16
 LAYERS = 4
@@ -36,8 +36,19 @@ PLAIN = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS, layers=LAYERS)
 WINDOWED = gqa_windowed(
     window_layers=[False, True, False], kv_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
 )
-LAYOUTS = {"plain": PLAIN, "windowed": WINDOWED}
+ALL_WINDOWED = gqa_windowed(
+    window_layers=[True, True], kv_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
+)
+LAYOUTS = {"plain": PLAIN, "windowed": WINDOWED, "all windowed": ALL_WINDOWED}
 Bytes = npt.NDArray[np.uint8]
+
+
+class Tabled(Protocol):
+    """A sequence, or its tables as they once were."""
+
+    @property
+    def tables(self) -> tuple[Pages, ...]:
+        """For each group the page of each block."""
 
 
 class Served(NamedTuple):
@@ -111,7 +122,7 @@ class Engine(AbstractContextManager["Engine"]):
     def start(self) -> Engine:
         """Connect, register, open the lease, attach."""
         self.client.connect()
-        groups = len(self.layout.groups)
+        groups = len(self.layout.own_groups)
         self._registration = self.client.register(
             self._model,
             self.layout,
@@ -146,14 +157,14 @@ class Engine(AbstractContextManager["Engine"]):
         """Packed keys of the full blocks."""
         return block_keys(self.registration.namespace, tokens, self.layout.block_tokens)
 
-    def fill(self, sequence: SequenceView, keys: bytes, positions: Iterable[int]) -> None:
+    def fill(self, sequence: Tabled, keys: bytes, positions: Iterable[int]) -> None:
         """Compute blocks: write the bytes that belong there."""
         for position in positions:
             for (layer, name, _), page in self._pages(sequence, position):
                 page[:] = expected(keys, position, layer, name, page.size)
 
     def bad(
-        self, sequence: SequenceView, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
+        self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> list[str]:
         """Which planes of which blocks hold other bytes than they should; holes are passed over."""
         wanted = set(range(self.layout.layers) if layers is None else layers)
@@ -178,8 +189,8 @@ class Engine(AbstractContextManager["Engine"]):
             pages = [table.tolist() for table in sequence.tables]
             return Served(sequence.device_blocks, sequence.host_blocks, blocks - hit, duplicates, pages, bad)
 
-    def _pages(self, sequence: SequenceView, position: int) -> Iterable[tuple[tuple[int, str, str], Bytes]]:
-        for group, table in zip(self.layout.groups, sequence.tables, strict=True):
+    def _pages(self, sequence: Tabled, position: int) -> Iterable[tuple[tuple[int, str, str], Bytes]]:
+        for group, table in zip(self.layout.own_groups, sequence.tables, strict=False):
             page = int(table[position])
             if page != NO_PAGE:
                 for (layer, name), view in self.pool.page(group.name, page).items():

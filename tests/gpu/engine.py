@@ -17,7 +17,7 @@ from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Plane, PlaneGroup
 from gpu_ops.pages import Stamps, check_pages, count_wrong, stamp_pages, stamps
-from tests.e2e.engine import BLOCK_TOKENS, Engine
+from tests.e2e.engine import BLOCK_TOKENS, Engine, Tabled
 from tests.e2e.rig import Node, wait_until
 from tests.gpu.frameworks import cupy
 
@@ -74,7 +74,7 @@ class GpuEngine(Engine):
         return self.start()
 
     def planes(
-        self, sequence: SequenceView, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
+        self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> Iterator[PlaneChecks]:
         """Every plane (of ``layers``), with what belongs into the pages of the blocks; holes are passed over."""
         wanted = set(range(self.layout.layers) if layers is None else layers)
@@ -86,14 +86,14 @@ class GpuEngine(Engine):
                     marks = stamps(table[here], plane_seeds(keys, here, layer, name))
                     yield PlaneChecks(layer, name, group.name, plane, here, marks)
 
-    def fill(self, sequence: SequenceView, keys: bytes, positions: Iterable[int]) -> None:
+    def fill(self, sequence: Tabled, keys: bytes, positions: Iterable[int]) -> None:
         """Compute blocks, and wait for it."""
         for each in self.planes(sequence, keys, positions):
             stamp_pages(each.plane, each.marks, self.stream.ptr)
         self.stream.synchronize()
 
     def bad(
-        self, sequence: SequenceView, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
+        self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> list[str]:
         """Which planes of which blocks hold other bytes than they should."""
         return [

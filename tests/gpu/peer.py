@@ -12,6 +12,7 @@ import numpy as np
 
 from gpu_ops.gpu import gpu_by_uuid, started
 from gpu_ops.memory import close_ipc, map_fd, open_ipc, unmap
+from tests.gpu.rig import write_device
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
                 address = map_fd(cuda, gpu.facts.ordinal, descriptor, size)
             os.close(descriptor)
         seen = gpu.read(address, size)
-        gpu.write(address, np.bitwise_not(np.frombuffer(seen, np.uint8)).tobytes())
+        write_device(gpu, address, np.bitwise_not(np.frombuffer(seen, np.uint8)).tobytes())
         with gpu.current() as cuda:
             if "handle" in request:
                 close_ipc(cuda, address)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gpu_ops.gpu import Gpu
 from gpu_ops.memory import DeviceMemory
-from gpu_ops.streams import LOWEST_PRIORITY, PITCHED_FIELDS, CopyQueue, PitchedCopies
+from gpu_ops.streams import PITCHED_FIELDS, CopyQueue, PitchedCopies
 
 BOUND_SECONDS = 60.0
 Bytes = npt.NDArray[np.uint8]
@@ -52,6 +52,12 @@ def pinned(gpu: Gpu, size_bytes: int) -> Iterator[tuple[int, Bytes]]:
         gpu.unregister_host(address)
 
 
+def write_device(gpu: Gpu, address: int, content: bytes) -> None:
+    """Write device memory around every stream, and wait for it."""
+    with gpu.current() as cuda:
+        cuda.call("cuMemcpyHtoD_v2", address, content, len(content))
+
+
 @contextmanager
 def allocated(gpu: Gpu, size_bytes: int, *, vmm: bool = False) -> Iterator[DeviceMemory]:
     """Device memory for a while."""
@@ -73,7 +79,7 @@ def sides(gpu: Gpu, host_bytes: int, device_bytes: int) -> Iterator[tuple[Side, 
             view[:] = content
 
         def put_device(content: Bytes) -> None:
-            gpu.write(memory.address, content.tobytes())
+            write_device(gpu, memory.address, content.tobytes())
 
         def get_device() -> Bytes:
             return np.frombuffer(gpu.read(memory.address, device_bytes), np.uint8)
@@ -82,10 +88,10 @@ def sides(gpu: Gpu, host_bytes: int, device_bytes: int) -> Iterator[tuple[Side, 
 
 
 @contextmanager
-def queue_of(gpu: Gpu, kind: type[CopyQueue] = CopyQueue, priority: int = LOWEST_PRIORITY) -> Iterator[CopyQueue]:
+def queue_of(gpu: Gpu, kind: type[CopyQueue] = CopyQueue) -> Iterator[CopyQueue]:
     """A started queue."""
     with allocated(gpu, 1) as any_memory:
-        queue = kind(any_memory.context, priority)
+        queue = kind(any_memory.context)
     queue.start()
     try:
         yield queue

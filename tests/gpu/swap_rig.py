@@ -17,7 +17,7 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
 from gpu_ops.gpu import Gpu, find_gpus
-from tests.gpu.rig import Bytes
+from tests.gpu.rig import Bytes, write_device
 
 MODEL, REPLICA = 1, 1
 DEVICE_PAGES, HOST_PAGES = 48, 80
@@ -145,7 +145,7 @@ def _group(gpu: Gpu, backend: CudaBackend, layout: Layout, group: int, rng: np.r
     np.frombuffer(memory, np.uint8)[:] = host_model
     host = PinnedPages(page_bytes, HOST_PAGES, memory, backend.register_host(memory))
     slab = backend.create_slab(gpu.uuid, device.total_bytes)
-    gpu.write(slab.memory.address, device_model.tobytes())
+    write_device(gpu, slab.memory.address, device_model.tobytes())
     return GroupBytes(device, host_geometry(layout, group, HOST_PAGES), slab, host, device_model, host_model)
 
 

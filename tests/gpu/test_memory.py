@@ -16,7 +16,7 @@ from gpu_ops.errors import CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, driver_version, find_gpus, gpu_by_uuid
 from gpu_ops.memory import ALLOCATION_BYTES, DeviceMemory
 from tests.e2e.remote import ROOT
-from tests.gpu.rig import allocated
+from tests.gpu.rig import allocated, write_device
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +61,7 @@ def test_another_process_sees_the_bytes_and_writes_are_seen_back(gpu: Gpu, rng: 
     with allocated(gpu, (5 << 20) + 1, vmm=vmm) as memory:
         assert (len(memory.handle), memory.fd is None) == ((0, False) if vmm else (64, True))
         given = rng.integers(0, 256, memory.size_bytes, np.uint8)
-        gpu.write(memory.address, given.tobytes())
+        write_device(gpu, memory.address, given.tobytes())
         assert digest_in_another_process(gpu, memory, memory.size_bytes) == hashlib.sha256(given.tobytes()).hexdigest()
         assert gpu.read(memory.address, memory.size_bytes) == np.bitwise_not(given).tobytes()
 
@@ -76,7 +76,7 @@ def test_a_handle_shows_no_neighbours_bytes(gpu: Gpu, vmm: bool) -> None:
         if not vmm:
             assert len({one.handle for one in small}) == len(small)
         for number, one in enumerate(small, start=1):
-            gpu.write(one.address, bytes([number]) * one.size_bytes)
+            write_device(gpu, one.address, bytes([number]) * one.size_bytes)
         middle = small[3]
         own = hashlib.sha256(b"\4" * middle.size_bytes).hexdigest()
         assert digest_in_another_process(gpu, middle, middle.size_bytes) == own
@@ -91,7 +91,7 @@ def test_memory_is_zeroed_even_where_other_memory_lay(gpu: Gpu, vmm: bool) -> No
     for _ in range(3):
         with allocated(gpu, size, vmm=vmm) as memory:
             assert not np.frombuffer(gpu.read(memory.address, size), np.uint8).any()
-            gpu.write(memory.address, b"\xff" * size)
+            write_device(gpu, memory.address, b"\xff" * size)
 
 
 @WAYS

@@ -18,6 +18,7 @@ from tests.gpu.rig import (
     sides,
     spin_until,
     turned,
+    write_device,
 )
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +103,7 @@ def test_what_a_word_tells_is_there(gpu: Gpu, rng: np.random.Generator, kind: ty
         queue_of(gpu, kind) as queue,
     ):
         words = words_bytes.view(np.uint32)
-        gpu.write(device.address, given.tobytes())
+        write_device(gpu, device.address, given.tobytes())
         host_bytes[:] = 0x5A
         seen_by_gpu = gpu.device_address(words_at)
         for step in range(steps):
@@ -132,7 +133,7 @@ def test_a_mark_is_reached_after_what_was_queued_before_it(gpu: Gpu, rng: np.ran
 def test_a_stream_waits_for_a_word_as_it_goes_around(gpu: Gpu) -> None:
     """The word lies where the timeline's do, in pinned host memory: the processor's store ends the wait."""
     with pinned(gpu, 4096) as (at, memory), allocated(gpu, 1) as one:
-        gpu.write(one.address, b"\1")
+        write_device(gpu, one.address, b"\1")
         words, flag = memory.view(np.uint32), memory[2048:]
         word = gpu.device_address(at)
         words[0] = 0xFFFFFFF0

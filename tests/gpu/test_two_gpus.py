@@ -27,7 +27,7 @@ from tests.e2e.remote import ROOT
 from tests.e2e.rig import running_node
 from tests.gpu.engine import CUDA
 from tests.gpu.remote import RemoteGpuEngine
-from tests.gpu.rig import Bytes
+from tests.gpu.rig import Bytes, write_device
 from tests.gpu.swap_rig import END_SECONDS, HOST_GAP, HOST_PAGES, MODEL, PinnedPages
 
 pytestmark = pytest.mark.gpu
@@ -201,7 +201,7 @@ def _device(gpu: Gpu, backend: CudaBackend, layout: Layout, group: int, pages: i
     geometry = device_geometry(layout, group, pages)
     model = rng.integers(0, 256, geometry.total_bytes, np.uint8)
     slab = backend.create_slab(gpu.uuid, geometry.total_bytes)
-    gpu.write(slab.memory.address, model.tobytes())
+    write_device(gpu, slab.memory.address, model.tobytes())
     return Side(geometry, model, slab=slab)
 
 

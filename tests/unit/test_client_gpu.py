@@ -324,6 +324,20 @@ def test_words_stay_mapped_until_no_stream_can_wait_and_are_released_even_then(r
     assert rig.gpu.is_whole()
 
 
+def test_closing_the_connection_releases_what_streams_wait_for_before_the_words_go(rig: GpuRig) -> None:
+    """Nobody would notice a daemon that goes after that: the streams, and the GPU with them, would hang."""
+    pool = rig.pool()
+    words = words_seen(pool)
+    pool.wait_ticket_on(7, load())
+    assert not pool.close()
+    rig.life.close()
+    assert words[[FAILED, WORD]].tolist() == [14, 14]
+    assert rig.told == 0
+    del words
+    assert pool.close()
+    assert rig.gpu.is_whole()
+
+
 def test_after_its_load_a_closed_pool_goes(rig: GpuRig) -> None:
     pool = rig.pool()
     pool.wait_ticket_on(7, load())

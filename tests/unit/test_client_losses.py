@@ -98,3 +98,16 @@ def test_a_swap_that_failed_to_bring_a_sequence_back_has_lost_nothing_yet() -> N
         record.end_swap(parse_tickets([ticket(common_pb2.TICKET_STATE_FAILED)]))
     assert not lost_tokens(record, [], is_lost=False)
     assert lost_tokens(record, [], is_lost=True) == range(24)
+
+
+def test_a_rank_speaks_for_its_own_bytes_until_the_whole_load_has_failed(rig: GpuRig) -> None:
+    """Rank 0's part may be in place before another rank's fails; the daemon tells rank 0 when all ranks have ended."""
+    pool = rig.pool()
+    (view,) = parse_tickets([ticket()])
+    rig.write(WORD, 14)
+    pool.confirm(view)
+    assert pool.outcome(view) is LoadOutcome.CAME
+    rig.write(FAILED, 14)
+    assert pool.outcome(view) is LoadOutcome.FAILED
+    with pytest.raises(LoadFailed):
+        pool.wait_ticket(view, timeout_s=60)

@@ -177,3 +177,36 @@ def test_sizes() -> None:
     for text in ("", "-1", "1e9", "nan", "5 GB", "9" * 30, "99999999TiB"):
         with pytest.raises(InvalidRequest, match="is no size"):
             parse_size(text)
+
+
+def test_windows_head_by_head_tell_what_their_padding_costs(call: Any, tmp_path: Path) -> None:
+    marks = [[layer % 2 == 0 and head < 3 for head in range(8)] for layer in range(32)]
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps(marks))
+    windows = ("--window-heads", str(file), "--window-tokens", "1024")
+    arguments = (config("llama-3.1-8b"), "--tp", "2", *windows)
+    code, text, _ = call(*arguments)
+    assert code == 0
+    row = 2 * 64 * 128 * 2  # k and v of one head, bf16
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"window k 16 0-30 by 2 3 x 64 x 128 bfloat16 {3 * row // 2:,}" in lines
+    held, whole = 32 * 8 * row, 2 * (16 * 7 + 16 * 4) * row
+    wasted = f"{16 * 3 * row:,} in full, {16 * 3 * row:,} in window"
+    assert f"{whole - held:,} of the {whole:,} bytes of a block on all ranks hold no head ({wasted})," in lines
+    assert max(map(len, text.splitlines())) <= 120
+    document = json.loads(call(*arguments, "--json")[1])
+    assert document["padding_bytes"] == {"full": 16 * 3 * row, "window": 16 * 3 * row}
+    assert document["block_bytes"]["devices"] == whole
+
+    for given, said in (
+        (arguments[:5], "give --window-tokens too"),
+        ((config("llama-3.1-8b"), "--sink-tokens", "4"), "give it too"),
+        ((config("gpt-oss-20b"), *windows), "own layers have windows"),
+        ((config("deepseek-v3"), *windows), "no windows head by head"),
+        ((config("qwen3-8b"), *windows), "need 36 layers of 8 kv heads"),
+    ):
+        code, _, error = call(*given)
+        assert (code, said in error, error.count("\n")) in ((1, True, 1), (2, True, 1)), error
+    for content in ("[[1]]", "{}", "[true]", "["):
+        file.write_text(content)
+        assert call(*arguments)[0] == 2

@@ -10,16 +10,18 @@ import pytest
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.families import (
     IndexPage,
-    UnevenHeads,
     dsa,
     even_window_heads,
     gqa,
     gqa_head_windows,
+    head_places,
     mla,
+    padding_bytes,
     split_heads,
     tensor_names,
     with_draft,
 )
+from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
 
 HEADS = 8
@@ -75,16 +77,44 @@ def test_the_planes_hold_what_the_split_says(tp: int) -> None:
     assert rule is None or (rule.window_tokens, rule.sink_tokens) == (16, 8)
 
 
-def test_ranks_that_differ_are_refused_with_the_numbers_and_a_way_out() -> None:
+def test_ranks_that_differ_have_planes_for_the_most_heads_of_any_rank() -> None:
+    """int8 rows of 8 tokens: 2 * 8 * 4 bytes of values and 2 * 8 * 2 of scales for each head and layer."""
     marks = heads_of("w.w.w.w.", "www.....")
-    with pytest.raises(UnevenHeads, match=r"layer 1: the ranks hold 3, 0 windowed kv heads.*even_window_heads") as hit:
-        head_layout(marks, 2)
-    assert (hit.value.layer, hit.value.counts) == (1, (3, 0))
-    assert isinstance(hit.value, LayoutRejected)
+    layout = head_layout(marks, 2)
+    rows = {(plane.layer, plane.group): plane.page_shape[0] for plane in layout.planes}
+    assert rows == {(0, "full"): 2, (0, "window"): 2, (1, "full"): 4, (1, "window"): 3}
+    assert (layout.page_bytes(0), layout.page_bytes(1)) == (6 * 96, 5 * 96)
+    assert padding_bytes(layout, marks) == (3 * 96, 3 * 96)
+    places = [head_places(marks[1], 2, rank) for rank in range(2)]
+    assert places[0] == (("window", 0), ("window", 1), ("window", 2), ("full", 0))
+    assert places[1] == (("full", 0), ("full", 1), ("full", 2), ("full", 3))
     even = even_window_heads(marks, 2)
     assert even == (tuple(marks[0]), (False,) * 8)
-    assert head_layout(even, 2).ranks == 2
     assert even_window_heads(heads_of("ww.w..w."), 2) == (tuple(heads_of("w.....w.")[0]),)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_every_head_has_a_row_of_its_own_and_what_is_left_is_told(tp: int) -> None:
+    chance = random.Random(tp)
+    for _ in range(50):
+        marks = [[chance.random() < 0.4 for _ in range(HEADS)] for _ in range(3)]
+        layout = head_layout(marks, tp)
+        rows = {(plane.layer, plane.group): plane.page_shape[0] for plane in layout.planes}
+        for layer, is_window in enumerate(marks):
+            for rank in range(tp):
+                places = head_places(is_window, tp, rank)
+                assert len(set(places)) == len(places) == HEADS // tp
+                assert all(place.row < rows[layer, place.group] for place in places)
+                mine = is_window[rank * HEADS // tp : (rank + 1) * HEADS // tp]
+                assert [place.group == "window" for place in places] == mine
+        padding = padding_bytes(layout, marks)
+        whole = sum(layout.page_bytes(group) for group in range(len(layout.groups))) * tp
+        assert whole - sum(padding) == 3 * HEADS * 96
+        assert tp > 1 or not any(padding)
+        evened = head_layout(even_window_heads(marks, tp), tp)
+        assert sum(evened.page_bytes(group) for group in range(len(evened.groups))) * tp <= whole
+        counts = tuple(11 for _ in layout.groups)
+        assert device_bytes(layout, counts) == sum(-(-11 * plane.page_bytes // 256) * 256 for plane in layout.planes)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -103,6 +133,7 @@ def test_heads_that_do_not_divide_are_refused(tp: int) -> None:
     for call in (
         lambda: split_heads([True] * HEADS, tp, 0),
         lambda: even_window_heads([[True] * HEADS], tp),
+        lambda: head_places([True] * HEADS, tp, 0),
         lambda: head_layout(heads_of("wwww...."), tp),
     ):
         with pytest.raises(LayoutRejected, match=f"8 kv heads do not divide over {tp} ranks"):

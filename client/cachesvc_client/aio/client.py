@@ -120,7 +120,7 @@ class AsyncCacheClient:
                 self._connection, self._leases, self._registered = before, lost, registered
                 raise
 
-    async def close(self, *, quiesced: bool = True) -> None:
+    async def close(self, *, quiesced: bool | None = None) -> None:
         """As ``CacheClient.close``."""
         if self._is_closed:
             return
@@ -136,7 +136,7 @@ class AsyncCacheClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close(quiesced=kind is None)
+        await self.close(quiesced=None if kind is None else False)
 
     async def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         answer = await self._require_connection().ask(REGISTER, request, self._timeouts.register_s)

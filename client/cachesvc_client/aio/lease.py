@@ -25,6 +25,7 @@ from cachesvc_client.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     LeaseLost,
+    LimitExceeded,
     NotFound,
 )
 from cachesvc_client.keeper import RECONNECT_PAUSE_S
@@ -166,6 +167,26 @@ class AsyncLease:
         self._stream = AsyncStepStream(self._connection, self)
         return self._stream
 
+    def launch(self) -> int:
+        """As ``Lease.launch``: no round trip, so nothing to await."""
+        return self.record.launches.begin()
+
+    async def completed(self, launch: int) -> None:
+        """As ``Lease.completed``."""
+        self.record.launches.complete(launch)
+        if not self.record.has_ended:
+            return
+        try:
+            if self._stream is not None:
+                await self._stream.send()
+                return
+            self.record.orphans += self.record.take_ended()
+            await self._bury_orphans()
+        except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
+            log.debug("release_needless lease=%s why=%s", self.id, gone)
+        except LimitExceeded:  # too many steps are under way: the next one takes them along
+            log.debug("release_waits_for_a_step lease=%s", self.id)
+
     async def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
         """As ``Lease.wait_tickets``."""
         limit_s = self._connection.timeouts.wait_s if timeout_s is None else timeout_s
@@ -182,10 +203,11 @@ class AsyncLease:
             if time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(f"tickets {running} still run after {limit_s:g} s", was_answered=True)
 
-    async def close(self, *, quiesced: bool = True) -> None:
+    async def close(self, *, quiesced: bool | None = None) -> None:
         """As ``Lease.close``."""
         if self.record.is_closed:
             return
+        quiesced = self.record.is_quiesced(quiesced)
         if self._stream is not None:
             await self._stream.close()
         for pool in self._pools:
@@ -208,7 +230,7 @@ class AsyncLease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close(quiesced=kind is None)
+        await self.close(quiesced=None if kind is None else False)
 
     def handle(self, record: SequenceRecord) -> AsyncSequence:
         """A handle for an open sequence of this lease."""

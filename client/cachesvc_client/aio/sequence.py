@@ -64,17 +64,17 @@ class AsyncSequence(SequenceView):
         """As ``Sequence.publish``."""
         return await self._run(lambda: self.record.publish(upto_blocks, keys))
 
-    async def recycle(self, computed_tokens: int) -> Recycled:
+    async def recycle(self, computed_tokens: int, *, launch: int | None = None) -> Recycled:
         """As ``Sequence.recycle``."""
-        return await self._run(lambda: self.record.recycle(computed_tokens))
+        return await self._run(lambda: self.record.recycle(computed_tokens, launch))
 
     def grow_from_stock(self, blocks: int = 1) -> None:
         """As ``Sequence.grow_from_stock``: no round trip, so nothing to await."""
         self.grow(self._lease.record, blocks)
 
-    async def swap_out(self) -> Swapped:
+    async def swap_out(self, *, launch: int | None = None) -> Swapped:
         """As ``Sequence.swap_out``."""
-        return await self._run(self.record.swap_out)
+        return await self._run(lambda: self.record.swap_out(launch))
 
     async def swap_in(self) -> Swapped:
         """As ``Sequence.swap_in``."""
@@ -94,13 +94,16 @@ class AsyncSequence(SequenceView):
         if self.record.swap_tickets:
             self.record.end_swap(await self._wait(self.record.swap_tickets, timeout_s))
 
-    async def release(self) -> int:
+    async def release(self, *, launch: int | None = None) -> int:
         """As ``Sequence.release``."""
         is_asked_again = self.record.unanswered is not None
         try:
             self.require_no_steps()
             await self._lease.settle(self.record)
             if not (is_asked_again and self.is_released):
+                if self.record.end_later(launch):
+                    self._lease.record.ending.append(self.record)
+                    return 0
                 await self._lease.run(self.record.release(self._lease.record.stock))
         except DeadlineExceeded:
             self._lease.record.orphans.append(self.record)

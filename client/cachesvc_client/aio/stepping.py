@@ -105,12 +105,14 @@ class AsyncStepStream:
         """As ``StepStream.close``."""
         if self._is_closed:
             return
-        self._is_closed = True
         try:
             if self._book.under_way:
                 await self.collect(self._book.under_way[-1], self._connection.timeouts.close_s)
+            if self._book.has_untold:
+                await self.submit(timeout_s=self._connection.timeouts.close_s)
         except CacheClientError as error:  # what it held goes with the lease
             log.debug("steps_closed_early why=%s", error)
+        self._is_closed = True
         if self._line is not None:
             await self._line.close()
         self._book.refuse(AlreadyClosed("the step stream was closed before the answer was collected"))

@@ -11,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cachesvc.model.families import padding_bytes
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
 from cachesvc_client.ctl.inspect import table
 from cachesvc_client.ctl.report import describe_bytes
 from cachesvc_client.errors import InvalidRequest
-from cachesvc_client.hf_config import AUTO, layout_of_config
+from cachesvc_client.hf_config import AUTO, HeadWindows, layout_of_config
 
 UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 MAX_MEMORY_BYTES = 1 << 60
@@ -70,6 +71,9 @@ def add_command(commands: Any) -> None:
     add("--kv-dtype", default=AUTO, metavar="D", help="bfloat16, float16, fp8, int8, ... (default: the model's own)")
     add("--scale-dtype", metavar="D", help="a scale for each head and token beside values of one byte")
     add("--mtp", action="store_true", help="with the model's next-token-prediction layers")
+    add("--window-heads", metavar="FILE", help="JSON: for each layer true or false for each kv head, its window")
+    add("--window-tokens", type=int, metavar="N", help="window of --window-heads")
+    add("--sink-tokens", type=int, default=0, metavar="N", help="first tokens that --window-heads keep (default 0)")
     add("--memory", metavar="SIZE", help="device memory of one rank for the cache, e.g. 40GiB")
     add("--sequence-tokens", type=int, metavar="N", help="length of the sequences that are to fit into --memory")
     add("--json", action="store_true", help="print everything as JSON")
@@ -85,6 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if tokens is not None and memory_bytes is None:
         raise InvalidRequest("--sequence-tokens says how many sequences fit: give --memory too")
     config = read_config(Path(arguments.config))
+    heads = read_heads(arguments.window_heads, arguments.window_tokens, arguments.sink_tokens)
     layout = layout_of_config(
         config,
         block_tokens=arguments.block_tokens,
@@ -92,31 +97,53 @@ def _run(arguments: argparse.Namespace) -> int:
         kv_dtype=arguments.kv_dtype,
         scale_dtype=arguments.scale_dtype,
         mtp=arguments.mtp,
+        heads=heads,
     )
+    padding = padding_bytes(layout, heads.marks) if heads is not None else (0,) * len(layout.groups)
     if memory_bytes is not None and fit(layout, block_pages(layout), memory_bytes).count == 0:
         needed = device_bytes(layout, block_pages(layout))
         raise InvalidRequest(f"--memory {arguments.memory} holds no block: one takes {needed:,} bytes on each rank")
     if arguments.json:
-        print(json.dumps(as_json(config["model_type"], layout, memory_bytes, tokens), indent=2))
+        print(json.dumps(as_json(config["model_type"], layout, padding, memory_bytes, tokens), indent=2))
     else:
-        print(describe(config["model_type"], layout, memory_bytes, tokens))
+        print(describe(config["model_type"], layout, padding, memory_bytes, tokens))
     return 0
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The object in a config.json, or in the one of a folder. Raises InvalidRequest."""
     path = path / "config.json" if path.is_dir() else path
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{path} holds no JSON object")
+    return config
+
+
+def _read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise InvalidRequest(f"{path} has more than {describe_bytes(MAX_CONFIG_BYTES)}: that is no config.json")
-        config = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"{path} holds no JSON object")
-    return config
+
+
+def read_heads(path: str | None, window_tokens: int | None, sink_tokens: int) -> HeadWindows | None:
+    """Windows head by head, where a file says so. Raises InvalidRequest."""
+    if path is None:
+        if window_tokens is not None or sink_tokens:
+            raise InvalidRequest("--window-tokens and --sink-tokens are those of --window-heads: give it too")
+        return None
+    if window_tokens is None:
+        raise InvalidRequest("--window-heads says which heads have a window: give --window-tokens too")
+    marks = _read_json(Path(path))
+    if not isinstance(marks, list) or not all(
+        isinstance(layer, list) and all(isinstance(mark, bool) for mark in layer) for layer in marks
+    ):
+        raise InvalidRequest(f"{path} must hold a list for each layer, of true or false for each kv head")
+    return HeadWindows(marks, window_tokens, sink_tokens)
 
 
 def parse_size(text: str) -> int:
@@ -187,8 +214,10 @@ def fit(layout: Layout, unit_pages: tuple[int, ...], memory_bytes: int) -> Fit:
     return Fit(low, unit_pages, pages(low), device_bytes(layout, pages(low)))
 
 
-def as_json(model_type: str, layout: Layout, memory_bytes: int | None, tokens: int | None) -> dict[str, Any]:
-    """Everything that ``describe`` says; the keys are a promise to scripts."""
+def as_json(
+    model_type: str, layout: Layout, padding: Sequence[int], memory_bytes: int | None, tokens: int | None
+) -> dict[str, Any]:
+    """Everything that ``describe`` says; the keys are a promise to scripts. ``padding``: of ``padding_bytes``."""
     groups = group_rows(layout)
     document: dict[str, Any] = {
         "model_type": model_type,
@@ -204,6 +233,8 @@ def as_json(model_type: str, layout: Layout, memory_bytes: int | None, tokens: i
             "host": sum(row.host_block_bytes for row in groups),
         },
     }
+    if any(padding):
+        document["padding_bytes"] = dict(zip(layout.group_index, padding, strict=True))
     document["token_bytes"] = {
         where: block_bytes / layout.block_tokens for where, block_bytes in document["block_bytes"].items()
     }
@@ -216,7 +247,9 @@ def as_json(model_type: str, layout: Layout, memory_bytes: int | None, tokens: i
     return document
 
 
-def describe(model_type: str, layout: Layout, memory_bytes: int | None, tokens: int | None) -> str:
+def describe(
+    model_type: str, layout: Layout, padding: Sequence[int], memory_bytes: int | None, tokens: int | None
+) -> str:
     """The layout for people."""
     rows = group_rows(layout)
     ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
@@ -227,6 +260,8 @@ def describe(model_type: str, layout: Layout, memory_bytes: int | None, tokens: 
         _groups_table(rows),
         _bytes_table(layout, rows),
     ]
+    if any(padding):
+        parts.append(_padding_part(layout, padding, rows))
     if memory_bytes is not None:
         parts += _fit_parts(layout, memory_bytes, tokens)
     return "\n\n".join(parts)
@@ -274,6 +309,15 @@ def _bytes_table(layout: Layout, rows: Sequence[GroupRow]) -> str:
     )
     cells = [(where, whole // layout.block_tokens, whole, describe_bytes(whole)) for where, whole in block_bytes]
     return table(("in all groups", "bytes a token", "bytes a block", ""), cells)
+
+
+def _padding_part(layout: Layout, padding: Sequence[int], rows: Sequence[GroupRow]) -> str:
+    by_group = ", ".join(f"{wasted:,} in {name}" for name, wasted in zip(layout.group_index, padding, strict=True))
+    whole = sum(row.device_block_bytes for row in rows)
+    return (
+        f"{sum(padding):,} of the {whole:,} bytes of a block on all ranks hold no head ({by_group}),\n"
+        "for ranks have different numbers of windowed heads, and planes of one shape; even_window_heads takes fewer."
+    )
 
 
 def _fit_parts(layout: Layout, memory_bytes: int, tokens: int | None) -> list[str]:

@@ -1,0 +1,106 @@
+"""Which of an engine's launches are under way, and what waits for their end before it is given back.
+
+A launch is one iteration of the engine on its GPU. Its kernels use the block tables that were read for it until it is
+complete, whatever the tables have become meanwhile: a page that left them may be another's only then. An engine that
+overlaps scheduling with computing has several under way:
+
+    launch = lease.launch()        before the tables are read that its kernels get
+    ...                            publish, recycle, release, as the results of earlier launches come
+    lease.completed(launch)        its kernels have ended, and so have those of all launches before it
+
+An engine that computes one iteration at a time, and asks for nothing in between, never calls either.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cachesvc_client.errors import InvalidRequest
+
+
+class Launches:
+    """The launches of one lease, numbered from 1; they end in their order. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.completed = 0
+        self._lock = threading.Lock()
+
+    @property
+    def are_under_way(self) -> bool:
+        """True while a launch is not complete."""
+        return self.completed < self.newest
+
+    def begin(self) -> int:
+        """The next launch's number."""
+        with self._lock:
+            self.newest += 1
+            return self.newest
+
+    def complete(self, launch: int) -> None:
+        """All up to ``launch`` have ended; saying it again is fine. Raises InvalidRequest for one that never was."""
+        self.check(launch)
+        with self._lock:
+            self.completed = max(self.completed, launch)
+
+    def check(self, launch: int | None) -> int:
+        """``launch``, or the newest for None. Raises InvalidRequest for one that never was."""
+        if launch is None:
+            return self.newest
+        if not 0 <= launch <= self.newest:
+            raise InvalidRequest(f"launch {launch} never was; the newest is {self.newest}: take what launch() returned")
+        return launch
+
+    def pending(self, launch: int | None) -> int:
+        """``launch`` (None: the newest), or 0 where it is complete. Raises InvalidRequest for one that never was."""
+        launch = self.check(launch)
+        return launch if launch > self.completed else 0
+
+
+class Due(NamedTuple):
+    """What may be given back now: spare ``pages`` as ``(group, page)``, and windows behind ``computed_tokens``."""
+
+    pages: list[tuple[int, int]]
+    computed_tokens: int
+
+
+class GiveBacks:
+    """What one sequence has to give back, each with the launch whose end it waits for."""
+
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+        self._spares: list[tuple[int, tuple[int, int]]] = []
+        self._windows: list[tuple[int, int]] = []
+
+    def add_spares(self, pages: Iterable[tuple[int, int]]) -> None:
+        """Pages ``(group, page)`` that have just left the tables."""
+        newest = self._launches.newest
+        self._spares += [(newest, page) for page in pages]
+
+    def hold_windows(self, computed_tokens: int, launch: int | None) -> None:
+        """Windows may move up to ``computed_tokens`` once ``launch`` (None: the newest) is complete."""
+        launch = self._launches.check(launch)
+        if computed_tokens:
+            self._windows.append((launch, computed_tokens))
+
+    def take_due(self) -> Due:
+        """What waits for nothing any more; it is forgotten here."""
+        completed = self._launches.completed
+        pages = [page for launch, page in self._spares if launch <= completed]
+        tokens = max((tokens for launch, tokens in self._windows if launch <= completed), default=0)
+        if pages:
+            self._spares = [held for held in self._spares if held[0] > completed]
+        if tokens:
+            self._windows = [held for held in self._windows if held[0] > completed]
+        return Due(pages, tokens)
+
+    def put_back(self, pages: list[tuple[int, int]]) -> None:
+        """Pages that were due and could not be given back; the next ``take_due`` has them again."""
+        self._spares = [(0, page) for page in pages] + self._spares
+
+    def forget(self) -> None:
+        """The daemon has taken everything by itself."""
+        self._spares.clear()
+        self._windows.clear()
