@@ -8,7 +8,7 @@ forgotten counts as new, so the ceiling is a lower bound where more was dropped 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from cachesvc.ledger.index import BlockIndex
@@ -63,7 +63,7 @@ class Reuse:
         self.missed[Cause.NEW] += blocks - seen
 
     @staticmethod
-    def _bisect(keys: bytes, low: int, high: int, known: tuple[dict[bytes, object], ...]) -> int:
+    def _bisect(keys: bytes, low: int, high: int, known: tuple[Mapping[bytes, object], ...]) -> int:
         while low < high:
             middle = (low + high + 1) >> 1
             key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
