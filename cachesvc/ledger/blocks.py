@@ -269,7 +269,9 @@ class BlockLedger:
         if not index.has_copy(row):
             key = index.keys[row]
             assert key is not None
-            self.dropped.append(Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value))
+            self.dropped.append(
+                Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
+            )
             index.remove(row)
         if parent != NO_ROW:
             for each in index.places:

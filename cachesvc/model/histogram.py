@@ -5,7 +5,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
+LATENCY_SECONDS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+    30.0,
+)
 """From a call that is a look-up to one that waits for its whole limit."""
 
 AGE_SECONDS = (1, 5, 15, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 24 * 3600, 7 * 24 * 3600)
@@ -13,7 +30,7 @@ AGE_SECONDS = (1, 5, 15, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600
 
 
 class Histogram:
-    """Observations by bucket. ``counts[i]`` holds those above ``bounds[i - 1]`` and up to ``bounds[i]``; the last, the rest."""
+    """Observations by bucket: ``counts[i]`` of those up to ``bounds[i]`` and above the bound before; the last, the rest."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -58,7 +58,13 @@ class TransferCounts:
         self.device_bytes: dict[tuple[str, str], int] = {}
 
     def ended(
-        self, transfer: Transfer, urgency: Urgency, times: TransferTimes, by_device: Iterable[tuple[str, int]], *, well: bool
+        self,
+        transfer: Transfer,
+        urgency: Urgency,
+        times: TransferTimes,
+        by_device: Iterable[tuple[str, int]],
+        *,
+        well: bool,
     ) -> None:
         """Count one transfer; ``by_device``: bytes that each device copied."""
         direction = direction_of(transfer)
