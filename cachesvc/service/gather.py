@@ -25,6 +25,7 @@ from cachesvc.swap.transfer_counts import DIRECTIONS
 from cachesvc.telemetry import events
 from cachesvc.telemetry.reading import Reading
 
+LEASE_ENDS = ("closed", "silent", "process_ended", "other")
 BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)
 
 
@@ -107,10 +108,8 @@ class Gatherer:
         reading.put("lease_silence_seconds", silence)
         reading.put("lease_silence_limit_seconds", self.node.lease_seconds)
         reading.put("processes", len(ledger.processes))
-        prefix = "leases_ended_"
-        for name, count in self.node.core.counters.items():
-            if name.startswith(prefix):
-                reading.put("leases_ended", count, name.removeprefix(prefix))
+        for cause in LEASE_ENDS:
+            reading.put("leases_ended", self.node.core.counters.get(f"leases_ended_{cause}", 0), cause)
 
     def _transfers(self, reading: Reading) -> None:
         counts = self.engine.transfers

@@ -1,7 +1,7 @@
 """Every metric: its name, labels and meaning. docs/metrics.md is written from this, and nothing else is exported.
 
-Labels are few and bounded: a model's name with its number (at most 64 models at a time), tiers, states, devices, methods
-and causes that are words of the code. Never a key, a salt, a namespace, a lease, a sequence or an engine's name: what
+Labels are few and bounded: a model's name with its number (at most 64 models at a time), tiers, states, devices,
+methods and causes that are words of the code. Never a key, a salt, a namespace, a lease, a sequence or an engine's name: what
 one tenant's prompts are must not show in what another one can scrape, and series must not grow with the load.
 """
 
@@ -62,17 +62,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _counter(
             "missed_tokens",
             (*MODEL, "reason"),
-            "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; `evicted`: "
-            "made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group has lost its "
+            "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "
+            "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group has lost its "
             "part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load failed later.",
         ),
         _counter("computed_tokens", MODEL, "Tokens that engines computed and published."),
         _counter(
             "recomputed_tokens",
             (*MODEL, "tier", "reason"),
-            "Computed tokens that had been computed before. `tier` is where they were last. `evicted`, `operator`: dropped "
-            "since; `elsewhere`: resident, but not in place for this replica when its request matched; `duplicate`: "
-            "in place already when published: two computed them at the same time, or a windowed group had lost its part.",
+            "Computed tokens that had been computed before. `tier` is where they were last. `evicted`, `operator`: "
+            "dropped since; `elsewhere`: resident, but not in place for this replica when its request matched; "
+            "`duplicate`: in place already when published: two computed them at the same time, "
+            "or a windowed group had lost its part.",
         ),
         _gauge("remembered_keys", MODEL, "Keys of dropped blocks that are remembered to tell why prompts miss."),
     ),
@@ -115,13 +116,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Are swaps slow": (
         _counter("transfer_bytes", ("direction", "device"), "Bytes that landed: `h2d`, `d2h`, `p2p` (from a replica)."),
-        _histogram(
-            "transfer_seconds", ("direction",), "Time of a transfer from its submission to its end, if it went well."
-        ),
+        _histogram("transfer_seconds", ("direction",), "Time of a transfer from submission to end, if it went well."),
         _histogram(
             "transfer_queue_seconds",
             ("direction", "urgency"),
-            "Time before its first slice was started: planning, and waiting for others. `awaited`: an engine waits for it.",
+            "Time until its first slice was started: planning, and waiting for others. `awaited`: an engine waits for "
+            "it.",
         ),
         _counter("transfer_failures", ("direction",), "Transfers that failed; the log's `transfer_failed` says why."),
         _gauge("transfers", ("direction", "urgency", "state"), "Transfers that have not ended, `queued` or `copying`."),
@@ -147,9 +147,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
         _gauge("calls_in_flight", (), "Calls being served."),
         _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),
-        _gauge(
-            "loop_lag_seconds", (), "How long this reading waited for the event loop: what every call waits at least."
-        ),
+        _gauge("loop_lag_seconds", (), "How long this reading waited for the event loop: what a call waits at least."),
     ),
     "The daemon itself": (
         _gauge("info", ("version", "backend"), "Always 1."),
@@ -158,7 +156,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _counter(
             "events",
             ("event",),
-            "What flows count: evictions, backups, peer loads, pauses and so on, by the names that GetStatus tells too.",
+            "What flows count: evictions, peer loads, pauses and so on, by the names that GetStatus tells too.",
         ),
         _counter("log_lines_lost", (), "Log lines that could not be written: standard error was full or closed."),
     ),

@@ -1,7 +1,7 @@
 """Writes log lines to a descriptor without ever waiting for it: a line that cannot go now is lost, and counted.
 
-A daemon's standard error may be a pipe that nobody reads, a terminal that was stopped, a full disk, or closed. A blocking
-write to any of them would stop the event loop, and with it every engine.
+A daemon's standard error may be a pipe that nobody reads, a terminal that was stopped, a full disk, or closed. A
+blocking write to any of them would stop the event loop, and with it every engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """OpenTelemetry's protocol: spans as they end, and readings every so often, to one collector.
 
 The SDK reads the usual OTEL_* variables itself: headers, timeout, certificate, sampler, resource attributes, intervals.
-OTEL_TRACES_EXPORTER=none and OTEL_METRICS_EXPORTER=none leave one of the two out. A collector that is away costs what is
-not told: exports happen on threads of their own, and queues are bounded.
+OTEL_TRACES_EXPORTER=none and OTEL_METRICS_EXPORTER=none leave one of the two out. A collector that is away costs what
+is not told: exports happen on threads of their own, and queues are bounded.
 """
 
 from __future__ import annotations

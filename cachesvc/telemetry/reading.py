@@ -1,10 +1,10 @@
 """One reading of all metrics: values under the catalogue's names, from which each exporter makes its own format.
 
-Hot paths count in plain integers of their own (an OpenTelemetry instrument costs 17 us an observation, prometheus-client
-1 to 2; measured on CPython 3.11), so neither library's instruments are used. A reading is taken on the event loop in one
-go, at the price of models and pools and never of blocks, and is formatted elsewhere: by a custom collector for
-Prometheus, as OTLP's data points for a push. Both have histograms that way, which OpenTelemetry's observable
-instruments have not.
+Hot paths count in plain integers of their own (an OpenTelemetry instrument costs 17 us an observation,
+prometheus-client 1 to 2; measured on CPython 3.11), so neither library's instruments are used. A reading is taken on
+the event loop in one go, at the price of models and pools and never of blocks, and is formatted elsewhere: by a custom
+collector for Prometheus, as OTLP's data points for a push. Both have histograms that way, which OpenTelemetry's
+observable instruments have not.
 """
 
 from __future__ import annotations
