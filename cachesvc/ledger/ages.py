@@ -29,7 +29,7 @@ class Ages:
         self._times.append(now)
         if len(self._stamps) > MARKS_KEPT:
             half = MARKS_KEPT // 2
-            del self._stamps[:half:2], self._times[:half:2]
+            del self._stamps[1:half:2], self._times[1:half:2]
 
     def age(self, stamp: int) -> float:
         """Seconds since the access, as of the last mark; one since then is 0 old."""
