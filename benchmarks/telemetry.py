@@ -153,7 +153,7 @@ def scrape(port: int, stop: Event) -> None:
 
 
 def _is_ready(line: dict[str, Any]) -> bool:
-    return line["event"] == "ready"
+    return bool(line["event"] == "ready")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every metric: its name, labels and meaning. docs/metrics.md is written from this, and nothing else is exported.
 
 Labels are few and bounded: a model's name with its number (at most 64 models at a time), tiers, states, devices,
-methods and causes that are words of the code. Never a key, a salt, a namespace, a lease, a sequence or an engine's name: what
+methods and causes that are words of the code. Never a key, a salt, a namespace, a lease or an engine's name: what
 one tenant's prompts are must not show in what another one can scrape, and series must not grow with the load.
 """
 
@@ -63,8 +63,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "missed_tokens",
             (*MODEL, "reason"),
             "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "
-            "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group has lost its "
-            "part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load failed later.",
+            "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group has "
+            "lost its part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load failed later.",
         ),
         _counter("computed_tokens", MODEL, "Tokens that engines computed and published."),
         _counter(

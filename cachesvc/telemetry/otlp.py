@@ -46,7 +46,8 @@ class Otlp:
         except ImportError as missing:
             raise _not_installed() from missing
         chosen = bool(self._environment.get("OTEL_TRACES_SAMPLER"))
-        provider = TracerProvider(sampler=None if chosen else ParentBased(ALWAYS_OFF), resource=self._resource())
+        sampler = None if chosen else ParentBased(ALWAYS_OFF)
+        provider = TracerProvider(sampler=sampler, resource=self._resource(), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=self._endpoint)))
         self._provider = provider
         return Tracer(provider.get_tracer(SCOPE, self._version), begins_traces=chosen)
@@ -70,9 +71,10 @@ class Otlp:
         if self._push is not None:
             self._push.close()
             self._push = None
-        if self._provider is not None:
-            self._provider.force_flush(int(CLOSE_SECONDS * 1000))
-            self._provider.shutdown()
+        if self._provider is not None:  # a thread, because the exporter goes on trying, whatever it was told
+            last = threading.Thread(target=self._provider.shutdown, name="otlp-last", daemon=True)
+            last.start()
+            last.join(CLOSE_SECONDS)
             self._provider = None
 
     def _resource(self) -> Any:
