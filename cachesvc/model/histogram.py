@@ -30,7 +30,7 @@ AGE_SECONDS = (1, 5, 15, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600
 
 
 class Histogram:
-    """Observations by bucket: ``counts[i]`` of those up to ``bounds[i]`` and above the one before; the last, the rest."""
+    """Observations by bucket: ``counts[i]`` of those up to ``bounds[i]``, above the one before; the last, the rest."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -63,8 +63,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "missed_tokens",
             (*MODEL, "reason"),
             "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "
-            "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group has "
-            "lost its part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load failed later.",
+            "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group "
+            "has lost its part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load "
+            "failed later.",
         ),
         _counter("computed_tokens", MODEL, "Tokens that engines computed and published."),
         _counter(
