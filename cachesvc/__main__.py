@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--eviction", choices=sorted(RANK_RULES), help="default lru")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
+    add("--metrics-listen", metavar="HOST:PORT", help="serve /metrics for Prometheus (default: not)")
+    add("--otlp-endpoint", metavar="URL", help="push metrics and traces to an OTLP collector (default: not)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
     return parser
 

@@ -41,7 +41,8 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
-    ``allow_uids``: empty: its own and root.
+    ``allow_uids``: empty: its own and root. ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty.
+    ``otlp_endpoint``: URL of a collector that gets metrics and traces, or empty.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -73,6 +74,8 @@ class Config:
     calls_in_flight: int = 1024
     allow_uids: tuple[int, ...] = ()
     log_level: str = "info"
+    metrics_listen: str = ""
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -98,6 +101,7 @@ class Config:
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _check_listen(self)
+        _check_telemetry(self)
 
     def shown(self) -> dict[str, str]:
         """The effective configuration as text, for the log and for operators; nothing in it is a secret."""
@@ -165,4 +169,15 @@ def _check_listen(config: Config) -> None:
     if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise InvalidRequest(
             f"listen: {host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost or [::1]"
+        )
+
+
+def _check_telemetry(config: Config) -> None:
+    host, _, port = config.metrics_listen.rpartition(":")
+    if config.metrics_listen and (not host or not port.isdigit() or int(port) > 65535):
+        raise InvalidRequest(f"metrics_listen: {config.metrics_listen!r} is not HOST:PORT")
+    if config.otlp_endpoint and not re.fullmatch(r"https?://[^@/\s]+/?", config.otlp_endpoint):
+        raise InvalidRequest(
+            f"otlp_endpoint: {config.otlp_endpoint!r} is not http://HOST:PORT or https://HOST:PORT; "
+            "credentials go into OTEL_EXPORTER_OTLP_HEADERS"
         )

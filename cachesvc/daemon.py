@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.admin import drain
 from cachesvc.flows.core import Core, Limits
@@ -35,10 +36,12 @@ from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
+from cachesvc.service.gather import Facts, Gatherer
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
+from cachesvc.service.telemetry import Telemetry
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
@@ -172,11 +175,15 @@ class Daemon:
         self._stack.callback(backend.close)
         devices: list[DeviceLine] = []
         costs = link_costs(config, hardware.gpus, devices.append)
+        telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
+        self._stack.push_async_callback(telemetry.close)
+        telemetry.start_tracing()
         epoch = secrets.randbits(63)
         engine = SwapEngine(
             backend,
             lambda ticket, error: node.on_transfer_done(ticket, error),  # noqa: PLW0108 - made below
             costs=costs,
+            tracer=telemetry.tracer,
         )
         node = Node(
             _core(config, engine), epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds
@@ -197,12 +204,17 @@ class Daemon:
         host_pool.start()
         self._stack.callback(host_pool.close)
         self._start_life(node, vault, epoch)
-        port = await self._start_server(node, backend, host_pool, devices)
+        gate = CallGate(config.calls_in_flight)
+        cache = CacheService(node, gate, config.operations_per_step)
+        port = await self._start_server(node, gate, cache, backend, host_pool, devices, telemetry)
+        facts = Facts(__version__, backend.name, config.device_pool, config.host_pool, config.host_chunk)
+        metrics_port = telemetry.start_metrics(Gatherer(facts, node, engine, gate, telemetry.watch, cache, host_pool))
         events.event("config", **config.shown())
         events.event(
             "ready",
             socket=config.socket,
             port=port,
+            metrics_port=metrics_port,
             backend=backend.name,
             devices=backend.devices(),
             epoch=epoch,
@@ -223,19 +235,27 @@ class Daemon:
         life.start()
         self._stack.callback(life.close)
 
-    async def _start_server(self, node: Node, backend: Backend, host_pool: HostPool, devices: list[DeviceLine]) -> int:
+    async def _start_server(
+        self,
+        node: Node,
+        gate: CallGate,
+        cache: CacheService,
+        backend: Backend,
+        host_pool: HostPool,
+        devices: list[DeviceLine],
+        telemetry: Telemetry,
+    ) -> int:
         config = self._config
-        gate = CallGate(config.calls_in_flight)
         shown = {**config.shown(), "backend": backend.name}
         services = Services(
             engine=EngineService(node, gate, backend),
             lease=LeaseService(node, gate),
-            cache=CacheService(node, gate, config.operations_per_step),
+            cache=cache,
             event=EventService(),
             admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
         )
         listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
-        server = Server(services, listening)
+        server = Server(telemetry.watch_services(services), listening)
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))

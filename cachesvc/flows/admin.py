@@ -10,6 +10,7 @@ from cachesvc.flows.transfers import remember_dropped
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.reuse import Cause
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import CopyState, PageState, Tier
@@ -187,5 +188,5 @@ def evict(core: Core, model_id: int, tier: str, count: int) -> int:
             plan.host_drops.clear()
         model.evictor.carry_out(plan)
         evicted += len(plan.drops)
-    remember_dropped(core, model)
+    remember_dropped(core, model, Cause.OPERATOR)
     return evicted

@@ -127,6 +127,7 @@ def settle_loads(model: Model, replica: Replica, sequence: Sequence) -> None:
         blocks.unpin(place, sequence.anchor)
     blocks.unpin(blocks.host, sequence.host_anchor)
     sequence.anchor = sequence.host_anchor
+    place.used[sequence.anchor] |= sequence.id >= 0  # a prefetch has brought what nobody may ever use
     sequence.host_anchor = NO_ROW
     sequence.sealed = sequence.hit_blocks
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.reuse import Cause
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import GroupCells, TicketView, Wait
@@ -41,6 +42,7 @@ class Mover(Protocol):
 class Limits:
     """Every bound that a caller can run into. Sizes in the unit of the name.
 
+    ``remembered_blocks``: keys of dropped blocks, over all models, that tell a miss's cause (some 150 bytes each).
     ``peer_blocks_min``: what another replica must have beyond a hit before a call waits for it. ``peer_waits`` and
     ``peer_wait_seconds``: how often it does, and how long each time, for a Step does nothing else meanwhile.
     """
@@ -51,6 +53,7 @@ class Limits:
     leases: int = 1024
     models: int = 64
     running_tickets: int = 4096
+    remembered_blocks: int = 1 << 18
     peer_blocks_min: int = 1
     peer_waits: int = 4
     peer_wait_seconds: float = 0.5
@@ -118,11 +121,14 @@ def expedite(core: Core, tickets: Iterable[int]) -> None:
             expedite(core, running[ticket].after)
 
 
-def remember_dropped(core: Core, model: Model) -> None:
-    """Move the reuse counts of blocks that left the index into the bounded memory of the write policy."""
+def remember_dropped(core: Core, model: Model, cause: Cause = Cause.EVICTED) -> None:
+    """Remember, within bounds, which blocks left the index and why, and for the write policy their reuse counts."""
     dropped = model.blocks.dropped
+    if dropped:
+        limit = core.limits.remembered_blocks // len(core.ledger.models)
+        model.reuse.dropped(((key, tier) for key, _, tier in dropped), cause, limit)
     if core.writing.counts_reuse:
-        for key, reuses in dropped:
+        for key, reuses, _ in dropped:
             if reuses:
                 model.remembered[key] = reuses
                 model.remembered.move_to_end(key)

@@ -30,7 +30,7 @@ def process_gone(core: Core, token: bytes) -> None:
         lease.processes.discard(token)
         lease.attached.pop(token, None)
         if lease.state is LeaseState.LIVE:
-            lose(core, lease, "its process ended")
+            lose(core, lease, "its process ended", "process_ended")
         elif not lease.processes:
             free_quarantine(core, lease)
 
@@ -123,7 +123,7 @@ def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
             raise NotFound("lease", lease_id, "open one first")
         return
     if lease.state is LeaseState.LIVE:
-        lose(core, lease, "it was closed")
+        lose(core, lease, "it was closed", "closed")
     if quiesced:
         free_quarantine(core, lease)
 
@@ -136,12 +136,12 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
         if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
     ]
     for lease in silent:
-        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s")
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", "silent")
     return [lease.id for lease in silent]
 
 
-def lose(core: Core, lease: Lease, why: str) -> None:
-    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine."""
+def lose(core: Core, lease: Lease, why: str, cause: str = "other") -> None:
+    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting."""
     lease.state = LeaseState.QUARANTINED
     lease.why = why
     place = core.ledger.models[lease.model].replicas[lease.replica].place
@@ -153,6 +153,7 @@ def lose(core: Core, lease: Lease, why: str) -> None:
             lease.quarantine.append((group, page))
         pages.clear()
     core.count("leases_lost")
+    core.count(f"leases_ended_{cause}")
     if not lease.processes:
         free_quarantine(core, lease)
 

@@ -37,7 +37,11 @@ def match(
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks
     core.count("match_requests")
-    core.count("match_blocks", len(keys) // KEY_BYTES)
+    asked = len(keys) // KEY_BYTES
+    core.count("match_blocks", asked)
+    asked = min(asked, max_blocks) if max_blocks else asked
+    has_windows = bool(replica.place.window_groups)
+    model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
     return Matched(hit.device_blocks, hit.blocks - hit.device_blocks, _computing(model, keys, hit.blocks), tables)
@@ -103,6 +107,7 @@ def pin_hit(core: Core, model: Model, place: Place, sequence: Sequence, hit: Hit
     sequence.sealed = hit.device_blocks
     sequence.hit_blocks = hit.blocks
     if hit.device_row != NO_ROW:
+        place.used[hit.device_row] = 1
         blocks.index.touch(hit.device_row, stamp)
         blocks.pin(place, hit.device_row)
         sequence.anchor = hit.device_row

@@ -8,11 +8,12 @@ from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_
 from cachesvc.flows.match import check_keys
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.reuse import Cause
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import Published, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned, StateConflict
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState, Tier
 
 
 def publish(
@@ -54,6 +55,7 @@ def publish(
     _advance(core, model, replica, sequence, first, tip)
     if fresh_rows and core.writing.copies_when_sealed:
         back_up(core, model, replica, fresh_rows)
+    model.reuse.published += len(fresh_rows) + len(doubles)
     core.count("published_blocks", len(fresh_rows))
     core.count("duplicate_blocks", len(doubles))
     return _answer(sequence, doubles, spares, pending)
@@ -116,13 +118,18 @@ def _seal_one(
     key = sequence.key(position)
     row = index.rows.get(key, NO_ROW)
     if row == NO_ROW:
+        model.reuse.computed(key)
         remembered = model.remembered.pop(key, 0)
         row = index.insert(key, tip, core.ledger.stamp(), remembered)
     elif place.state(row) == FILLING:
         return row, FILLING
     elif place.is_hittable(row):
         spares += _take_sealed(replica, sequence, position, row)
+        model.reuse.computed_again(Tier.DEVICE.value, Cause.DUPLICATE)
         return row, READY
+    else:
+        tier = Tier.HOST if blocks.host.is_present(row) else Tier.DEVICE
+        model.reuse.computed_again(tier.value, Cause.ELSEWHERE)
     pages = [table[position] for table in sequence.tables]
     blocks.add_copy(place, row, pages, READY)
     for group, page in enumerate(pages):

@@ -201,6 +201,8 @@ def _land_sequence(model: Model, replica: Replica, sequence: Sequence, ticket: T
             blocks.unpin(place, sequence.anchor)
         _clear_tables(sequence)
     else:  # back on the device, or never gone
+        if sequence.anchor != NO_ROW:
+            place.used[sequence.anchor] = 1
         sequence.swapped_out = False
         sequence.swapped.clear()
         if sequence.host_anchor != NO_ROW:

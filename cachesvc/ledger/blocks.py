@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.leaves import Rank, RankNow
 from cachesvc.ledger.pages import PagePool
@@ -17,7 +18,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import StateConflict
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, CopyState, PageState
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, CopyState, PageState, Tier
 
 HOST_PLACE = 0
 RankRule = Callable[[int, int, int], Rank]
@@ -34,17 +35,21 @@ class Hit(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A block that has left the index: for remembered counts and for events."""
+    """A block that has left the index: for remembered counts and for events. ``tier``: where its last copy was."""
 
     key: bytes
     reuses: int
+    tier: str
 
 
 class BlockLedger:
     """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place."""
 
-    def __init__(self, layout: Layout, host_pools: tuple[PagePool, ...], rank: RankRule) -> None:
+    def __init__(
+        self, layout: Layout, host_pools: tuple[PagePool, ...], rank: RankRule, ages: Ages | None = None
+    ) -> None:
         self.layout = layout
+        self.ages = ages or Ages()
         self.index = BlockIndex()
         self.rank = rank
         self.dropped: list[Dropped] = []
@@ -146,12 +151,14 @@ class BlockLedger:
     def pin(self, place: Place, row: int) -> None:
         """Protect ``row`` and, because of the closure, all its ancestors on ``place``."""
         place.pins[row] += 1
+        place.counts.pinned += self.index.depth[row] + 1
 
     def unpin(self, place: Place, row: int) -> None:
         """Take one pin back. Raises StateConflict where there is none."""
         if place.pins[row] <= 0:
             raise StateConflict(f"row {row} is not pinned on {place.name}")
         place.pins[row] -= 1
+        place.counts.pinned -= self.index.depth[row] + 1
         self.offer(place, row)
 
     def pin_window(self, place: Place, group: int, row: int) -> None:
@@ -226,6 +233,7 @@ class BlockLedger:
         for group, page in enumerate(pages):
             if page != NO_PAGE:
                 place.move(group, row, state, page)
+        place.used[row] = 0
         parent = self.index.parent[row]
         if parent != NO_ROW:
             place.children[parent] += 1
@@ -235,6 +243,7 @@ class BlockLedger:
 
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
         """
+        place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 page = place.pages[group][row]
@@ -247,6 +256,7 @@ class BlockLedger:
         page = place.pages[group][row]
         place.move(group, row, ABSENT)
         place.pools[group].move(page, PageState.FREE)
+        place.counts.windows_left += 1
 
     def _after_leaving(self, place: Place, row: int) -> None:
         index = self.index
@@ -254,10 +264,14 @@ class BlockLedger:
         if parent != NO_ROW:
             place.children[parent] -= 1
             index.stamp[parent] = max(index.stamp[parent], index.stamp[row])
+            if place is not self.host:  # a hit used all blocks above it, but loads bring each block by itself
+                place.used[parent] |= place.used[row]
         if not index.has_copy(row):
             key = index.keys[row]
             assert key is not None
-            self.dropped.append(Dropped(key, index.reuses[row]))
+            self.dropped.append(
+                Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
+            )
             index.remove(row)
         if parent != NO_ROW:
             for each in index.places:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.place import Place
+from cachesvc.ledger.reuse import Reuse
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, NotFound
@@ -44,6 +46,7 @@ class Model:
     computing: dict[bytes, int] = field(default_factory=dict)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
+    reuse: Reuse = field(default_factory=Reuse)
     last_used: float = 0.0
 
     def replica(self, replica_id: int) -> Replica:
@@ -63,12 +66,17 @@ class Ledger:
         self.processes: dict[bytes, Process] = {}
         self.tickets = TicketBook(keep_tickets)
         self.draining = False
+        self.ages = Ages()
         self._stamp = 0
 
     def stamp(self) -> int:
         """The next access number."""
         self._stamp += 1
         return self._stamp
+
+    def mark_time(self, now: float) -> None:
+        """It is ``now`` (seconds): lets ages of accesses be told. Nothing is decided by it."""
+        self.ages.mark(self._stamp, now)
 
     def model(self, model_id: int) -> Model:
         """A model by number. Raises NotFound."""

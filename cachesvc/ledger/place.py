@@ -11,14 +11,44 @@ from array import array
 from cachesvc.ledger.leaves import LeafHeap
 from cachesvc.ledger.pages import PagePool
 from cachesvc.model.errors import IllegalMove
+from cachesvc.model.histogram import AGE_SECONDS, Histogram
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, LEGAL_MOVES, NO_PAGE, READY, CopyState
 
 NO_ROW = -1
 
 
+class PlaceCounts:
+    """What has happened on one place, in blocks, for what operators see.
+
+    ``states``: blocks by state of their full groups. ``pinned``: blocks that pins protect, each counted once for each
+    pin above which it lies. ``left``: blocks that were dropped, ``left_unused`` those of them that nobody had used
+    since they came: no hit on a device, no load from the host. ``windows_left``: windowed copies dropped by themselves.
+    """
+
+    __slots__ = ("ages", "left", "left_unused", "pinned", "states", "windows_left")
+
+    def __init__(self) -> None:
+        self.states = [0] * len(CopyState)
+        self.pinned = 0
+        self.left = 0
+        self.left_unused = 0
+        self.windows_left = 0
+        self.ages = Histogram(AGE_SECONDS)
+
+    def leave(self, age_seconds: float, used: int) -> None:
+        """A block is dropped ``age_seconds`` after its last access."""
+        self.ages.observe(age_seconds)
+        self.left += 1
+        self.left_unused += not used
+
+
 class Place:
-    """Arrays by row. ``pins`` counts sequences whose deepest shared block here is that row."""
+    """Arrays by row. ``pins`` counts sequences whose deepest shared block here is that row.
+
+    ``used[row]`` is 1 once the block was used since it came here: what the deepest block of a hit tells is passed to
+    its parent when it goes, as its stamp is.
+    """
 
     def __init__(self, name: str, layout: Layout, pools: tuple[PagePool, ...]) -> None:
         self.name = name
@@ -26,7 +56,9 @@ class Place:
         self.full_groups = layout.full_groups
         self.window_groups = layout.window_groups
         self.lead = layout.full_groups[0]
+        self.counts = PlaceCounts()
         self.pins = array("i")
+        self.used = bytearray()
         self.children = array("i")
         self.pages = [array("i") for _ in layout.groups]
         self.states = [bytearray() for _ in layout.groups]
@@ -44,6 +76,7 @@ class Place:
         self.children.frombytes(zeros)
         for pages in self.pages:
             pages.frombytes(b"\xff" * (4 * more))
+        self.used.extend(bytes(more))
         for states in self.states:
             states.extend(bytes(more))
         for pins in self.window_pins.values():
@@ -75,6 +108,9 @@ class Place:
         if (source, target) not in LEGAL_MOVES:
             raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(source), target)
         states[row] = target
+        if group == self.lead:
+            self.counts.states[source] -= 1
+            self.counts.states[target] += 1
         if source == ABSENT:
             self.pages[group][row] = page
         elif target == ABSENT:

@@ -147,6 +147,8 @@ class Arbiter:
         piece = queued.head
         if lane.bucket.wait_s(piece.size_bytes) and not lane.is_draining:
             return None
+        if queued.job.begun is not None and not queued.has_begun:
+            queued.job.begun(now)
         lane.bucket.tokens -= piece.size_bytes
         self._account(lane, queued)
         if queued.urgency is Urgency.BACKGROUND:

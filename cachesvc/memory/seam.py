@@ -46,6 +46,7 @@ class CopyJob:
 
     ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
     On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
+    ``begun(seconds)`` is told the backend's clock when the first slice starts, under a lock: it may note it, no more.
     """
 
     ticket: int
@@ -55,6 +56,7 @@ class CopyJob:
     end_value: int
     done: Callable[[Exception | None], None]
     urgency: Urgency = Urgency.AWAITED
+    begun: Callable[[float], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.service.calls import CallGate, Context, Repeats, Reply, seconds_left
 from cachesvc.service.node import Node
 from cachesvc.service.operations import OPERATIONS, Operation
+from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.convert import cells_to_proto, ticket_to_proto
 
 KEEP_ANSWERS = 256
@@ -23,13 +24,14 @@ MAX_WAITED_TICKETS = 1024
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """Converts, calls a flow through the node, converts back."""
+    """Converts, calls a flow through the node, converts back. ``operations``: those of Steps, by name and outcome."""
 
     def __init__(self, node: Node, gate: CallGate, operations_per_step: int) -> None:
         self._node = node
         self._gate = gate
         self._operations_per_step = operations_per_step
         self._repeats: dict[str, Repeats] = {}
+        self.operations: dict[tuple[str, str], int] = {}
 
     async def Match(self, request: cache_pb2.MatchRequest, context: Context) -> cache_pb2.MatchResponse:
         return await self._one("match", request, context, cache_pb2.MatchResponse)
@@ -153,9 +155,18 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             flow = operation.begin(self._node.core, lease_id, getattr(message, name), self._node.now())
             reply = operation.reply(await self._node.run_waiting(flow, None))
             result: dict[str, Any] = {name: reply}
+            self._count(name, "OK")
             return cache_pb2.OperationResult(**result)
         except CacheError as error:
+            self._count(name or "none", error.code.value)
             return cache_pb2.OperationResult(error=_operation_error(error))
+
+    def _count(self, name: str, code: str) -> None:
+        key = (name, code)
+        self.operations[key] = self.operations.get(key, 0) + 1
+        span = current_span.get()
+        if span is not None:
+            span.event(name, code=code)
 
 
 def _operation_error(error: CacheError) -> cache_pb2.OperationError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,14 @@ from cachesvc.swap.attached import (
 from cachesvc.swap.planner import GroupMove, LinkCosts, plan
 from cachesvc.swap.planning import Planning, ThreadPlanning
 from cachesvc.swap.slots import SlotPool
+from cachesvc.swap.transfer_counts import (
+    TransferCounts,
+    TransferTimes,
+    TransferTrace,
+    TransferTracer,
+    Waiting,
+    direction_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +63,15 @@ class _Flight:
     copy_bytes: int
     left: int
     urgency: Urgency
+    submitted: float
+    began: float | None = None
+    trace: TransferTrace | None = None
     error: Exception | None = None
+
+    def begin(self, now: float) -> None:
+        """The first slice of the first rank starts."""
+        if self.began is None:
+            self.began = now
 
 
 class SwapEngine:
@@ -69,9 +86,11 @@ class SwapEngine:
         costs: LinkCosts | None = None,
         planning: Planning | None = None,
         layers_per_step: int | None = None,
+        tracer: TransferTracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``layers_per_step``: of layered loads; None lets ``costs`` choose. ``planning``: threads unless
-        given."""
+        given. ``clock``: the backend's."""
         self._backend = backend
         self._on_done = on_done
         self._costs = costs or LinkCosts()
@@ -84,6 +103,9 @@ class SwapEngine:
         self._lock = threading.Lock()
         self._is_open = False
         self.counters = SwapCounters()
+        self.transfers = TransferCounts()
+        self._tracer = tracer
+        self._clock = clock
 
     def start(self) -> None:
         """Begin to take transfers. The backend runs already, and its timelines are this engine's alone."""
@@ -102,6 +124,20 @@ class SwapEngine:
     def in_flight(self) -> int:
         """Tickets that have not ended."""
         return len(self._flights)
+
+    def waiting(self) -> dict[tuple[str, Urgency], Waiting]:
+        """Transfers that have not ended, by direction and urgency."""
+        now = self._clock()
+        found: dict[tuple[str, Urgency], Waiting] = {}
+        with self._lock:
+            flights = [(direction_of(f.transfer), f.urgency, f.submitted, f.began) for f in self._flights.values()]
+        for direction, urgency, submitted, began in flights:
+            queued, copying, oldest = found.get((direction, urgency), Waiting(0, 0, 0.0))
+            if began is None:
+                found[direction, urgency] = Waiting(queued + 1, copying, max(oldest, now - submitted))
+            else:
+                found[direction, urgency] = Waiting(queued, copying + 1, oldest)
+        return found
 
     def attach_model(self, model_id: int, layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) -> None:
         """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, StateConflict
@@ -164,7 +200,11 @@ class SwapEngine:
                     raise NotFound("replica", number)
             slot = self._slots.acquire(model.layout.layers)
             copy_bytes = sum(_move_bytes(rank) for rank in moves)
-            flight = _Flight(transfer, slot, replica.devices, moves, copy_bytes, len(moves), transfer.urgency)
+            flight = _Flight(
+                transfer, slot, replica.devices, moves, copy_bytes, len(moves), transfer.urgency, self._clock()
+            )
+            if self._tracer is not None:
+                flight.trace = self._tracer.begin(transfer, copy_bytes)
             self._flights[transfer.ticket] = flight
             self.counters.jobs += 1
         self._planning.submit(
@@ -242,6 +282,7 @@ class SwapEngine:
             end_value=slot.end,
             done=lambda error: self._end_rank(flight, error),
             urgency=flight.urgency,
+            begun=flight.begin,
         )
         is_load = transfer.direction is Direction.LOAD
         stream = self._backend.load_stream(device) if is_load else self._backend.store_stream(device)
@@ -258,8 +299,9 @@ class SwapEngine:
         if flight.error is not None:  # a rank that did well is told too: the ticket as a whole has failed
             for device in flight.devices:
                 self._timelines[device].write(flight.slot.failed_word, flight.slot.end)
+        times = TransferTimes(flight.submitted, flight.began, self._clock())
         with self._lock:
-            self._count(flight)
+            self._count(flight, times)
             del self._flights[flight.transfer.ticket]
         self._slots.release(flight.slot)
         self._planning.ended(flight.transfer.direction, flight.transfer.ticket)
@@ -267,8 +309,12 @@ class SwapEngine:
             self._on_done(flight.transfer.ticket, flight.error)
         except Exception:
             log.exception("swap_done_callback_failed ticket=%d", flight.transfer.ticket)
+        if flight.trace is not None:
+            flight.trace.ended(times, flight.error)
 
-    def _count(self, flight: _Flight) -> None:
+    def _count(self, flight: _Flight, times: TransferTimes) -> None:
+        by_device = zip(flight.devices, map(_move_bytes, flight.moves), strict=True)
+        self.transfers.ended(flight.transfer, flight.urgency, times, by_device, well=flight.error is None)
         if flight.error is not None:
             self.counters.failures += 1
         elif flight.transfer.source_replica is not None:

@@ -1,35 +1,88 @@
-"""Logs are events: a constant name and fields, one JSON object a line on standard error."""
+"""Logs are events: a name of the vocabulary and its fields, one JSON object a line on standard error.
+
+Within a traced call a line carries ``trace_id`` and ``span_id``. Nothing here waits or raises: ``line_writer.py``.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
+import re
 import time
 
+from cachesvc.telemetry.line_writer import LineWriter, keep_standard_descriptors
+from cachesvc.telemetry.tracing import current_span
+
+STANDARD_ERROR = 2
 _log = logging.getLogger("cachesvc")
+_TEMPLATE = re.compile(r"([a-z][a-z0-9_]*)((?: [a-z_]+=%[-.\d]*[a-z])*)")
+"""What floors below this one log with: ``logging``'s message is an event's name and its fields."""
 
 
-class _JsonLines(logging.Formatter):
+class JsonLines(logging.Formatter):
     """``{"time": ..., "level": ..., "event": ..., fields...}``"""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {"time": f"{when}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
-        line["event"] = record.getMessage()
-        line |= getattr(record, "fields", {})
+        line: dict[str, object] = {"time": f"{when}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
+        line |= _said(record)
+        span = current_span.get()
+        if span is not None:
+            line |= {"trace_id": span.trace_id, "span_id": span.span_id}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
+def _said(record: logging.LogRecord) -> dict[str, object]:
+    """The event's name and fields; a library's own words become ``library_log``."""
+    fields = getattr(record, "fields", None)
+    if fields is not None:
+        return {"event": record.getMessage(), **fields}
+    found = _TEMPLATE.fullmatch(str(record.msg))
+    if found is None or not record.name.startswith(("cachesvc", "gpu_ops")):
+        return {"event": "library_log", "logger": record.name, "text": record.getMessage()}
+    names = re.findall(r" ([a-z_]+)=", found[2])
+    values = record.args if isinstance(record.args, tuple) else ()
+    return {"event": found[1], **dict(zip(names, values, strict=False))}
+
+
+class _Handler(logging.Handler):
+    """Lines to standard error, and how many were lost once it takes lines again."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self.setFormatter(JsonLines())
+        self.writer = writer
+        self._told = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # noqa: BLE001 - what cannot be written down must not break who said it
+            self.writer.lost += 1
+            return
+        if self.writer.lost > self._told:
+            lost = self.writer.lost
+            note = {"level": "warning", "event": "log_lines_lost", "lines": lost - self._told}
+            if self.writer.write(json.dumps(note)):
+                self._told = lost
+            else:
+                self._told += 1  # the note itself is no loss
+        self.writer.write(line)
+
+
 def start_logging(level: str) -> None:
     """Write events of ``level`` and above to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
+    keep_standard_descriptors()
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [_Handler(LineWriter(STANDARD_ERROR))]
     root.setLevel(level.upper())
+
+
+def lost_lines() -> int:
+    """Lines that could not be written so far."""
+    return sum(handler.writer.lost for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
 
 
 def event(name: str, **fields: object) -> None:

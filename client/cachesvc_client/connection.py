@@ -19,6 +19,7 @@ from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavai
 from cachesvc_client.life import LifeConnection
 from cachesvc_client.methods import Method, Q, R
 from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.trace import trace_headers
 
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
@@ -72,10 +73,12 @@ class Connection:
     def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
         attempts = Attempts(self.retries, time.monotonic() + timeout_s)
+        headers = trace_headers()
         while True:
             call = self._callable(method)
             try:
-                answer: R = call(request, timeout=attempts.left_s(time.monotonic()), wait_for_ready=False)
+                left_s = attempts.left_s(time.monotonic())
+                answer: R = call(request, timeout=left_s, wait_for_ready=False, metadata=headers)
             except grpc.RpcError as failure:
                 if self.lost.is_set():
                     raise self.gone() from failure
@@ -96,7 +99,7 @@ class Connection:
                 method.path,
                 request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString,
-            )(requests, wait_for_ready=False)
+            )(requests, wait_for_ready=False, metadata=trace_headers())
         except ValueError as failure:
             raise self.gone() from failure
 

@@ -20,6 +20,7 @@ from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavai
 from cachesvc_client.life import LifeConnection
 from cachesvc_client.methods import Method, Q, R
 from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.trace import trace_headers
 
 
 class AsyncConnection:
@@ -72,12 +73,13 @@ class AsyncConnection:
     async def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
         attempts = Attempts(self.retries, time.monotonic() + timeout_s)
+        headers = trace_headers()
         while True:
             call = self._require_channel().unary_unary(
                 method.path,
                 request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString,
-            )(request, timeout=attempts.left_s(time.monotonic()), wait_for_ready=False)
+            )(request, timeout=attempts.left_s(time.monotonic()), wait_for_ready=False, metadata=headers)
             self._calls.add(call)
             try:
                 answer: R = await call
@@ -101,7 +103,7 @@ class AsyncConnection:
             method.path,
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
-        )(wait_for_ready=False)
+        )(wait_for_ready=False, metadata=trace_headers())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call

@@ -1,0 +1,160 @@
+"""What telemetry costs a Step: ``python -m benchmarks.telemetry --json OUT``.
+
+One daemon for each variant, all with the same flags but those of telemetry, and one client that takes turns with them:
+short rounds of Steps of 32 growing sequences, the order of the variants turning from round to round. So whatever else
+the machine does hits all alike, and what is told is the median over rounds of a variant's p50 against the plain
+daemon's in the same round. ``metrics``: scraped every second by another process. ``otlp``: metrics and a tracer, calls
+that nobody traces, and a collector that is away. ``traced``: every Step sampled, its operations as events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing as mp
+import os
+import statistics
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_client.stepping import StepStream
+
+from benchmarks.machine import describe_machine
+
+SEQUENCES = 32
+BLOCK_TOKENS = 64
+DEVICE_BLOCKS = 32768
+FLAGS = ("--backend", "shm", "--device-pool", "256MiB", "--host-pool", "0", "--drain-seconds", "0")
+NO_COLLECTOR = "http://127.0.0.1:9"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "metrics": ("--metrics-listen", "127.0.0.1:0"),
+    "otlp": ("--metrics-listen", "127.0.0.1:0", "--otlp-endpoint", NO_COLLECTOR),
+    "traced": ("--metrics-listen", "127.0.0.1:0", "--otlp-endpoint", NO_COLLECTOR),
+}
+
+
+def main() -> None:
+    """Print the table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=40, help="Steps of a round and variant")
+    arguments = parser.parse_args()
+    os.environ["OTEL_METRIC_EXPORT_INTERVAL"] = "1000"
+    gc.freeze()
+    with ExitStack() as stack:
+        rigs = {name: stack.enter_context(Rig(name, flags)) for name, flags in VARIANTS.items()}
+        for rig in rigs.values():
+            rig.round(arguments.steps)
+        times = measure(rigs, arguments.rounds, arguments.steps)
+    result = {"machine": describe_machine(), "rounds": arguments.rounds, "steps": arguments.steps, **summary(times)}
+    for name, row in result["variants"].items():
+        print(f"{name:10}p50 {row['p50_ms']:7.3f} ms   against plain {row['cost_percent']:+6.2f} %")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(rigs: dict[str, Rig], rounds: int, steps: int) -> dict[str, list[float]]:
+    """p50 of each round in milliseconds, by variant."""
+    times: dict[str, list[float]] = {name: [] for name in rigs}
+    names = list(rigs)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if turn % 2 else reversed(order):
+            times[name].append(rigs[name].round(steps))
+    return times
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians over rounds, and the spread of the cost."""
+    rows = {}
+    for name, found in times.items():
+        costs = sorted(100 * (one / plain - 1) for one, plain in zip(found, times["plain"], strict=True))
+        rows[name] = {
+            "p50_ms": statistics.median(found),
+            "cost_percent": statistics.median(costs),
+            "cost_percent_quartiles": [costs[len(costs) // 4], costs[3 * len(costs) // 4]],
+        }
+    return {"sequences": SEQUENCES, "variants": rows}
+
+
+class Rig:
+    """A daemon, a client with a stream of Steps, and whoever scrapes the daemon."""
+
+    def __init__(self, name: str, flags: Sequence[str]) -> None:
+        self._name = name
+        self._daemon = DaemonProcess([*FLAGS, *flags])
+        self._stack = ExitStack()
+        self._rng = np.random.default_rng(7)
+        self._lease: Lease
+        self._stream: StepStream
+
+    def __enter__(self) -> Rig:
+        if self._name == "traced":
+            os.environ["OTEL_TRACES_SAMPLER"] = "always_on"
+        try:
+            self._stack.enter_context(self._daemon)
+        finally:
+            os.environ.pop("OTEL_TRACES_SAMPLER", None)
+        ready = next(line for line in map(json.loads, self._daemon.log.read_text().splitlines()) if _is_ready(line))
+        if ready["metrics_port"]:
+            context = mp.get_context("spawn")
+            stop = context.Event()
+            scraper = context.Process(target=scrape, args=(ready["metrics_port"], stop), daemon=True)
+            scraper.start()
+            self._stack.callback(scraper.join)
+            self._stack.callback(stop.set)
+        client = self._stack.enter_context(CacheClient(self._daemon.socket, engine="bench"))
+        layout = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS)
+        registration = client.register("bench", layout, device_pages=[DEVICE_BLOCKS], host_pages=[0])
+        self._lease = self._stack.enter_context(client.open_lease(registration))
+        self._stream = self._stack.enter_context(self._lease.step(stock_pages=2 * SEQUENCES))
+        self._stream.submit()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def round(self, steps: int) -> float:
+        """Milliseconds, p50 of ``steps`` Steps in which each sequence grows by a block and seals one."""
+        sequences = [self._lease.match(self._rng.bytes(32 * (steps + 1))) for _ in range(SEQUENCES)]
+        times = []
+        for turn in range(steps):
+            batch = self._stream.batch()
+            for sequence in sequences:
+                sequence.grow_from_stock()
+                if turn:
+                    batch.publish(sequence, turn)
+            began = time.perf_counter()
+            results = self._stream.submit(batch)
+            times.append((time.perf_counter() - began) * 1e3)
+            assert not any(isinstance(result, Exception) for result in results), results
+        for sequence in sequences:
+            sequence.release()
+        return statistics.median(times)
+
+
+def scrape(port: int, stop: Event) -> None:
+    """Read the page every second, as no Prometheus would."""
+    while not stop.wait(1.0):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            page.read()
+
+
+def _is_ready(line: dict[str, Any]) -> bool:
+    return bool(line["event"] == "ready")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How long ago an access was, though accesses carry numbers and no times.
+
+The service tells the time now and then; between two marks the time is not known better than that. Nothing in the ledger
+decides by it: it is for what operators see.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+MARKS_KEPT = 4096
+"""Marks a second apart cover the last hour to the second; older ones are thinned out, so that days fit too."""
+
+
+class Ages:
+    """Which access number had been reached when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._stamps: list[int] = []
+        self._times: list[float] = []
+
+    def mark(self, stamp: int, now: float) -> None:
+        """It is ``now`` (seconds), and ``stamp`` was the last access number."""
+        self.now = now
+        if self._stamps and self._stamps[-1] == stamp:
+            return
+        self._stamps.append(stamp)
+        self._times.append(now)
+        if len(self._stamps) > MARKS_KEPT:
+            half = MARKS_KEPT // 2
+            del self._stamps[1:half:2], self._times[1:half:2]
+
+    def age(self, stamp: int) -> float:
+        """Seconds since the access, as of the last mark; one since then is 0 old."""
+        at = bisect_left(self._stamps, stamp)
+        return self.now - self._times[at] if at < len(self._times) else 0.0

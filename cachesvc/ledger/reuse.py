@@ -1,0 +1,97 @@
+"""What a namespace's prompts found, what they missed and why, and what a cache without end would have found.
+
+Keys of blocks that were dropped are remembered in two generations: full, the young one becomes the old one and the old
+one is forgotten. Children are dropped before their parents, so they are forgotten before them too, and what is known,
+here and in the index together, stays prefix-closed: the ceiling is found by bisection like a hit. A key that was
+forgotten counts as new, so the ceiling is a lower bound where more was dropped than is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+
+from cachesvc.ledger.index import BlockIndex
+from cachesvc.model.keys import KEY_BYTES
+
+LEAST_REMEMBERED = 1024
+
+
+class Cause(Enum):
+    """Why tokens were not hits, or were computed though they had been computed before."""
+
+    NEW = "new"  # never published here, or forgotten since
+    EVICTED = "evicted"  # made room for others
+    OPERATOR = "operator"  # an operator had it evicted
+    PARTLY = "partly"  # a windowed group has lost its part of it
+    ELSEWHERE = "elsewhere"  # on another replica alone, or on its way
+    LOAD_FAILED = "load_failed"  # a hit on the host whose load failed
+    DUPLICATE = "duplicate"  # two computed it at the same time
+
+
+class Reuse:
+    """Counts of blocks, one namespace's."""
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self.ceiling = 0
+        self.published = 0
+        self.missed = dict.fromkeys(Cause, 0)
+        self.recomputed: dict[tuple[str, Cause], int] = {}
+        self._young: dict[bytes, tuple[str, Cause]] = {}
+        self._old: dict[bytes, tuple[str, Cause]] = {}
+
+    @property
+    def remembered(self) -> int:
+        """Dropped keys that are known still."""
+        return len(self._young) + len(self._old)
+
+    def matched(self, index: BlockIndex, keys: bytes, blocks: int, hit: int, *, has_windows: bool) -> None:
+        """A prompt of ``blocks`` blocks had a hit of ``hit``. Bisects what lies beyond it; nothing for a whole hit."""
+        self.requested += blocks
+        if hit >= blocks:
+            self.ceiling += hit
+            return
+        resident = self._bisect(keys, hit, blocks, (index.rows,))
+        seen = self._bisect(keys, resident, blocks, (index.rows, self._young, self._old))
+        self.ceiling += seen
+        self.missed[Cause.PARTLY if has_windows else Cause.ELSEWHERE] += resident - hit
+        if seen > resident:
+            first = keys[resident * KEY_BYTES : (resident + 1) * KEY_BYTES]
+            known = self._young.get(first) or self._old.get(first)
+            self.missed[known[1] if known else Cause.EVICTED] += seen - resident
+        self.missed[Cause.NEW] += blocks - seen
+
+    @staticmethod
+    def _bisect(keys: bytes, low: int, high: int, known: tuple[Mapping[bytes, object], ...]) -> int:
+        while low < high:
+            middle = (low + high + 1) >> 1
+            key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
+            if any(key in keys_known for keys_known in known):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def computed(self, key: bytes) -> None:
+        """A block that is not in the index was published."""
+        known = self._young.get(key) or self._old.get(key)
+        if known is not None:
+            self.recomputed[known] = self.recomputed.get(known, 0) + 1
+
+    def computed_again(self, tier: str, cause: Cause) -> None:
+        """A block was published that the index has, on ``tier``."""
+        known = (tier, cause)
+        self.recomputed[known] = self.recomputed.get(known, 0) + 1
+
+    def dropped(self, keys: Iterable[tuple[bytes, str]], cause: Cause, limit: int) -> None:
+        """Blocks left the index from a tier, children before parents. Remembers about ``limit`` at most."""
+        half = max(limit, LEAST_REMEMBERED) // 2
+        for key, tier in keys:
+            self._young[key] = _KNOWN[tier, cause]
+            if len(self._young) >= half:
+                self._old, self._young = self._young, {}
+
+
+_KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Cause}
+"""One object each, so that a remembered key costs a slot of a dict and no more."""

@@ -1,0 +1,188 @@
+"""Reads what the daemon's parts have counted into metrics, on the event loop, at the price of models, pools and leases.
+
+Nothing here walks blocks: a scrape must not be felt by an engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cachesvc.ledger.leases import LeaseState
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.place import Place
+from cachesvc.ledger.reuse import Cause
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.model.layout import Layout
+from cachesvc.model.words import FILLING, CopyState, PageState, Tier
+from cachesvc.service.cache_service import CacheService
+from cachesvc.service.calls import CallGate
+from cachesvc.service.node import Node
+from cachesvc.service.watch import CallWatch
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.transfer_counts import DIRECTIONS
+from cachesvc.telemetry import events
+from cachesvc.telemetry.reading import Reading
+
+LEASE_ENDS = ("closed", "silent", "process_ended", "other")
+BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the daemon runs."""
+
+    version: str
+    backend: str
+    device_pool_bytes: int
+    host_pool_bytes: int
+    host_chunk_bytes: int
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model's pages by group, and of a whole block (without what windows hold) by tier, on all ranks."""
+
+    pages: tuple[int, ...]
+    blocks: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Gatherer:
+    """The parts that count. Calling it fills a reading."""
+
+    facts: Facts
+    node: Node
+    engine: SwapEngine
+    gate: CallGate
+    watch: CallWatch
+    cache: CacheService
+    host_pool: HostPool
+    _sizes: dict[int, Sizes] = field(default_factory=dict)
+
+    def __call__(self, reading: Reading) -> None:
+        self._daemon(reading)
+        self._memory(reading)
+        sequences: Counter[int] = Counter()
+        self._leases(reading, sequences)
+        for model in self.node.core.ledger.models.values():
+            reading.put("sequences", sequences[model.id], model.name, model.id)
+            _reuse(reading, model)
+            if model.id not in self._sizes:
+                self._sizes[model.id] = _sizes(model.layout)
+            _blocks(reading, model, self._sizes[model.id])
+        for gone in self._sizes.keys() - self.node.core.ledger.models.keys():
+            del self._sizes[gone]
+        self._transfers(reading)
+        self._calls(reading)
+
+    def _daemon(self, reading: Reading) -> None:
+        core = self.node.core
+        reading.put("info", 1, self.facts.version, self.facts.backend)
+        reading.put("uptime_seconds", self.node.now() - self.node.started)
+        reading.put("draining", int(core.ledger.draining))
+        reading.put("log_lines_lost", events.lost_lines())
+        for name, count in core.counters.items():
+            reading.put("events", count, name)
+
+    def _memory(self, reading: Reading) -> None:
+        facts = self.facts
+        for device in self.node.vault.devices():
+            reading.put("device_pool_bytes", facts.device_pool_bytes, device)
+            reading.put("device_pool_free_bytes", self.node.vault.device_free_bytes(device), device)
+        reading.put("host_pool_bytes", facts.host_pool_bytes)
+        ready = min(facts.host_pool_bytes, self.host_pool.ready_chunks * facts.host_chunk_bytes)
+        reading.put("host_pool_ready_bytes", ready)
+
+    def _leases(self, reading: Reading, sequences: Counter[int]) -> None:
+        ledger, now = self.node.core.ledger, self.node.now()
+        silence = 0.0
+        states = dict.fromkeys(LeaseState, 0)
+        for lease in ledger.leases.values():
+            states[lease.state] += 1
+            sequences[lease.model] += len(lease.sequences)
+            if lease.state is LeaseState.LIVE:
+                silence = max(silence, now - lease.last_heard)
+        for state, count in states.items():
+            reading.put("leases", count, state.value)
+        reading.put("lease_silence_seconds", silence)
+        reading.put("lease_silence_limit_seconds", self.node.lease_seconds)
+        reading.put("processes", len(ledger.processes))
+        for cause in LEASE_ENDS:
+            reading.put("leases_ended", self.node.core.counters.get(f"leases_ended_{cause}", 0), cause)
+
+    def _transfers(self, reading: Reading) -> None:
+        counts = self.engine.transfers
+        for (direction, device), size_bytes in list(counts.device_bytes.items()):
+            reading.put("transfer_bytes", size_bytes, direction, device)
+        for direction in DIRECTIONS:
+            reading.put_histogram("transfer_seconds", counts.seconds[direction], direction)
+            reading.put("transfer_failures", counts.failures[direction], direction)
+        waiting = self.engine.waiting()
+        for (direction, urgency), histogram in counts.queued.items():
+            reading.put_histogram("transfer_queue_seconds", histogram, direction, urgency.value)
+            now = waiting.get((direction, urgency))
+            labels = (direction, urgency.value)
+            reading.put("transfers", now.queued if now else 0, *labels, "queued")
+            reading.put("transfers", now.copying if now else 0, *labels, "copying")
+            reading.put("oldest_transfer_seconds", now.oldest_seconds if now else 0.0, *labels)
+
+    def _calls(self, reading: Reading) -> None:
+        for method, histogram in self.watch.seconds.items():
+            reading.put_histogram("rpc_seconds", histogram, method)
+        for (method, code), count in self.watch.codes.items():
+            reading.put("rpc_calls", count, method, code)
+        for (operation, code), count in self.cache.operations.items():
+            reading.put("step_operations", count, operation, code)
+        reading.put("calls_in_flight", self.gate.in_flight)
+        reading.put("calls_in_flight_limit", self.gate.limit)
+
+
+def _reuse(reading: Reading, model: Model) -> None:
+    labels = (model.name, model.id)
+    tokens, reuse = model.layout.block_tokens, model.reuse
+    reading.put("requested_tokens", reuse.requested * tokens, *labels)
+    reading.put("ceiling_tokens", reuse.ceiling * tokens, *labels)
+    reading.put("computed_tokens", reuse.published * tokens, *labels)
+    reading.put("remembered_keys", reuse.remembered, *labels)
+    for tier, blocks in model.hit_blocks.items():
+        reading.put("hit_tokens", blocks * tokens, *labels, tier)
+    for cause, blocks in reuse.missed.items():
+        if cause is not Cause.DUPLICATE:
+            reading.put("missed_tokens", blocks * tokens, *labels, cause.value)
+    for (tier, cause), blocks in reuse.recomputed.items():
+        reading.put("recomputed_tokens", blocks * tokens, *labels, tier, cause.value)
+
+
+def _sizes(layout: Layout) -> Sizes:
+    pages = tuple(layout.page_bytes(group) for group in range(len(layout.groups)))
+    full = layout.full_groups
+    device = sum(pages[group] for group in full) * layout.ranks
+    host = sum(pages[group] * layout.host_ranks(group) for group in full)
+    return Sizes(pages, {Tier.DEVICE.value: device, Tier.HOST.value: host})
+
+
+def _blocks(reading: Reading, model: Model, sizes: Sizes) -> None:
+    labels = (model.name, model.id)
+    layout = model.layout
+    reading.put("resident_blocks", len(model.blocks.index), *labels)
+    for group, named in enumerate(layout.groups):
+        reading.put("page_bytes", sizes.pages[group], *labels, named.name)
+    for place in model.blocks.index.places:
+        tier = (Tier.HOST if place is model.blocks.host else Tier.DEVICE).value
+        for group, pool in enumerate(place.pools):
+            for state in PageState:
+                reading.put("pages", pool.counts[state], *labels, tier, layout.groups[group].name, state.name.lower())
+        _place(reading, place, (*labels, tier), sizes.blocks[tier])
+
+
+def _place(reading: Reading, place: Place, labels: tuple[object, ...], block_bytes: int) -> None:
+    counts = place.counts
+    for state in BLOCK_STATES:
+        reading.put("blocks", counts.states[state], *labels, state.name.lower())
+    reading.put("pinned_blocks", counts.pinned, *labels)
+    reading.put("dropped_blocks", counts.left, *labels)
+    reading.put("dropped_unused_blocks", counts.left_unused, *labels)
+    reading.put("dropped_unused_bytes", counts.left_unused * block_bytes, *labels)
+    reading.put("dropped_windows", counts.windows_left, *labels)
+    reading.put_histogram("eviction_age_seconds", counts.ages, *labels)

@@ -1,0 +1,166 @@
+"""Every metric: its name, labels and meaning. docs/metrics.md is written from this, and nothing else is exported.
+
+Labels are few and bounded: a model's name with its number (at most 64 models at a time), tiers, states, devices,
+methods and causes that are words of the code. Never a key, a salt, a namespace, a lease or an engine's name: what
+one tenant's prompts are must not show in what another one can scrape, and series must not grow with the load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+PREFIX = "cachesvc_"
+MODEL = ("model", "model_id")
+
+
+class Kind(Enum):
+    """How values behave: a counter only grows (until its model or the daemon goes)."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family. ``name`` is without the prefix and, of counters, without Prometheus' ``_total``."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def exported(self) -> str:
+        """The name as Prometheus has it."""
+        return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
+
+
+def _counter(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
+    return Metric(name, Kind.COUNTER, labels, meaning)
+
+
+def _gauge(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
+    return Metric(name, Kind.GAUGE, labels, meaning)
+
+
+def _histogram(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, labels, meaning)
+
+
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Is it hitting, and if not, why": (
+        _counter("requested_tokens", MODEL, "Tokens of full blocks that Match was asked for, within `max_blocks`."),
+        _counter("hit_tokens", (*MODEL, "tier"), "Tokens that Match found: `device` in place, `host` to be loaded."),
+        _counter(
+            "ceiling_tokens",
+            MODEL,
+            "Tokens that a cache without end would have found: the reuse ceiling. A lower bound where more blocks were "
+            "dropped than are remembered (`remembered_keys`).",
+        ),
+        _counter(
+            "missed_tokens",
+            (*MODEL, "reason"),
+            "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "
+            "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group "
+            "has lost its part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load "
+            "failed later.",
+        ),
+        _counter("computed_tokens", MODEL, "Tokens that engines computed and published."),
+        _counter(
+            "recomputed_tokens",
+            (*MODEL, "tier", "reason"),
+            "Computed tokens that had been computed before. `tier` is where they were last. `evicted`, `operator`: "
+            "dropped since; `elsewhere`: resident, but not in place for this replica when its request matched; "
+            "`duplicate`: in place already when published: two computed them at the same time, "
+            "or a windowed group had lost its part.",
+        ),
+        _gauge("remembered_keys", MODEL, "Keys of dropped blocks that are remembered to tell why prompts miss."),
+    ),
+    "Is memory full, and of what": (
+        _gauge(
+            "pages",
+            (*MODEL, "tier", "group", "state"),
+            "Pages of the pools by state: `free`, `private` (one sequence may write them), `sealed` (published), "
+            "`in_flight`, `quarantined` (their engine is lost, and may still write). All replicas together.",
+        ),
+        _gauge("page_bytes", (*MODEL, "group"), "Bytes of one page on one rank."),
+        _gauge("blocks", (*MODEL, "tier", "state"), "Blocks with a copy on the tier: `filling`, `ready`, `draining`."),
+        _gauge("resident_blocks", MODEL, "Blocks in the index: on any tier, each counted once."),
+        _gauge(
+            "pinned_blocks",
+            (*MODEL, "tier"),
+            "Blocks that open sequences keep from being evicted. One that n sequences keep counts n times.",
+        ),
+        _counter("dropped_blocks", (*MODEL, "tier"), "Blocks whose copy on the tier was dropped."),
+        _counter(
+            "dropped_unused_blocks",
+            (*MODEL, "tier"),
+            "Of these, blocks that nobody had used since they came: no hit on `device`, no load from `host`.",
+        ),
+        _counter(
+            "dropped_unused_bytes",
+            (*MODEL, "tier"),
+            "Bytes that were written to the tier and never read: those of `dropped_unused_blocks`, on all ranks.",
+        ),
+        _counter("dropped_windows", (*MODEL, "tier"), "Windowed copies that were dropped while their block stayed."),
+        _histogram(
+            "eviction_age_seconds",
+            (*MODEL, "tier"),
+            "Time from a block's last access to its drop. Short: the tier is too small for what is used again.",
+        ),
+        _gauge("device_pool_bytes", ("device",), "Bytes of a device that the daemon gives to models."),
+        _gauge("device_pool_free_bytes", ("device",), "Of these, bytes that no model has."),
+        _gauge("host_pool_bytes", (), "Bytes of the host pool."),
+        _gauge("host_pool_ready_bytes", (), "Of these, bytes that are populated and registered."),
+    ),
+    "Are swaps slow": (
+        _counter("transfer_bytes", ("direction", "device"), "Bytes that landed: `h2d`, `d2h`, `p2p` (from a replica)."),
+        _histogram("transfer_seconds", ("direction",), "Time of a transfer from submission to end, if it went well."),
+        _histogram(
+            "transfer_queue_seconds",
+            ("direction", "urgency"),
+            "Time until its first slice was started: planning, and waiting for others. `awaited`: an engine waits for "
+            "it.",
+        ),
+        _counter("transfer_failures", ("direction",), "Transfers that failed; the log's `transfer_failed` says why."),
+        _gauge("transfers", ("direction", "urgency", "state"), "Transfers that have not ended, `queued` or `copying`."),
+        _gauge("oldest_transfer_seconds", ("direction", "urgency"), "Age of the oldest transfer that has not begun."),
+    ),
+    "Who is there, and who is silent": (
+        _gauge("leases", ("state",), "Leases: `live`, or `quarantined` (lost, with pages that may still be written)."),
+        _gauge(
+            "lease_silence_seconds", (), "Time since the live lease that is silent longest was heard; 0 without one."
+        ),
+        _gauge("lease_silence_limit_seconds", (), "Silence after which a lease is lost."),
+        _counter("leases_ended", ("cause",), "Leases that ended: `closed`, `silent`, `process_ended`, `other`."),
+        _gauge("processes", (), "Processes with a life connection."),
+        _gauge("sequences", MODEL, "Open sequences."),
+    ),
+    "Do calls fail, and how long do they take": (
+        _histogram(
+            "rpc_seconds",
+            ("method",),
+            "Time to serve a call; of the streams Step and KeepAlive, each message. It includes waiting for transfers.",
+        ),
+        _counter("rpc_calls", ("method", "code"), "Calls (of Step and KeepAlive: messages) by outcome; see ERRORS.md."),
+        _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
+        _gauge("calls_in_flight", (), "Calls being served."),
+        _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),
+        _gauge("loop_lag_seconds", (), "How long this reading waited for the event loop: what a call waits at least."),
+    ),
+    "The daemon itself": (
+        _gauge("info", ("version", "backend"), "Always 1."),
+        _gauge("uptime_seconds", (), "Time since the daemon started."),
+        _gauge("draining", (), "1 while nothing new is opened."),
+        _counter(
+            "events",
+            ("event",),
+            "What flows count: evictions, peer loads, pauses and so on, by the names that GetStatus tells too.",
+        ),
+        _counter("log_lines_lost", (), "Log lines that could not be written: standard error was full or closed."),
+    ),
+}
+
+CATALOGUE: dict[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}

@@ -1,0 +1,83 @@
+"""Every event that the daemon logs: its meaning and its fields. docs/logs.md is written from this.
+
+A log line's ``event`` is one of these names; a test holds every call that logs against them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``fields``: what a line carries beside time, level and event; "..." stands for more that the meaning names."""
+
+    level: str
+    meaning: str
+    fields: tuple[str, ...] = ()
+
+
+VOCABULARY: dict[str, Event] = {
+    # start and end
+    "config": Event("info", "The effective configuration, one field a setting.", ("...",)),
+    "ready": Event(
+        "info",
+        "The daemon serves. `port`, `metrics_port`: 0 where there is none.",
+        ("socket", "port", "metrics_port", "backend", "devices", "epoch", "pid", "seconds"),
+    ),
+    "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
+    "stopped": Event("info", "The daemon has ended in order."),
+    # devices and memory
+    "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),
+    "device_ready": Event(
+        "info",
+        "A GPU with its link's measured figures, by the names of DeviceStatus.",
+        ("device", "device_name", "pci", "free_bytes", "pool_bytes", "context_bytes", "..."),
+    ),
+    "gpu_broken": Event(
+        "error",
+        "A GPU answers no call any more: its transfers fail from now on. Restart the daemon.",
+        ("device", "reason"),
+    ),
+    "host_pool_node": Event("info", "The NUMA node of the host pool.", ("node", "gpus")),
+    "numa_node_unreadable": Event("warning", "A NUMA node of the system could not be read.", ("node", "error")),
+    "numa_not_applied": Event("info", "Memory was not bound to its NUMA node, and why.", ("node", "reason", "detail")),
+    "numa_library_missing": Event(
+        "info", "libnuma is not installed: memory lies where it falls.", ("library", "error")
+    ),
+    "host_pool_filling_failed": Event(
+        "error", "The host pool stays smaller than configured.", ("ready_chunks", "chunks")
+    ),
+    "host_pages_callback_failed": Event(
+        "error", "Host pages came and could not be given out.", ("first_page", "pages")
+    ),
+    # models, leases, processes
+    "model_registered": Event(
+        "info",
+        "A model, or a further replica of one.",
+        ("model", "model_name", "devices", "device_pages", "host_pages"),
+    ),
+    "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
+    "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
+    "lease_silent": Event("warning", "A lease was silent for too long and is lost.", ("lease", "seconds")),
+    "life_connection_refused": Event(
+        "warning", "A process of another user, or one too many, wanted a life connection.", ("uid", "connections")
+    ),
+    "life_connection_broke": Event("info", "A life connection ended with an error.", ("pid",)),
+    "process_ended": Event("info", "The kernel says that an engine's process is gone.", ("pid",)),
+    "connection_ended": Event(
+        "info", "A process counts as gone: its connection ended, and the grace is over.", ("pid",)
+    ),
+    # transfers and calls
+    "transfer_failed": Event(
+        "warning", "A transfer failed, and why; whoever waits for it is told.", ("ticket", "reason")
+    ),
+    "swap_done_callback_failed": Event("error", "A defect: the end of a transfer could not be told.", ("ticket",)),
+    "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
+    "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
+    "call_broke": Event("error", "A defect: a call failed inside the daemon; the traceback says where."),
+    # telemetry itself
+    "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),
+    "log_lines_lost": Event("warning", "Lines that standard error did not take: it was full or closed.", ("lines",)),
+    "library_log": Event("info", "A library's own words, at its level.", ("logger", "text")),
+}
