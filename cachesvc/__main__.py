@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--eviction", choices=sorted(RANK_RULES), help="default lru")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
+    add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
+    add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
     return parser
 

@@ -38,6 +38,7 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
+    ``event_history``: changes of blocks that each model remembers; a subscriber that falls behind it is cut off.
     ``allow_uids``: empty: its own and root.
     """
 
@@ -68,6 +69,8 @@ class Config:
     leases: int = 1024
     operations_per_step: int = 4096
     calls_in_flight: int = 1024
+    event_subscribers: int = 64
+    event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
     log_level: str = "info"
 
@@ -84,6 +87,8 @@ class Config:
         for name in ("lease_seconds", "wait_seconds", "blocks_per_sequence", "sequences_per_lease"):
             _positive(name, getattr(self, name))
         for name in ("operations_per_step", "calls_in_flight"):
+            _positive(name, getattr(self, name))
+        for name in ("event_subscribers", "event_history"):
             _positive(name, getattr(self, name))
         _positive("slice_bytes", self.slice_bytes)
         if min(self.load_limit, self.store_limit) < 0:

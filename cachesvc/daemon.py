@@ -227,11 +227,12 @@ class Daemon:
         config = self._config
         gate = CallGate(config.calls_in_flight)
         shown = {**config.shown(), "backend": backend.name}
+        following = EventService(node, config.event_subscribers)
         services = Services(
             engine=EngineService(node, gate, backend),
             lease=LeaseService(node, gate),
             cache=CacheService(node, gate, config.operations_per_step),
-            event=EventService(),
+            event=following,
             admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
         )
         listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
@@ -239,6 +240,8 @@ class Daemon:
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
+        following.start()
+        self._stack.callback(following.close)
         return port
 
     async def _not_serving(self) -> None:
@@ -278,6 +281,7 @@ def _core(config: Config, engine: SwapEngine) -> Core:
         sequences_per_lease=config.sequences_per_lease,
         stock_pages_per_lease=config.stock_pages_per_lease,
         leases=config.leases,
+        events_per_model=config.event_history,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
     return Core(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.transfers import remember_dropped
+from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
@@ -85,10 +86,11 @@ def blocks(core: Core, model_id: int, keys: bytes, limit: int) -> tuple[list[Blo
         rows = [index.rows[key] for key in wanted if key in index.rows]
     else:
         rows = heapq.nlargest(limit + 1, index.rows.values(), key=lambda row: (index.stamp[row], index.depth[row]))
-    return [_block(model, row) for row in rows[:limit]], len(rows) > limit
+    return [block_line(model, row) for row in rows[:limit]], len(rows) > limit
 
 
-def _block(model: Model, row: int) -> BlockLine:
+def block_line(model: Model, row: int) -> BlockLine:
+    """One block as operators see it."""
     index = model.blocks.index
     copies = tuple(
         CopyLine(place.name, model.layout.groups[group].name, CopyState(states[row]).name, place.pages[group][row])
@@ -185,6 +187,7 @@ def evict(core: Core, model_id: int, tier: str, count: int) -> int:
             plan, _ = model.evictor.plan_device(place, wanted, to_host=False)
             plan.drains.clear()
             plan.host_drops.clear()
+        plan.cause = Cause.OPERATOR
         model.evictor.carry_out(plan)
         evicted += len(plan.drops)
     remember_dropped(core, model)

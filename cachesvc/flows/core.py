@@ -51,6 +51,7 @@ class Limits:
     leases: int = 1024
     models: int = 64
     running_tickets: int = 4096
+    events_per_model: int = 65536
     peer_blocks_min: int = 1
     peer_waits: int = 4
     peer_wait_seconds: float = 0.5

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
+from cachesvc.ledger.journal import Moment
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.sequences import Sequence
@@ -54,7 +55,10 @@ class Model:
 
 
 class Ledger:
-    """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats."""
+    """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats.
+
+    ``moment``: when whatever is written into journals happens, told by whoever runs flows.
+    """
 
     def __init__(self, *, keep_tickets: int = 4096) -> None:
         self.models: dict[int, Model] = {}
@@ -63,11 +67,17 @@ class Ledger:
         self.processes: dict[bytes, Process] = {}
         self.tickets = TicketBook(keep_tickets)
         self.draining = False
+        self.moment = Moment()
         self._stamp = 0
 
     def stamp(self) -> int:
         """The next access number."""
         self._stamp += 1
+        return self._stamp
+
+    @property
+    def last_stamp(self) -> int:
+        """The newest access number."""
         return self._stamp
 
     def model(self, model_id: int) -> Model:

@@ -41,6 +41,7 @@ from cachesvc_client.errors import (
     DaemonFault,
     DaemonUnavailable,
     DeadlineExceeded,
+    EventsMissed,
     GpuFailed,
     InvalidRequest,
     LeaseLost,
@@ -51,6 +52,7 @@ from cachesvc_client.errors import (
     NotSupported,
     PoolExhausted,
     StockEmpty,
+    SubscriberTooSlow,
 )
 from cachesvc_client.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
@@ -77,6 +79,7 @@ __all__ = [
     "DaemonFault",
     "DaemonUnavailable",
     "DeadlineExceeded",
+    "EventsMissed",
     "ExtraKey",
     "GpuFailed",
     "IndexPage",
@@ -105,6 +108,7 @@ __all__ = [
     "StepStream",
     "Stock",
     "StockEmpty",
+    "SubscriberTooSlow",
     "Swapped",
     "TicketView",
     "Timeouts",
