@@ -76,7 +76,15 @@ def find_model(core: Core, model_id: int, namespace: bytes, *, sees_all: bool) -
 class Feed:
     """One follower's cursor. Nothing is kept for it but that: the journal is the queue."""
 
-    def __init__(self, model: Model, *, snapshot: bool, after: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        snapshot: bool,
+        after: int | None = None,
+        rows_at_once: int = ROWS_AT_ONCE,
+        changes_at_once: int = CHANGES_AT_ONCE,
+    ) -> None:
         """Begin with a snapshot, behind change ``after``, or now. Raises EventsForgotten, InvalidRequest."""
         journal = model.blocks.journal
         if after is not None and after > journal.last:
@@ -85,6 +93,8 @@ class Feed:
             raise EventsForgotten(after + 1, journal.first)
         self.model = model
         self._journal = journal
+        self._rows_at_once = rows_at_once
+        self._changes_at_once = changes_at_once
         self._next = journal.last + 1 if after is None else after + 1
         self._row = 0 if snapshot else NO_ROW
         self._part = Part.FIRST if snapshot else Part.NONE
@@ -116,7 +126,7 @@ class Feed:
         return Changes(Part.NONE, first, self._next - 1, runs)
 
     def _take(self) -> list[Event]:
-        events = self._journal.read(self._next, CHANGES_AT_ONCE)
+        events = self._journal.read(self._next, self._changes_at_once)
         self._next += len(events)
         return events
 
@@ -127,7 +137,7 @@ class Feed:
         if not self.behind:
             rows = len(self.model.blocks.index.keys)
             if passed < rows:
-                self._row = min(rows, passed + ROWS_AT_ONCE)
+                self._row = min(rows, passed + self._rows_at_once)
                 runs += self._read(passed, self._row)
             elif part is not Part.FIRST:
                 self._row = NO_ROW

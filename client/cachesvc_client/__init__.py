@@ -54,6 +54,7 @@ from cachesvc_client.errors import (
     StockEmpty,
     SubscriberTooSlow,
 )
+from cachesvc_client.events import BlockMirror, EventSubscriber
 from cachesvc_client.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
 from cachesvc_client.pool import AttachedPool, LoadOutcome
@@ -72,6 +73,7 @@ __all__ = [
     "AlreadyClosed",
     "AttachedPool",
     "BlockHasher",
+    "BlockMirror",
     "CacheClient",
     "CacheClientError",
     "ChannelOptions",
@@ -79,6 +81,7 @@ __all__ = [
     "DaemonFault",
     "DaemonUnavailable",
     "DeadlineExceeded",
+    "EventSubscriber",
     "EventsMissed",
     "ExtraKey",
     "GpuFailed",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
-from kvcache.v1 import cache_pb2, engine_pb2, lease_pb2
+from kvcache.v1 import cache_pb2, engine_pb2, event_pb2, lease_pb2
 
 from cachesvc_client.errors import CacheClientError, DeadlineExceeded
 
@@ -49,6 +49,8 @@ WAIT_TICKETS = Method("CacheService", "WaitTickets", cache_pb2.WaitTicketsReques
 EXTEND = Method("CacheService", "Step", cache_pb2.ExtendRequest, cache_pb2.ExtendResponse, "extend")
 """Travels in a Step only."""
 STEP = Method("CacheService", "Step", cache_pb2.StepRequest, cache_pb2.StepResponse)
+
+SUBSCRIBE = Method("EventService", "Subscribe", event_pb2.SubscribeRequest, event_pb2.SubscribeResponse)
 
 
 @dataclass(slots=True)
