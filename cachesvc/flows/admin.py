@@ -112,17 +112,15 @@ def block_line(model: Model, row: int) -> BlockLine:
 
 
 def tree(core: Core, model_id: int, key: bytes, depth: int, limit: int) -> tuple[list[TreeLine], bool]:
-    """The index below ``key`` (empty: the root), the biggest subtrees first; and whether something was left out.
+    """The index below ``key`` (or what begins so; empty: the root), the biggest subtrees first; and if all is told.
 
-    Walks the whole index once. Raises NotFound for a key that is not resident.
+    Walks the whole index once. Raises NotFound for a key that is not resident, InvalidRequest for several.
     """
     model = core.ledger.model(model_id)
     index = model.blocks.index
     top = NO_ROW
     if key:
-        if key not in index.rows:
-            raise NotFound("block", key.hex(), "it is not resident, or belongs to another model")
-        top = index.rows[key]
+        top = _row_of(model, key)
     children: dict[int, list[int]] = {}
     below: dict[int, int] = {}
     for row in sorted(index.rows.values(), key=lambda row: -index.depth[row]):
@@ -144,6 +142,19 @@ def tree(core: Core, model_id: int, key: bytes, depth: int, limit: int) -> tuple
         else:
             truncated = truncated or bool(children.get(row))
     return out, truncated
+
+
+def _row_of(model: Model, prefix: bytes) -> int:
+    """The row of the one resident key that begins with ``prefix``."""
+    rows = model.blocks.index.rows
+    if prefix in rows:
+        return rows[prefix]
+    found = [row for key, row in rows.items() if key.startswith(prefix)]
+    if not found:
+        raise NotFound("block", prefix.hex(), "it is not resident, or belongs to another model")
+    if len(found) > 1:
+        raise InvalidRequest(f"{len(found)} resident keys begin with {prefix.hex()}; give more of it")
+    return found[0]
 
 
 def _largest_last(rows: list[int], below: dict[int, int]) -> list[int]:

@@ -68,11 +68,6 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         for subscriber in self._subscribers:
             subscriber.end(Unavailable("the daemon stops; subscribe anew when it is back, with a snapshot"))
 
-    @property
-    def subscribers(self) -> int:
-        """How many there are now."""
-        return len(self._subscribers)
-
     async def Subscribe(  # type: ignore[override]  # written, not yielded: an answer may be given up half way
         self, request: event_pb2.SubscribeRequest, context: Context
     ) -> None:
@@ -94,12 +89,15 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     async def _serve(self, request: event_pb2.SubscribeRequest, context: Context) -> None:
         subscriber = _Subscriber(self._feed_of(request, context))
+        counters = self._node.core.counters
         self._subscribers.add(subscriber)
         self._node.core.count("event_subscriptions")
+        counters["event_subscribers"] = len(self._subscribers)
         try:
             await self._follow(subscriber, context)
         finally:
             self._subscribers.discard(subscriber)
+            counters["event_subscribers"] = len(self._subscribers)
 
     def _feed_of(self, request: event_pb2.SubscribeRequest, context: Context) -> Feed:
         if len(self._subscribers) >= self._limit:

@@ -27,7 +27,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
     """The stories of up to ``STORIES_MAX`` blocks. Raises InvalidRequest, NotFound (the model)."""
     prefix = request.key_prefix
     if not PREFIX_BYTES_MIN <= len(prefix) <= KEY_BYTES:
-        raise InvalidRequest(f"a key has {KEY_BYTES} bytes; name at least the first {PREFIX_BYTES_MIN}")
+        raise InvalidRequest(f"a key has {KEY_BYTES} bytes; name at least the first {PREFIX_BYTES_MIN} bytes of it")
     ledger = node.core.ledger
     models = [ledger.model(request.model_id)] if request.model_id else list(ledger.models.values())
     limit = min(request.events or EVENTS_DEFAULT, EVENTS_MAX)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cachesvc_client import (
@@ -25,7 +26,7 @@ from cachesvc_client.events import Batch, Kind, Part, Spot
 from grpc import RpcError
 from kvcache.v1 import admin_pb2, event_pb2, event_pb2_grpc
 
-from tests.e2e.engine import WINDOWED, Engine, prompt
+from tests.e2e.engine import LAYOUTS, Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
 
 PLACES = {"host": Spot(0, "host", 0), "replica 0": Spot(0, "device", 0)}
@@ -58,8 +59,7 @@ def catch_up(subscriber: EventSubscriber, batches: Iterator[Batch], mirror: Bloc
 
 @pytest.mark.parametrize("layout", ["plain", "windowed"])
 def test_a_mirror_shows_what_the_daemon_has(node: Node, layout: str) -> None:
-    settings = {"layout": WINDOWED} if layout == "windowed" else {}
-    with Engine(node.socket, device_pages=16, host_pages=16, **settings) as engine:
+    with Engine(node.socket, device_pages=16, host_pages=16, layout=LAYOUTS[layout]) as engine:
         engine.serve(prompt(1, 6))
         with EventSubscriber(node.socket, engine.registration.namespace) as subscriber:
             mirror, batches = BlockMirror(), subscriber.follow()
@@ -81,7 +81,7 @@ def test_a_mirror_shows_what_the_daemon_has(node: Node, layout: str) -> None:
 
 
 def test_two_tenants_with_the_same_prompts_share_no_event(node: Node) -> None:
-    settings = {"device_pages": 16, "host_pages": 0}
+    settings: dict[str, Any] = {"device_pages": 16, "host_pages": 0}
     with (
         Engine(node.socket, name="a", salt=b"tenant a", **settings) as first,
         Engine(node.socket, name="b", salt=b"tenant b", **settings) as second,
@@ -206,6 +206,7 @@ def test_there_is_a_limit_and_who_leaves_makes_room() -> None:
         with EventSubscriber(node.socket, namespace) as first, EventSubscriber(node.socket, namespace) as second:
             held = [next(each.subscribe()) for each in (first, second)]
             assert [batch.part for batch in held] == [Part.FIRST, Part.FIRST]
+            assert node.counters()["event_subscribers"] == 2
         with EventSubscriber(node.socket, namespace) as third:
             wait_until(lambda: can_subscribe(third), "those who left are forgotten")
 

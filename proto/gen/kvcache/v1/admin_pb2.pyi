@@ -623,7 +623,7 @@ class GetTreeRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     key: _builtins.bytes
-    """Empty: from the root."""
+    """Empty: from the root. How a key begins will do where only one does so."""
     depth: _builtins.int
     limit: _builtins.int
     def __init__(
