@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
     add("--metrics-listen", metavar="HOST:PORT", help="serve /metrics for Prometheus (default: not)")
     add("--otlp-endpoint", metavar="URL", help="push metrics and traces to an OTLP collector (default: not)")
+    add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
+    add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
     return parser
 

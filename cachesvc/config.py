@@ -41,8 +41,9 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
-    ``allow_uids``: empty: its own and root. ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty.
-    ``otlp_endpoint``: URL of a collector that gets metrics and traces, or empty.
+    ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
+    metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that falls
+    behind it is cut off. ``allow_uids``: empty: its own and root.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -72,6 +73,8 @@ class Config:
     leases: int = 1024
     operations_per_step: int = 4096
     calls_in_flight: int = 1024
+    event_subscribers: int = 64
+    event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
     log_level: str = "info"
     metrics_listen: str = ""
@@ -96,6 +99,8 @@ class Config:
                 f"slice_bytes must be at least {MIN_SLICE_BYTES} (1 MiB), got {self.slice_bytes}: smaller slices cost "
                 "more to choose and submit than to copy"
             )
+        for name in ("event_subscribers", "event_history"):
+            _positive(name, getattr(self, name))
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:

@@ -247,11 +247,12 @@ class Daemon:
     ) -> int:
         config = self._config
         shown = {**config.shown(), "backend": backend.name}
+        following = EventService(node, config.event_subscribers)
         services = Services(
             engine=EngineService(node, gate, backend),
             lease=LeaseService(node, gate),
             cache=cache,
-            event=EventService(),
+            event=following,
             admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
         )
         listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
@@ -259,6 +260,8 @@ class Daemon:
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
+        following.start()
+        self._stack.callback(following.close)
         return port
 
     async def _not_serving(self) -> None:
@@ -298,6 +301,7 @@ def _core(config: Config, engine: SwapEngine) -> Core:
         sequences_per_lease=config.sequences_per_lease,
         stock_pages_per_lease=config.stock_pages_per_lease,
         leases=config.leases,
+        events_per_model=config.event_history,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
     return Core(

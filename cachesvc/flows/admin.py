@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.transfers import remember_dropped
+from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
-from cachesvc.ledger.reuse import Cause
+from cachesvc.ledger.reuse import Miss
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import CopyState, PageState, Tier
@@ -86,10 +87,11 @@ def blocks(core: Core, model_id: int, keys: bytes, limit: int) -> tuple[list[Blo
         rows = [index.rows[key] for key in wanted if key in index.rows]
     else:
         rows = heapq.nlargest(limit + 1, index.rows.values(), key=lambda row: (index.stamp[row], index.depth[row]))
-    return [_block(model, row) for row in rows[:limit]], len(rows) > limit
+    return [block_line(model, row) for row in rows[:limit]], len(rows) > limit
 
 
-def _block(model: Model, row: int) -> BlockLine:
+def block_line(model: Model, row: int) -> BlockLine:
+    """One block as operators see it."""
     index = model.blocks.index
     copies = tuple(
         CopyLine(place.name, model.layout.groups[group].name, CopyState(states[row]).name, place.pages[group][row])
@@ -111,17 +113,15 @@ def _block(model: Model, row: int) -> BlockLine:
 
 
 def tree(core: Core, model_id: int, key: bytes, depth: int, limit: int) -> tuple[list[TreeLine], bool]:
-    """The index below ``key`` (empty: the root), the biggest subtrees first; and whether something was left out.
+    """The index below ``key`` (or what begins so; empty: the root), the biggest subtrees first; and if all is told.
 
-    Walks the whole index once. Raises NotFound for a key that is not resident.
+    Walks the whole index once. Raises NotFound for a key that is not resident, InvalidRequest for several.
     """
     model = core.ledger.model(model_id)
     index = model.blocks.index
     top = NO_ROW
     if key:
-        if key not in index.rows:
-            raise NotFound("block", key.hex(), "it is not resident, or belongs to another model")
-        top = index.rows[key]
+        top = _row_of(model, key)
     children: dict[int, list[int]] = {}
     below: dict[int, int] = {}
     for row in sorted(index.rows.values(), key=lambda row: -index.depth[row]):
@@ -143,6 +143,19 @@ def tree(core: Core, model_id: int, key: bytes, depth: int, limit: int) -> tuple
         else:
             truncated = truncated or bool(children.get(row))
     return out, truncated
+
+
+def _row_of(model: Model, prefix: bytes) -> int:
+    """The row of the one resident key that begins with ``prefix``."""
+    rows = model.blocks.index.rows
+    if prefix in rows:
+        return rows[prefix]
+    found = [row for key, row in rows.items() if key.startswith(prefix)]
+    if not found:
+        raise NotFound("block", prefix.hex(), "it is not resident, or belongs to another model")
+    if len(found) > 1:
+        raise InvalidRequest(f"{len(found)} resident keys begin with {prefix.hex()}; give more of it")
+    return found[0]
 
 
 def _largest_last(rows: list[int], below: dict[int, int]) -> list[int]:
@@ -186,7 +199,8 @@ def evict(core: Core, model_id: int, tier: str, count: int) -> int:
             plan, _ = model.evictor.plan_device(place, wanted, to_host=False)
             plan.drains.clear()
             plan.host_drops.clear()
+        plan.cause = Cause.OPERATOR
         model.evictor.carry_out(plan)
         evicted += len(plan.drops)
-    remember_dropped(core, model, Cause.OPERATOR)
+    remember_dropped(core, model, Miss.OPERATOR)
     return evicted

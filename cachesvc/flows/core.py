@@ -11,7 +11,7 @@ from typing import Protocol
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.ledger.reuse import Cause
+from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import GroupCells, TicketView, Wait
@@ -54,6 +54,7 @@ class Limits:
     models: int = 64
     running_tickets: int = 4096
     remembered_blocks: int = 1 << 18
+    events_per_model: int = 65536
     peer_blocks_min: int = 1
     peer_waits: int = 4
     peer_wait_seconds: float = 0.5
@@ -121,7 +122,7 @@ def expedite(core: Core, tickets: Iterable[int]) -> None:
             expedite(core, running[ticket].after)
 
 
-def remember_dropped(core: Core, model: Model, cause: Cause = Cause.EVICTED) -> None:
+def remember_dropped(core: Core, model: Model, cause: Miss = Miss.EVICTED) -> None:
     """Remember, within bounds, which blocks left the index and why, and for the write policy their reuse counts."""
     dropped = model.blocks.dropped
     if dropped:

@@ -197,7 +197,7 @@ def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: b
     for pool, runs in zip(pools, ready, strict=True):
         for run in runs:
             pool.add(run.first, run.count)
-    blocks = BlockLedger(layout, pools, core.rank, core.ledger.ages)
+    blocks = BlockLedger(layout, pools, core.rank, core.ledger.ages, core.ledger.moment, core.limits.events_per_model)
     model = Model(model_id, name, layout, namespace, blocks, Evictor(blocks), pages)
     core.ledger.models[model_id] = model
     return model

@@ -8,7 +8,7 @@ from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_
 from cachesvc.flows.match import check_keys
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
-from cachesvc.ledger.reuse import Cause
+from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import Published, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned, StateConflict
@@ -125,11 +125,11 @@ def _seal_one(
         return row, FILLING
     elif place.is_hittable(row):
         spares += _take_sealed(replica, sequence, position, row)
-        model.reuse.computed_again(Tier.DEVICE.value, Cause.DUPLICATE)
+        model.reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
         return row, READY
     else:
         tier = Tier.HOST if blocks.host.is_present(row) else Tier.DEVICE
-        model.reuse.computed_again(tier.value, Cause.ELSEWHERE)
+        model.reuse.computed_again(tier.value, Miss.ELSEWHERE)
     pages = [table[position] for table in sequence.tables]
     blocks.add_copy(place, row, pages, READY)
     for group, page in enumerate(pages):

@@ -7,7 +7,7 @@ from cachesvc.flows.core import Core, remember_dropped
 from cachesvc.flows.release import let_go, unpin_windows
 from cachesvc.flows.swap import land_swap
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.reuse import Cause
+from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.transfer import Direction
 
@@ -84,7 +84,7 @@ def _end_load(core: Core, model: Model, replica: Replica, ticket: Ticket, error:
         if ticket.source is None:
             blocks.host.used[row] |= not error
     if error:
-        model.reuse.missed[Cause.LOAD_FAILED] += len(ticket.rows)
+        model.reuse.missed[Miss.LOAD_FAILED] += len(ticket.rows)
     if ticket.source is not None:
         blocks.unpin(model.replicas[ticket.source[0]].place, ticket.source[1])
         core.count("peer_blocks", 0 if error else len(ticket.rows))

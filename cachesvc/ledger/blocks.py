@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.index import BlockIndex
+from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import Rank, RankNow
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
@@ -46,20 +47,27 @@ class BlockLedger:
     """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place."""
 
     def __init__(
-        self, layout: Layout, host_pools: tuple[PagePool, ...], rank: RankRule, ages: Ages | None = None
+        self,
+        layout: Layout,
+        host_pools: tuple[PagePool, ...],
+        rank: RankRule,
+        ages: Ages | None = None,
+        moment: Moment | None = None,
+        keep_events: int = KEEP_EVENTS,
     ) -> None:
         self.layout = layout
         self.ages = ages or Ages()
         self.index = BlockIndex()
+        self.journal = Journal(self.index.keys, self.index.parent, moment or Moment(), keep_events)
         self.rank = rank
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
-        self.host = Place("host", layout, host_pools)
+        self.host = Place("host", layout, host_pools, self.journal, self.index.places)
         self.index.add_place(self.host)
 
     def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         """A further device place with one pool for each group."""
-        place = Place(name, self.layout, pools)
+        place = Place(name, self.layout, pools, self.journal, self.index.places)
         self.index.add_place(place)
         return place
 
@@ -238,7 +246,7 @@ class BlockLedger:
         if parent != NO_ROW:
             place.children[parent] += 1
 
-    def drop_copy(self, place: Place, row: int) -> None:
+    def drop_copy(self, place: Place, row: int, cause: Cause | None = None) -> None:
         """Take a row's copies on ``place`` away and free their pages; forget the row when it was the last place.
 
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
@@ -247,14 +255,14 @@ class BlockLedger:
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 page = place.pages[group][row]
-                place.move(group, row, ABSENT)
+                place.move(group, row, ABSENT, cause=cause)
                 place.pools[group].move(page, PageState.FREE)
         self._after_leaving(place, row)
 
     def drop_window(self, place: Place, group: int, row: int) -> None:
         """Take one windowed copy away by itself and free its page."""
         page = place.pages[group][row]
-        place.move(group, row, ABSENT)
+        place.move(group, row, ABSENT, cause=Cause.WINDOW_EVICTED)
         place.pools[group].move(page, PageState.FREE)
         place.counts.windows_left += 1
 

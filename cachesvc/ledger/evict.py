@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leaves import Rank
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.words import ABSENT, DRAINING, NO_PAGE, READY, PageState
@@ -42,6 +43,7 @@ class EvictionPlan:
     drops: list[int] = field(default_factory=list)
     drains: list[Drain] = field(default_factory=list)
     host_drops: list[int] = field(default_factory=list)
+    cause: Cause = Cause.EVICTED
 
     @property
     def found(self) -> int:
@@ -188,7 +190,7 @@ class Evictor:
         ledger = self.ledger
         place = plan.place
         for row in plan.host_drops:
-            ledger.drop_copy(ledger.host, row)
+            ledger.drop_copy(ledger.host, row, plan.cause)
         drains: list[tuple[Drain, tuple[int, ...]]] = []
         for drain in plan.drains:
             row = drain.row
@@ -203,7 +205,7 @@ class Evictor:
                 place.pools[group].move(place.pages[group][row], PageState.IN_FLIGHT)
             drains.append((drain, pages))
         for row in plan.drops:
-            ledger.drop_copy(place, row)
+            ledger.drop_copy(place, row, plan.cause)
         ledger.evicted_blocks += len(plan.drops)
         return drains
 

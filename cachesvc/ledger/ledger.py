@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
+from cachesvc.ledger.journal import Moment
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Reuse
@@ -57,7 +58,10 @@ class Model:
 
 
 class Ledger:
-    """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats."""
+    """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats.
+
+    ``moment``: when whatever is written into journals happens, told by whoever runs flows.
+    """
 
     def __init__(self, *, keep_tickets: int = 4096) -> None:
         self.models: dict[int, Model] = {}
@@ -67,6 +71,7 @@ class Ledger:
         self.tickets = TicketBook(keep_tickets)
         self.draining = False
         self.ages = Ages()
+        self.moment = Moment()
         self._stamp = 0
 
     def stamp(self) -> int:
@@ -77,6 +82,11 @@ class Ledger:
     def mark_time(self, now: float) -> None:
         """It is ``now`` (seconds): lets ages of accesses be told. Nothing is decided by it."""
         self.ages.mark(self._stamp, now)
+
+    @property
+    def last_stamp(self) -> int:
+        """The newest access number."""
+        return self._stamp
 
     def model(self, model_id: int) -> Model:
         """A model by number. Raises NotFound."""

@@ -17,7 +17,7 @@ from cachesvc.model.keys import KEY_BYTES
 LEAST_REMEMBERED = 1024
 
 
-class Cause(Enum):
+class Miss(Enum):
     """Why tokens were not hits, or were computed though they had been computed before."""
 
     NEW = "new"  # never published here, or forgotten since
@@ -36,10 +36,10 @@ class Reuse:
         self.requested = 0
         self.ceiling = 0
         self.published = 0
-        self.missed = dict.fromkeys(Cause, 0)
-        self.recomputed: dict[tuple[str, Cause], int] = {}
-        self._young: dict[bytes, tuple[str, Cause]] = {}
-        self._old: dict[bytes, tuple[str, Cause]] = {}
+        self.missed = dict.fromkeys(Miss, 0)
+        self.recomputed: dict[tuple[str, Miss], int] = {}
+        self._young: dict[bytes, tuple[str, Miss]] = {}
+        self._old: dict[bytes, tuple[str, Miss]] = {}
 
     @property
     def remembered(self) -> int:
@@ -55,12 +55,12 @@ class Reuse:
         resident = self._bisect(keys, hit, blocks, (index.rows,))
         seen = self._bisect(keys, resident, blocks, (index.rows, self._young, self._old))
         self.ceiling += seen
-        self.missed[Cause.PARTLY if has_windows else Cause.ELSEWHERE] += resident - hit
+        self.missed[Miss.PARTLY if has_windows else Miss.ELSEWHERE] += resident - hit
         if seen > resident:
             first = keys[resident * KEY_BYTES : (resident + 1) * KEY_BYTES]
             known = self._young.get(first) or self._old.get(first)
-            self.missed[known[1] if known else Cause.EVICTED] += seen - resident
-        self.missed[Cause.NEW] += blocks - seen
+            self.missed[known[1] if known else Miss.EVICTED] += seen - resident
+        self.missed[Miss.NEW] += blocks - seen
 
     @staticmethod
     def _bisect(keys: bytes, low: int, high: int, known: tuple[Mapping[bytes, object], ...]) -> int:
@@ -79,12 +79,12 @@ class Reuse:
         if known is not None:
             self.recomputed[known] = self.recomputed.get(known, 0) + 1
 
-    def computed_again(self, tier: str, cause: Cause) -> None:
+    def computed_again(self, tier: str, cause: Miss) -> None:
         """A block was published that the index has, on ``tier``."""
         known = (tier, cause)
         self.recomputed[known] = self.recomputed.get(known, 0) + 1
 
-    def dropped(self, keys: Iterable[tuple[bytes, str]], cause: Cause, limit: int) -> None:
+    def dropped(self, keys: Iterable[tuple[bytes, str]], cause: Miss, limit: int) -> None:
         """Blocks left the index from a tier, children before parents. Remembers about ``limit`` at most."""
         half = max(limit, LEAST_REMEMBERED) // 2
         for key, tier in keys:
@@ -93,5 +93,5 @@ class Reuse:
                 self._old, self._young = self._young, {}
 
 
-_KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Cause}
+_KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Miss}
 """One object each, so that a remembered key costs a slot of a dict and no more."""

@@ -12,6 +12,9 @@ CacheError
 │   └── LoadFailed        a transfer that the sequence relies on has failed
 ├── PoolExhausted         not enough pages, with the numbers
 ├── LimitExceeded         more than a configured limit
+├── EventsForgotten       the changes that a subscriber asks for are no longer known: take a snapshot
+├── OtherEpoch            the changes that a subscriber asks for are of an earlier life of the daemon: take a snapshot
+├── TooSlow               a subscriber fell too far behind and was cut off: subscribe anew, with a snapshot
 ├── NotSupported          known by name, not built
 └── Unavailable           draining or shutting down: go on without the cache
 """
@@ -34,6 +37,8 @@ class ErrorCode(Enum):
     LIMIT = "LIMIT"
     UNSUPPORTED = "UNSUPPORTED"
     UNAVAILABLE = "UNAVAILABLE"
+    GAP = "GAP"
+    TOO_SLOW = "TOO_SLOW"
     DEADLINE = "DEADLINE"
 
 
@@ -148,6 +153,44 @@ class LimitExceeded(CacheError):
         self.what = what
         self.got = got
         self.limit = limit
+
+
+class EventsForgotten(CacheError):
+    """Changes from ``wanted`` on are asked for, and ``first`` is the oldest that is known."""
+
+    code = ErrorCode.GAP
+
+    def __init__(self, wanted: int, first: int) -> None:
+        super().__init__(
+            f"change {wanted} is no longer known, the oldest that is has number {first}; subscribe with a snapshot"
+        )
+        self.wanted = wanted
+        self.first = first
+
+
+class OtherEpoch(CacheError):
+    """Changes of another life of the daemon are asked for."""
+
+    code = ErrorCode.GAP
+
+    def __init__(self, wanted: int, epoch: int) -> None:
+        super().__init__(f"epoch {wanted} is over, this is epoch {epoch}; subscribe with a snapshot")
+        self.wanted = wanted
+        self.epoch = epoch
+
+
+class TooSlow(CacheError):
+    """A subscriber did not take the changes as fast as they came."""
+
+    code = ErrorCode.TOO_SLOW
+
+    def __init__(self, behind: int, keep: int) -> None:
+        super().__init__(
+            f"the subscriber is {behind} changes behind, and {keep} are kept; subscribe anew with a snapshot, and take "
+            "the answers off the stream before working on them"
+        )
+        self.behind = behind
+        self.keep = keep
 
 
 class NotSupported(CacheError):

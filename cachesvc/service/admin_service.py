@@ -17,6 +17,7 @@ from cachesvc.ledger.conservation import audit
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import PageState
 from cachesvc.service.calls import CallGate, Context
+from cachesvc.service.explain import block_status, explain
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
@@ -244,14 +245,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         lines, more = admin.blocks(self._node.core, request.model_id, request.keys, request.limit)
-        blocks = [
-            admin_pb2.BlockStatus(
-                copies=[admin_pb2.BlockCopy(**copy._asdict()) for copy in line.copies],
-                **{name: value for name, value in line._asdict().items() if name != "copies"},
-            )
-            for line in lines
-        ]
-        return admin_pb2.ListBlocksResponse(blocks=blocks, truncated=more)
+        return admin_pb2.ListBlocksResponse(blocks=[block_status(line) for line in lines], truncated=more)
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
+        return await self._gate.serve(context, partial(explain, self._node, request))
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
         return await self._gate.serve(context, partial(self._tree, request))

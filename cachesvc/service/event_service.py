@@ -1,21 +1,187 @@
-"""EventService on the wire: known by name; subscribers are told that it is not built yet."""
+"""EventService on the wire: each subscriber follows a journal at its own pace, and is cut off when it falls too far
+behind.
+
+Nothing is queued for a subscriber. It has a cursor and at most one answer on its way, so a slow one costs a fast one
+and the daemon nothing, however long it stalls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import Callable
 
+import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
-from cachesvc.model.errors import NotSupported
+from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
+from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
+from cachesvc.model.words import Tier
 from cachesvc.service.calls import Context, refuse
+from cachesvc.service.node import Node
+from cachesvc.telemetry import events
+
+LINGER_SECONDS = 0.005
+"""Changes of this long travel together: an answer costs 0.1 ms, and there may be hundreds of changes in it."""
+GOODBYE_SECONDS = 1.0
+"""How long one who was cut off may take to be told so. It takes nothing off its stream, or it would not be slow."""
+
+SeesAll = Callable[[Context], bool]
+
+
+def sees_no_other(_: Context) -> bool:
+    """Nobody follows a model without knowing its namespace."""
+    return False
+
+
+class _Subscriber:
+    """A feed, when to look at it again, and why it ends, once it has to."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.wake = asyncio.Event()
+        self.cut: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
+
+    def end(self, why: CacheError) -> None:
+        """Cut it off, even in the midst of an answer."""
+        if not self.cut.done():
+            self.cut.set_result(why)
+        self.wake.set()
 
 
 class EventService(event_pb2_grpc.EventServiceServicer):
-    """Subscribe answers UNIMPLEMENTED by name."""
+    """Subscribe. ``sees_all`` tells by a call's context whether it may follow any model (an operator's may)."""
 
-    async def Subscribe(
+    def __init__(self, node: Node, limit: int, sees_all: SeesAll = sees_no_other) -> None:
+        self._node = node
+        self._limit = limit
+        self._sees_all = sees_all
+        self._subscribers: set[_Subscriber] = set()
+        self._is_due = False
+
+    def start(self) -> None:
+        """Hear of changes from now on."""
+        self._node.on_change = self._changed
+
+    def close(self) -> None:
+        """End every stream: the daemon stops."""
+        self._node.on_change = None
+        for subscriber in self._subscribers:
+            subscriber.end(Unavailable("the daemon stops; subscribe anew when it is back, with a snapshot"))
+
+    async def Subscribe(  # type: ignore[override]  # written, not yielded: an answer may be given up half way
         self, request: event_pb2.SubscribeRequest, context: Context
-    ) -> AsyncIterator[event_pb2.SubscribeResponse]:
-        end: Callable[[Context, NotSupported], Awaitable[None]] = refuse
-        await end(context, NotSupported("event streams are not built in this release; poll AdminService.ListBlocks"))
-        yield event_pb2.SubscribeResponse()  # not reached: it makes this a stream
+    ) -> None:
+        try:
+            await self._serve(request, context)
+        except TooSlow as error:
+            self._node.core.count("event_subscribers_cut_off")
+            events.warning("subscriber_cut_off", behind=error.behind, kept=error.keep)
+            await _say_goodbye(context, error)
+        except Unavailable as error:
+            await _say_goodbye(context, error)
+        except CacheError as error:
+            await refuse(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001 - the root of a call
+            events.failure("call_broke")
+            await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
+
+    async def _serve(self, request: event_pb2.SubscribeRequest, context: Context) -> None:
+        subscriber = _Subscriber(self._feed_of(request, context))
+        counters = self._node.core.counters
+        self._subscribers.add(subscriber)
+        self._node.core.count("event_subscriptions")
+        counters["event_subscribers"] = len(self._subscribers)
+        try:
+            await self._follow(subscriber, context)
+        finally:
+            self._subscribers.discard(subscriber)
+            counters["event_subscribers"] = len(self._subscribers)
+
+    def _feed_of(self, request: event_pb2.SubscribeRequest, context: Context) -> Feed:
+        if len(self._subscribers) >= self._limit:
+            raise LimitExceeded("event subscribers", len(self._subscribers) + 1, self._limit)
+        core = self._node.core
+        model = find_model(core, request.model_id, request.namespace, sees_all=self._sees_all(context))
+        after = request.after_sequence_number if request.HasField("after_sequence_number") else None
+        if request.snapshot:
+            return Feed(model, snapshot=True)
+        if after is not None and request.epoch != self._node.epoch:
+            raise OtherEpoch(request.epoch, self._node.epoch)
+        return Feed(model, snapshot=False, after=after)
+
+    async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
+        model = subscriber.feed.model
+        models = self._node.core.ledger.models
+        while True:
+            if subscriber.cut.done():
+                raise subscriber.cut.result()
+            if models.get(model.id) is not model:
+                raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
+            subscriber.wake.clear()
+            changes = subscriber.feed.next()
+            if changes is None:
+                await subscriber.wake.wait()
+                continue
+            await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
+
+    def _changed(self) -> None:
+        """A flow has run. Whoever follows is told in a moment, together with what follows."""
+        if self._subscribers and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        self._is_due = False
+        for subscriber in self._subscribers:
+            feed = subscriber.feed
+            if feed.is_overrun:
+                subscriber.end(TooSlow(feed.behind, feed.model.blocks.journal.keep))
+            else:
+                subscriber.wake.set()
+
+
+async def _send(subscriber: _Subscriber, context: Context, message: event_pb2.SubscribeResponse) -> None:
+    """Write one answer, unless the subscriber is cut off before it has gone out."""
+    sending = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.wait((sending, subscriber.cut), return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            await sending
+    finally:
+        sending.cancel()
+
+
+async def _say_goodbye(context: Context, error: CacheError) -> None:
+    """``refuse`` one that may never take what it is told."""
+    try:
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await refuse(context, error)
+    except TimeoutError:
+        events.event("subscriber_hung", reason=error.code.value)
+
+
+def to_message(epoch: int, model: int, changes: Changes) -> event_pb2.SubscribeResponse:
+    """One answer as a message."""
+    return event_pb2.SubscribeResponse(
+        epoch=epoch,
+        model_id=model,
+        sequence_number=changes.last,
+        first_sequence_number=changes.first,
+        snapshot_part=event_pb2.SnapshotPart.ValueType(changes.part),
+        runs=[_run(run) for run in changes.runs],
+    )
+
+
+def _run(run: BlockRun) -> event_pb2.BlockRun:
+    return event_pb2.BlockRun(
+        kind=event_pb2.EventKind.ValueType(run.kind),
+        present=run.present,
+        keys=bytes(run.keys),
+        parent_key=run.parent,
+        group=run.group,
+        tier=(Tier.DEVICE if run.place else Tier.HOST).value,
+        replica=max(0, run.place - 1),
+        reason="" if run.cause is None else run.cause.name.lower(),
+    )

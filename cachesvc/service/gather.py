@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import Place
-from cachesvc.ledger.reuse import Cause
+from cachesvc.ledger.reuse import Miss
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
@@ -148,7 +148,7 @@ def _reuse(reading: Reading, model: Model) -> None:
     for tier, blocks in model.hit_blocks.items():
         reading.put("hit_tokens", blocks * tokens, *labels, tier)
     for cause, blocks in reuse.missed.items():
-        if cause is not Cause.DUPLICATE:
+        if cause is not Miss.DUPLICATE:
             reading.put("missed_tokens", blocks * tokens, *labels, cause.value)
     for (tier, cause), blocks in reuse.recomputed.items():
         reading.put("recomputed_tokens", blocks * tokens, *labels, tier, cause.value)

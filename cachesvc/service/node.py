@@ -27,13 +27,17 @@ class DeadlinePassed(CacheError):
 
 
 class Node:
-    """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there."""
+    """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
+
+    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick.
+    """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
         self.core = core
         self.epoch = epoch
         self.lease_seconds = lease_seconds
         self.started = time.monotonic()
+        self.on_change: Callable[[], None] | None = None
         self._wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
@@ -81,11 +85,14 @@ class Node:
 
     def run(self, flow: Callable[[], Answer]) -> Answer:
         """Run one flow to its end; tickets that could not be started are landed as failed right after."""
+        self.core.ledger.moment.seconds = self.now()
         try:
             return flow()
         finally:
             while self.core.stillborn:
                 self._land(*self.core.stillborn.pop(0))
+            if self.on_change is not None:
+                self.on_change()
 
     async def run_waiting(self, flow: Callable[[], Answer | Wait], seconds: float | None) -> Answer:
         """Run a flow again whenever tickets that it waits for have ended, or its patience has, until it answers.
@@ -126,12 +133,15 @@ class Node:
         return True
 
     def _land(self, ticket: int, error: str) -> None:
+        self.core.ledger.moment.seconds = self.now()
         if error:
             events.warning("transfer_failed", ticket=ticket, reason=error)
         for ended in land(self.core, ticket, error):
             for future in self._waiters.pop(ended, ()):
                 if not future.done():
                     future.set_result(None)
+        if self.on_change is not None:
+            self.on_change()
 
     async def _sweep(self) -> None:
         while True:

@@ -15,7 +15,9 @@ GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
     ErrorCode.LEASE_LOST: grpc.StatusCode.ABORTED,
     ErrorCode.NOT_OWNED: grpc.StatusCode.PERMISSION_DENIED,
     ErrorCode.LOAD_FAILED: grpc.StatusCode.DATA_LOSS,
+    ErrorCode.TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,  # a status without a name is the later of two
     ErrorCode.EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.GAP: grpc.StatusCode.OUT_OF_RANGE,
     ErrorCode.LIMIT: grpc.StatusCode.OUT_OF_RANGE,
     ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,

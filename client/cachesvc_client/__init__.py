@@ -44,6 +44,7 @@ from cachesvc_client.errors import (
     DaemonFault,
     DaemonUnavailable,
     DeadlineExceeded,
+    EventsMissed,
     GpuFailed,
     InvalidRequest,
     LeaseLost,
@@ -54,7 +55,9 @@ from cachesvc_client.errors import (
     NotSupported,
     PoolExhausted,
     StockEmpty,
+    SubscriberTooSlow,
 )
+from cachesvc_client.events import BlockMirror, EventSubscriber
 from cachesvc_client.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
 from cachesvc_client.pool import AttachedPool, LoadOutcome
@@ -73,6 +76,7 @@ __all__ = [
     "AlreadyClosed",
     "AttachedPool",
     "BlockHasher",
+    "BlockMirror",
     "CacheClient",
     "CacheClientError",
     "ChannelOptions",
@@ -80,6 +84,8 @@ __all__ = [
     "DaemonFault",
     "DaemonUnavailable",
     "DeadlineExceeded",
+    "EventSubscriber",
+    "EventsMissed",
     "ExtraKey",
     "GpuFailed",
     "HeadPlace",
@@ -109,6 +115,7 @@ __all__ = [
     "StepStream",
     "Stock",
     "StockEmpty",
+    "SubscriberTooSlow",
     "Swapped",
     "TicketView",
     "Timeouts",

@@ -13,6 +13,8 @@ CacheClientError
 ├── PoolExhausted         not enough pages: release, ask for fewer, or recompute
 │   └── StockEmpty        no page in the client's own stock: allocate, or wait for the next step
 ├── LimitExceeded         more than a limit: send less at a time
+├── EventsMissed          changes were missed that the daemon no longer knows: subscribe with a snapshot
+│   └── SubscriberTooSlow it fell too far behind and was cut off: subscribe anew with a snapshot
 ├── NotSupported          the daemon does not know the call, or this process cannot do what it would take
 ├── GpuFailed             a call of the GPU's driver failed: end the process if it goes on
 └── DaemonFault           the daemon failed in a way that it has no name for: a bug, tell its operators
@@ -111,6 +113,18 @@ class LimitExceeded(CacheClientError):
     code = ErrorCode.LIMIT
 
 
+class EventsMissed(CacheClientError):
+    """Changes were missed that the daemon no longer knows; only a snapshot tells what is so now."""
+
+    code = ErrorCode.GAP
+
+
+class SubscriberTooSlow(EventsMissed):
+    """A subscriber did not take the changes as fast as they came, and was cut off."""
+
+    code = ErrorCode.TOO_SLOW
+
+
 class NotSupported(CacheClientError):
     """Known by name, not built; a call that this daemon does not know; or memory that this process cannot map."""
 
@@ -144,6 +158,8 @@ BY_CODE: dict[ErrorCode, type[CacheClientError]] = {
     ErrorCode.UNSUPPORTED: NotSupported,
     ErrorCode.UNAVAILABLE: DaemonUnavailable,
     ErrorCode.DEADLINE: DeadlineExceeded,
+    ErrorCode.GAP: EventsMissed,
+    ErrorCode.TOO_SLOW: SubscriberTooSlow,
 }
 
 _BY_STATUS = {status: code for code, status in GRPC_CODES.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
-from kvcache.v1 import cache_pb2, engine_pb2, lease_pb2
+from kvcache.v1 import cache_pb2, engine_pb2, event_pb2, lease_pb2
 
 from cachesvc_client.errors import CacheClientError, DeadlineExceeded
 
@@ -51,6 +51,8 @@ EXTEND = Method("CacheService", "Step", cache_pb2.ExtendRequest, cache_pb2.Exten
 HELD = Method("CacheService", "Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseResponse)
 """A release in a batch that waits for launches: it is sent by a later step."""
 STEP = Method("CacheService", "Step", cache_pb2.StepRequest, cache_pb2.StepResponse)
+
+SUBSCRIBE = Method("EventService", "Subscribe", event_pb2.SubscribeRequest, event_pb2.SubscribeResponse)
 
 
 @dataclass(slots=True)

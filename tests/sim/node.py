@@ -123,7 +123,7 @@ class SimNode:
             self.mover,
             rank_rule(rng.choice(("lru", "lru", "lfu", "deepest_first"))),
             WriteRule(policy, rng.choice((1, 2)), remember=8),
-            Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12),
+            Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
         )
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
 

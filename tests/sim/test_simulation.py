@@ -14,10 +14,13 @@ BATCHES = 4
 EVENTS = (
     "device_hits",
     "duplicates",
+    "follower_cut_off",
+    "follower_resumed",
     "host_hits",
     "loads",
     "loads_found_done",
     "loads_joined",
+    "mirror_compared",
     "model_gave_way",
     "published",
     "swap_out_failed",

@@ -20,6 +20,7 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import PageState
 from tests.sim.engine import SimEngine
+from tests.sim.followers import Followers
 from tests.sim.node import SimNode
 
 SILENCE_LIMIT_SECONDS = 30.0
@@ -66,6 +67,7 @@ class World:
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.node = SimNode(self.rng, self.faults)
+        self.followers = Followers(seed, self.node)
         self.frozen: dict[tuple[str, Direction], int] = {}
         self.steps = 0
         self.names = 0
@@ -141,6 +143,7 @@ class World:
         """Raises AssertionError that says what broke."""
         problems = audit(self.node.core.ledger).problems
         assert not problems, problems
+        self.followers.check()
         corrupt = self.node.corrupt()
         assert not corrupt, corrupt
 

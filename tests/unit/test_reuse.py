@@ -11,7 +11,7 @@ from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.ledger.ages import MARKS_KEPT, Ages
-from cachesvc.ledger.reuse import LEAST_REMEMBERED, Cause, Reuse
+from cachesvc.ledger.reuse import LEAST_REMEMBERED, Miss, Reuse
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, READY, CopyState, WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
@@ -201,8 +201,8 @@ def test_memory_is_bounded_and_the_newest_stay() -> None:
     reuse = Reuse()
     keys = [bytes([1]) + number.to_bytes(31, "big") for number in range(5 * LEAST_REMEMBERED)]
     for key in keys:
-        reuse.dropped([(key, "device")], Cause.EVICTED, LEAST_REMEMBERED)
+        reuse.dropped([(key, "device")], Miss.EVICTED, LEAST_REMEMBERED)
         assert reuse.remembered <= LEAST_REMEMBERED
     reuse.computed(keys[-1])
     reuse.computed(keys[0])
-    assert reuse.recomputed == {("device", Cause.EVICTED): 1}
+    assert reuse.recomputed == {("device", Miss.EVICTED): 1}

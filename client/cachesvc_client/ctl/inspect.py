@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
         ("models", "models, layouts and replicas", _models),
         ("leases", "who holds what", _leases),
         ("sequences", "open sequences", _sequences),
-        ("blocks", "resident blocks, the most recently used first", _blocks),
+        ("blocks", "resident blocks, the most recently used first; why tells more of one", _blocks),
         ("tickets", "transfers, the newest first", _tickets),
         ("tree", "the prefix index as a tree, the biggest branches first", _tree),
         ("evict", "drop unpinned blocks from a tier", _evict),
@@ -44,7 +44,13 @@ def add_commands(commands: Any) -> None:
         if name in ("sequences", "blocks", "tickets", "tree"):
             parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
         if name == "tree":
-            parser.add_argument("--key", type=_hex, default=b"", metavar="HEX", help="start below this block")
+            parser.add_argument(
+                "--key",
+                type=_hex,
+                default=b"",
+                metavar="HEX",
+                help="start below this block (how its key begins will do)",
+            )
             parser.add_argument("--depth", type=int, default=6, metavar="N", help="levels at most (default 6)")
         if name == "evict":
             parser.add_argument("--tier", choices=("device", "host"), default="device")
@@ -208,6 +214,7 @@ def _blocks(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, 
     rows = [
         (
             b.key.hex()[:16],
+            b.parent_key.hex()[:16] or "-",
             b.position,
             b.children,
             b.pins,
@@ -216,7 +223,11 @@ def _blocks(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, 
         )
         for b in answer.blocks
     ]
-    return answer, table(("key", "position", "children", "pins", "hits", "copies"), rows) + _more(answer.truncated), 0
+    return (
+        answer,
+        table(("key", "parent", "position", "children", "pins", "hits", "copies"), rows) + _more(answer.truncated),
+        0,
+    )
 
 
 def _tickets(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:

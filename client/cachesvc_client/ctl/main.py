@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 
 from cachesvc.model.errors import CacheError
-from cachesvc_client.ctl import calibrate, inspect, layout, replaying
+from cachesvc_client.ctl import calibrate, events, inspect, layout, replaying, why
 from cachesvc_client.ctl.daemon_process import DaemonFailed
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.replay import ReplayFailed
@@ -25,6 +25,8 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     replaying.add_commands(commands)
     inspect.add_commands(commands)
+    why.add_command(commands)
+    events.add_command(commands)
     calibrate.add_command(commands)
     layout.add_command(commands)
     arguments = parser.parse_args()

@@ -623,7 +623,7 @@ class GetTreeRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     key: _builtins.bytes
-    """Empty: from the root."""
+    """Empty: from the root. How a key begins will do where only one does so."""
     depth: _builtins.int
     limit: _builtins.int
     def __init__(
@@ -866,3 +866,195 @@ class VerifyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    KEY_PREFIX_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.int
+    """0: in every model."""
+    key_prefix: _builtins.bytes
+    """A key, or at least the first 2 bytes of one."""
+    events: _builtins.int
+    """Events of each block at most, the newest first; 0: 16."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.int = ...,
+        key_prefix: _builtins.bytes = ...,
+        events: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "key_prefix", b"key_prefix", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class BlockHolder(_message.Message):
+    """Who keeps a block where it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    BLOCKS_BELOW_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    engine: _builtins.str
+    sequence_id: _builtins.int
+    """Negative: a prefetch."""
+    tier: _builtins.str
+    """"device" or "host"."""
+    replica: _builtins.int
+    blocks_below: _builtins.int
+    """Blocks of the sequence below this one, which it reaches through this one. 0: this is its last."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        sequence_id: _builtins.int = ...,
+        tier: _builtins.str = ...,
+        replica: _builtins.int = ...,
+        blocks_below: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_below", b"blocks_below", "engine", b"engine", "lease_id", b"lease_id", "replica", b"replica", "sequence_id", b"sequence_id", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockHolder: _TypeAlias = BlockHolder  # noqa: Y015
+
+@_typing.final
+class BlockEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    sequence_number: _builtins.int
+    age_seconds: _builtins.float
+    kind: _builtins.str
+    """"stored", "removed", "tier_changed" or "copy_failed"."""
+    present: _builtins.bool
+    """Whether there was a copy at this place from then on."""
+    place: _builtins.str
+    group: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        sequence_number: _builtins.int = ...,
+        age_seconds: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        present: _builtins.bool = ...,
+        place: _builtins.str = ...,
+        group: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "group", b"group", "kind", b"kind", "place", b"place", "present", b"present", "reason", b"reason", "sequence_number", b"sequence_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvent: _TypeAlias = BlockEvent  # noqa: Y015
+
+@_typing.final
+class BlockStory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    HOLDERS_TRUNCATED_FIELD_NUMBER: _builtins.int
+    TICKETS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    ACCESSES_SINCE_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.int
+    model: _builtins.str
+    key: _builtins.bytes
+    holders_truncated: _builtins.bool
+    verdict: _builtins.str
+    """One sentence: why it is here, or why not."""
+    accesses_since: _builtins.int
+    """Accesses of the model since this block's last."""
+    @_builtins.property
+    def block(self) -> Global___BlockStatus:
+        """Absent where no copy is left."""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockHolder]: ...
+    @_builtins.property
+    def tickets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Running transfers that read or write its copies."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
+        """The newest first."""
+
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.int = ...,
+        model: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+        block: Global___BlockStatus | None = ...,
+        holders: _abc.Iterable[Global___BlockHolder] | None = ...,
+        holders_truncated: _builtins.bool = ...,
+        tickets: _abc.Iterable[_builtins.int] | None = ...,
+        events: _abc.Iterable[Global___BlockEvent] | None = ...,
+        verdict: _builtins.str = ...,
+        accesses_since: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accesses_since", b"accesses_since", "block", b"block", "events", b"events", "holders", b"holders", "holders_truncated", b"holders_truncated", "key", b"key", "model", b"model", "model_id", b"model_id", "tickets", b"tickets", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockStory: _TypeAlias = BlockStory  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORIES_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_BEFORE_SECONDS_FIELD_NUMBER: _builtins.int
+    truncated: _builtins.bool
+    """More blocks begin with the prefix."""
+    forgotten_before_seconds: _builtins.float
+    """How far back the events reach, of the model that forgot most; 0 where nothing was forgotten yet."""
+    @_builtins.property
+    def stories(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockStory]: ...
+    def __init__(
+        self,
+        *,
+        stories: _abc.Iterable[Global___BlockStory] | None = ...,
+        truncated: _builtins.bool = ...,
+        forgotten_before_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten_before_seconds", b"forgotten_before_seconds", "stories", b"stories", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

@@ -84,6 +84,11 @@ class AdminServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvcache.v1.AdminService/Explain',
+                request_serializer=kvcache_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -155,6 +160,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -207,6 +219,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvcache_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -479,6 +496,33 @@ class AdminService(object):
             '/kvcache.v1.AdminService/Verify',
             kvcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/Explain',
+            kvcache_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvcache_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class AdminServiceStub:
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
     """Checks conservation: every page is in exactly one place, every count adds up."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -67,6 +69,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
     """Checks conservation: every page is in exactly one place, every count adds up."""
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -144,5 +148,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.VerifyResponse, _abc.Awaitable[_admin_pb2.VerifyResponse]]:
         """Checks conservation: every page is in exactly one place, every count adds up."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+        """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

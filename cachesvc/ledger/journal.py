@@ -1,0 +1,156 @@
+"""What happened to the copies of one model's blocks, in order: a ring of the last changes, numbered from 1 on.
+
+It serves two readers without knowing them: subscribers follow it with a cursor of their own, and operators ask what
+became of a key. Nothing is allocated for a change but what the ring keeps; nobody who reads can hold up who writes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from cachesvc.model.errors import EventsForgotten
+
+NO_ROW = -1
+KEEP_EVENTS = 65_536
+
+
+class Cause(IntEnum):
+    """Why a copy came or went."""
+
+    PUBLISHED = 0
+    LOADED = 1
+    BACKED_UP = 2
+    COPY_FAILED = 3
+    EVICTED = 4
+    DRAINED = 5
+    WINDOW_EVICTED = 6
+    OPERATOR = 7
+
+
+class Kind(IntEnum):
+    """What a change means for the block in its group, on the whole node. As in the API."""
+
+    STORED = 1
+    REMOVED = 2
+    TIER_CHANGED = 3
+    COPY_FAILED = 4
+
+
+class Event(NamedTuple):
+    """One change. ``place``: 0 is the host, n the replica n - 1. ``parent``: empty for the root, and where it went."""
+
+    number: int
+    seconds: float
+    kind: Kind
+    cause: Cause
+    present: bool
+    group: int
+    place: int
+    row: int
+    key: bytes
+    parent: bytes
+
+
+class Moment:
+    """What time it is, as whoever runs flows last said. Seconds of a monotonic clock."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+PRESENT = 8
+
+
+def packed(kind: Kind, cause: Cause, *, present: bool, group: int = 0, place: int = 0) -> int:
+    """What a journal keeps of a change beside its block, in one number."""
+    return kind | present << 3 | cause << 4 | group << 9 | place << 17
+
+
+def with_cause(code: int, cause: Cause) -> int:
+    """The same change for another cause."""
+    return code & ~(31 << 4) | cause << 4
+
+
+class Journal:
+    """The last ``keep`` changes. ``keys`` and ``parents`` are the index's own, by row."""
+
+    def __init__(self, keys: list[bytes | None], parents: array[int], moment: Moment, keep: int = KEEP_EVENTS) -> None:
+        self.last = 0
+        self.keep = keep
+        self._index_keys = keys
+        self._index_parents = parents
+        self._moment = moment
+        self._keys: list[bytes] = []
+        self._parents: list[bytes] = []
+        self._rows = array("i")
+        self._codes = array("I")
+        self._seconds = array("d")
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest change that is still known; one more than ``last`` while there is none."""
+        return self.last - len(self._keys) + 1
+
+    def note(self, code: int, row: int) -> None:
+        """Write a change down, as ``packed``. Its block is still in the index."""
+        index_keys = self._index_keys
+        key = index_keys[row]
+        assert key is not None, f"row {row} has left the index"
+        parent = b""
+        if code & PRESENT:
+            above = self._index_parents[row]
+            if above >= 0:
+                parent = index_keys[above] or b""
+        at = self.last
+        self.last = at + 1
+        if at < self.keep:
+            self._keys.append(key)
+            self._parents.append(parent)
+            self._rows.append(row)
+            self._codes.append(code)
+            self._seconds.append(self._moment.seconds)
+            return
+        at %= self.keep
+        self._keys[at] = key
+        self._parents[at] = parent
+        self._rows[at] = row
+        self._codes[at] = code
+        self._seconds[at] = self._moment.seconds
+
+    def read(self, number: int, limit: int) -> list[Event]:
+        """Up to ``limit`` changes from ``number`` on. Raises EventsForgotten."""
+        if number < self.first:
+            raise EventsForgotten(number, self.first)
+        return [self._event(each) for each in range(number, min(self.last + 1, number + limit))]
+
+    def seconds_of(self, number: int) -> float:
+        """When a change happened that is still known."""
+        return self._seconds[(number - 1) % self.keep]
+
+    def about(self, prefix: bytes, numbers: range) -> Iterator[Event]:
+        """Changes of the keys that begin with ``prefix``, of those ``numbers`` that are still known, in their order."""
+        keys, keep, first, last = self._keys, self.keep, self.first, self.last
+        for number in numbers:
+            if first <= number <= last and keys[(number - 1) % keep].startswith(prefix):
+                yield self._event(number)
+
+    def _event(self, number: int) -> Event:
+        at = (number - 1) % self.keep
+        code = self._codes[at]
+        return Event(
+            number,
+            self._seconds[at],
+            Kind(code & 7),
+            Cause(code >> 4 & 31),
+            bool(code & 8),
+            code >> 9 & 255,
+            code >> 17,
+            self._rows[at],
+            self._keys[at],
+            self._parents[at],
+        )

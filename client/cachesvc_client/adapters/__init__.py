@@ -1,0 +1,1 @@
+"""What speaks to other systems in their own words, one file each."""

@@ -1,0 +1,84 @@
+"""The awaited twin of ``cachesvc_client.events``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+import grpc.aio
+from kvcache.v1 import event_pb2
+
+from cachesvc_client.channel import AsyncChannelMaker, open_async_channel
+from cachesvc_client.errors import EventsMissed, error_of
+from cachesvc_client.event_batch import Batch, parse_batch
+from cachesvc_client.events import DEFAULT_OPTIONS, subscription
+from cachesvc_client.methods import SUBSCRIBE
+from cachesvc_client.settings import ChannelOptions
+
+
+class AsyncEventSubscriber:
+    """Subscriptions to the model of ``namespace``, on the running loop."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        namespace: bytes,
+        *,
+        options: ChannelOptions = DEFAULT_OPTIONS,
+        make_channel: AsyncChannelMaker = open_async_channel,
+    ) -> None:
+        self._path = socket_path
+        self._namespace = namespace
+        self._options = options
+        self._make_channel = make_channel
+        self._channel: grpc.aio.Channel | None = None
+        self._is_closed = False
+
+    async def subscribe(
+        self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None
+    ) -> AsyncIterator[Batch]:
+        """One subscription, as ``EventSubscriber.subscribe``."""
+        request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
+        call = self._open(request)
+        try:
+            async for message in call:
+                yield parse_batch(message)
+        except grpc.RpcError as failure:
+            if not self._is_closed:
+                raise error_of(failure) from failure
+        finally:
+            call.cancel()
+
+    async def follow(self) -> AsyncIterator[Batch]:
+        """A snapshot, then changes for as long as the daemon lives; after what was missed, a snapshot again."""
+        while not self._is_closed:
+            try:
+                async for batch in self.subscribe(snapshot=True):
+                    yield batch
+            except EventsMissed:
+                continue
+
+    async def close(self) -> None:
+        """End all subscriptions. Idempotent."""
+        self._is_closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> AsyncEventSubscriber:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _open(self, request: event_pb2.SubscribeRequest) -> Any:
+        if self._channel is None:
+            self._channel = self._make_channel(self._path, self._options)
+        return self._channel.unary_stream(
+            SUBSCRIBE.path,
+            request_serializer=SUBSCRIBE.request.SerializeToString,
+            response_deserializer=SUBSCRIBE.response.FromString,
+        )(request)

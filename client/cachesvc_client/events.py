@@ -1,0 +1,118 @@
+"""Follow the blocks of a model: where each has copies, as a snapshot and then change by change.
+
+    with EventSubscriber(socket_path, registration.namespace) as events:
+        mirror = BlockMirror()
+        for batch in events.follow():
+            mirror.apply(batch)
+
+``follow`` begins with a snapshot and comes back with another one where it was cut off or the daemon no longer knows
+what was missed. It ends with DaemonUnavailable when the daemon goes: subscribe anew when it is back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+from kvcache.v1 import event_pb2
+
+from cachesvc_client.channel import ChannelMaker, open_channel
+from cachesvc_client.errors import EventsMissed, error_of
+from cachesvc_client.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
+from cachesvc_client.methods import SUBSCRIBE
+from cachesvc_client.settings import ChannelOptions
+
+DEFAULT_OPTIONS = ChannelOptions()
+
+__all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
+
+
+def subscription(
+    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None
+) -> event_pb2.SubscribeRequest:
+    """What to ask for: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on."""
+    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch)
+    if after is not None and not snapshot:
+        request.after_sequence_number = after
+    return request
+
+
+class EventSubscriber:
+    """Subscriptions to the model of ``namespace``. Safe to ``close`` from another thread, which ends them."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        namespace: bytes,
+        *,
+        options: ChannelOptions = DEFAULT_OPTIONS,
+        make_channel: ChannelMaker = open_channel,
+    ) -> None:
+        self._path = socket_path
+        self._namespace = namespace
+        self._options = options
+        self._make_channel = make_channel
+        self._channel: grpc.Channel | None = None
+        self._calls: set[Any] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def subscribe(self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None) -> Iterator[Batch]:
+        """One subscription, as ``subscription`` says; ends quietly only at ``close``.
+
+        Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
+        LimitExceeded, DaemonUnavailable.
+        """
+        request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
+        call = self._open(request)
+        try:
+            for message in call:
+                yield parse_batch(message)
+        except grpc.RpcError as failure:
+            if not self._is_closed:
+                raise error_of(failure) from failure
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+            call.cancel()
+
+    def follow(self) -> Iterator[Batch]:
+        """A snapshot, then changes for as long as the daemon lives; after what was missed, a snapshot again."""
+        while not self._is_closed:
+            try:
+                yield from self.subscribe(snapshot=True)
+            except EventsMissed:
+                continue
+
+    def close(self) -> None:
+        """End all subscriptions. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            calls, self._calls = self._calls, set()
+        for call in calls:
+            call.cancel()
+        if self._channel is not None:
+            self._channel.close()
+
+    def __enter__(self) -> EventSubscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, request: event_pb2.SubscribeRequest) -> Any:
+        with self._lock:
+            if self._channel is None:
+                self._channel = self._make_channel(self._path, self._options)
+            call = self._channel.unary_stream(
+                SUBSCRIBE.path,
+                request_serializer=SUBSCRIBE.request.SerializeToString,
+                response_deserializer=SUBSCRIBE.response.FromString,
+            )(request)
+            self._calls.add(call)
+            return call

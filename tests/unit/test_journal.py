@@ -1,0 +1,223 @@
+"""The journal, the feed that reads it, and what is told of a key."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from cachesvc.flows.admin import evict
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.explain import holders_of, story
+from cachesvc.flows.follow import Changes, Feed, Part, find_model, runs_of
+from cachesvc.flows.match import match
+from cachesvc.flows.release import release
+from cachesvc.ledger.journal import Cause, Event, Journal, Kind, Moment, packed
+from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import WritePolicy
+from tests.unit.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
+
+
+def keys_of(*names: object) -> list[bytes]:
+    packed_keys = chain(*names)
+    return [packed_keys[at : at + KEY_BYTES] for at in range(0, len(packed_keys), KEY_BYTES)]
+
+
+def all_events(rig: Rig) -> list[Event]:
+    journal = rig.model.blocks.journal
+    return journal.read(journal.first, 1 << 20)
+
+
+def told(rig: Rig, key: bytes) -> list[tuple[Kind, Cause, bool, int, int]]:
+    return [(e.kind, e.cause, e.present, e.place, e.group) for e in all_events(rig) if e.key == key]
+
+
+def test_the_ring_keeps_the_last_and_says_what_it_forgot() -> None:
+    moment = Moment()
+    keys: list[bytes | None] = [bytes([i]) * KEY_BYTES for i in range(4)]
+    journal = Journal(keys, array("i", [-1, 0, 1, 2]), moment, keep=3)
+    assert (journal.first, journal.last) == (1, 0)
+    assert journal.read(1, 10) == []
+    for row in range(4):
+        moment.seconds = float(row)
+        journal.note(packed(Kind.STORED, Cause.LOADED, present=True, group=2, place=7), row)
+    assert (journal.first, journal.last) == (2, 4)
+    events = journal.read(2, 2)
+    assert [(e.number, e.seconds, e.row) for e in events] == [(2, 1.0, 1), (3, 2.0, 2)]
+    assert events[0] == Event(2, 1.0, Kind.STORED, Cause.LOADED, True, 2, 7, 1, keys[1] or b"", keys[0] or b"")
+    with pytest.raises(EventsForgotten) as forgotten:
+        journal.read(1, 10)
+    assert (forgotten.value.wanted, forgotten.value.first) == (1, 2)
+    assert [e.number for e in journal.about(b"\x03", range(100))] == [4]
+    assert journal.seconds_of(journal.first) == 1.0
+
+
+def test_a_removed_block_is_told_without_its_parent() -> None:
+    journal = Journal([b"a" * KEY_BYTES, b"b" * KEY_BYTES], array("i", [-1, 0]), Moment())
+    journal.note(packed(Kind.REMOVED, Cause.EVICTED, present=False), 1)
+    assert journal.read(1, 1)[0].parent == b""
+
+
+def test_a_published_block_is_stored_and_an_evicted_one_removed() -> None:
+    rig = rig_of(one_group(), device=[4])
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a", "b"])
+    serve(rig, lease, 2, ["c", "d", "e"])
+    a, b = keys_of("a", "b")
+    assert told(rig, a) == [(Kind.STORED, Cause.PUBLISHED, True, 1, 0)]
+    assert told(rig, b) == [(Kind.STORED, Cause.PUBLISHED, True, 1, 0), (Kind.REMOVED, Cause.EVICTED, False, 1, 0)]
+    assert all_events(rig)[1].parent == a
+
+
+def test_a_block_that_drains_to_the_host_changes_its_tier() -> None:
+    rig = rig_of(one_group(), device=[2], host=[8])
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a", "b"])
+    serve(rig, lease, 2, ["c", "d"])
+    (a,) = keys_of("a")
+    assert told(rig, a) == [
+        (Kind.STORED, Cause.PUBLISHED, True, 1, 0),
+        (Kind.TIER_CHANGED, Cause.BACKED_UP, True, 0, 0),
+        (Kind.TIER_CHANGED, Cause.DRAINED, False, 1, 0),
+    ]
+    serve(rig, lease, 3, ["a", "b"])
+    assert told(rig, a)[3:] == [(Kind.TIER_CHANGED, Cause.LOADED, True, 1, 0)]
+
+
+def test_a_load_that_failed_is_told_and_changes_nothing() -> None:
+    rig = rig_of(one_group(), device=[2], host=[8])
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a", "b"])
+    serve(rig, lease, 2, ["c", "d"])
+    rig.run(match, lease, 3, chain("a", "b"), 0)
+    rig.run(allocate, lease, 3, 2)
+    (ticket,) = rig.core.ledger.leases[lease].sequences[3].loads
+    rig.land(ticket, "the link broke")
+    (a,) = keys_of("a")
+    assert told(rig, a)[-1] == (Kind.COPY_FAILED, Cause.COPY_FAILED, False, 1, 0)
+    assert rig.model.blocks.index.rows[a] >= 0
+
+
+def test_windowed_copies_go_by_themselves_and_an_operator_is_named() -> None:
+    rig = rig_of(windowed(8), device=[16, 4])
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a", "b", "c", "d"])
+    serve(rig, lease, 2, ["e", "f"])
+    gone = [e for e in all_events(rig) if not e.present]
+    assert {(e.cause, e.group) for e in gone} == {(Cause.WINDOW_EVICTED, 1)}
+    before = rig.model.blocks.journal.last
+    evicted = evict(rig.core, rig.model.id, "device", 0)
+    fresh = all_events(rig)[before:]
+    assert {e.cause for e in fresh} == {Cause.OPERATOR}
+    assert sum(e.group == 0 for e in fresh) == evicted == 6
+
+
+def test_runs_join_what_is_alike_and_never_change_the_order_of_a_key() -> None:
+    a, b, c = (bytes([i]) * KEY_BYTES for i in (1, 2, 3))
+
+    def event(number: int, kind: Kind, group: int, key: bytes, parent: bytes = b"") -> Event:
+        return Event(number, 0.0, kind, Cause.PUBLISHED, kind is Kind.STORED, group, 1, 0, key, parent)
+
+    events = [
+        event(1, Kind.STORED, 0, a),
+        event(2, Kind.STORED, 1, a),
+        event(3, Kind.STORED, 0, b, a),
+        event(4, Kind.STORED, 1, b, a),
+        event(5, Kind.STORED, 0, c),
+        event(6, Kind.REMOVED, 0, a),
+        event(7, Kind.STORED, 0, a),
+    ]
+    shown = [(run.kind, run.group, run.parent, bytes(run.keys)) for run in runs_of(events)]
+    assert shown == [
+        (Kind.STORED, 0, b"", a + b),
+        (Kind.STORED, 1, b"", a + b),
+        (Kind.STORED, 0, b"", c),
+        (Kind.REMOVED, 0, b"", a),
+        (Kind.STORED, 0, b"", a),
+    ]
+
+
+def test_a_feed_without_a_snapshot_says_first_where_it_stands() -> None:
+    rig = rig_of(one_group(), device=[8])
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a"])
+    feed = Feed(rig.model, snapshot=False)
+    assert feed.next() == Changes(Part.NONE, 2, 1, [])
+    assert feed.next() is None
+    serve(rig, lease, 2, ["b"])
+    changes = feed.next()
+    assert changes is not None
+    assert (changes.first, changes.last) == (2, 2)
+    with pytest.raises(InvalidRequest, match="has not happened yet"):
+        Feed(rig.model, snapshot=False, after=3)
+
+
+def test_a_feed_that_is_overrun_says_so_at_once() -> None:
+    rig = rig_of(one_group(), device=[8])
+    journal = rig.model.blocks.journal
+    journal.keep = 4
+    lease = rig.lease()
+    feed = Feed(rig.model, snapshot=True)
+    assert feed.next() is not None
+    serve(rig, lease, 1, list("abcd"))
+    assert feed.behind == 4
+    serve(rig, lease, 2, ["e"])
+    assert feed.is_overrun
+    with pytest.raises(TooSlow) as slow:
+        feed.next()
+    assert (slow.value.behind, slow.value.keep) == (5, 4)
+    with pytest.raises(EventsForgotten):
+        Feed(rig.model, snapshot=False, after=0)
+    assert Feed(rig.model, snapshot=False, after=1).behind == 4
+
+
+def test_a_namespace_opens_its_model_and_a_number_only_for_operators() -> None:
+    rig = rig_of(one_group(), device=[8])
+    assert find_model(rig.core, 0, rig.model.namespace, sees_all=False) is rig.model
+    assert find_model(rig.core, 1, b"", sees_all=True) is rig.model
+    with pytest.raises(NotOwned):
+        find_model(rig.core, 1, b"", sees_all=False)
+    with pytest.raises(NotFound):
+        find_model(rig.core, 1, bytes(KEY_BYTES), sees_all=True)
+    with pytest.raises(InvalidRequest):
+        find_model(rig.core, 2, rig.model.namespace, sees_all=True)
+
+
+def test_holders_are_found_directly_through_descendants_and_on_the_host() -> None:
+    rig = rig_of(one_group(), device=[8], host=[8], policy=WritePolicy.WRITE_THROUGH)
+    lease = rig.lease("a")
+    prefill(rig, lease, 1, ["a", "b", "c"])
+    rig.settle()
+    rig.run(match, lease, 2, chain("a"), 0)
+    index = rig.model.blocks.index
+    a, b, _ = (index.rows[key] for key in keys_of("a", "b", "c"))
+    assert [(h.sequence, h.place, h.blocks_below) for h in holders_of(rig.core, rig.model, a)] == [(1, 1, 2), (2, 1, 0)]
+    assert [(h.sequence, h.blocks_below) for h in holders_of(rig.core, rig.model, b)] == [(1, 1)]
+    rig.run(release, lease, 1)
+    assert [h.sequence for h in holders_of(rig.core, rig.model, b)] == []
+    rig.run(release, lease, 2)
+    evict(rig.core, rig.model.id, "device", 0)
+    rig.run(match, lease, 3, chain("a", "b"), 0)
+    assert [(h.sequence, h.place) for h in holders_of(rig.core, rig.model, a)] == [(3, 0)]
+
+
+def test_a_story_says_why_a_block_is_here_or_not() -> None:
+    rig = rig_of(one_group(), device=[4])
+    lease = rig.lease()
+    prefill(rig, lease, 1, ["a", "b"])
+    a, b = keys_of("a", "b")
+
+    def verdict(key: bytes) -> str:
+        events = list(rig.model.blocks.journal.about(key, range(1000)))
+        return story(rig.core, rig.model, key, events, now=7.0).verdict
+
+    assert "1 pins on it, 0 on blocks below" in verdict(b)
+    assert "0 pins on it, 1 on blocks below" in verdict(a)
+    rig.run(release, lease, 1)
+    assert "leaf first" in verdict(a)
+    assert "nothing keeps it" in verdict(b)
+    assert "never was" in verdict(bytes(KEY_BYTES))
+    rig.core.ledger.moment.seconds = 5.0
+    evict(rig.core, rig.model.id, "device", 0)
+    assert verdict(b) == "it is not here: 2.0 s ago an operator evicted it"
