@@ -42,8 +42,8 @@ class Config:
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
-    metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that falls
-    behind it is cut off. ``allow_uids``: empty: its own and root.
+    metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
+    falls behind it is cut off. ``allow_uids``: empty: its own and root.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
