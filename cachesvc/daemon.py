@@ -39,6 +39,7 @@ from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
+from cachesvc.service.socket_files import open_to_group
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
@@ -222,6 +223,7 @@ class Daemon:
         )
         life.start()
         self._stack.callback(life.close)
+        open_to_group(self._config.socket + LIFE_SUFFIX, self._config.socket_group)
 
     async def _start_server(self, node: Node, backend: Backend, host_pool: HostPool, devices: list[DeviceLine]) -> int:
         config = self._config
@@ -234,7 +236,14 @@ class Daemon:
             event=EventService(),
             admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
         )
-        listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
+        listening = Listening(
+            config.socket,
+            config.listen,
+            config.tls_certificate,
+            config.tls_key,
+            health=config.health_listen,
+            group=config.socket_group,
+        )
         server = Server(services, listening)
         port = await server.start()
         self._server = server
