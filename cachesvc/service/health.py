@@ -23,7 +23,7 @@ MAX_PROBES = 64
 """At once; a probe is answered within one turn of the event loop."""
 
 
-class _Checks(health_pb2_grpc.HealthServicer):  # type: ignore[misc] - gRPC has no types for it
+class _Checks(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it comes without types
     """``Check`` of the daemon's own health, and no ``Watch``."""
 
     def __init__(self, told: health.aio.HealthServicer) -> None:
