@@ -1,8 +1,8 @@
 """A port for probes: it answers ``grpc.health.v1.Health/Check`` and nothing else, without TLS and to anybody.
 
 Kubelets probe by TCP on the pod's address, speak no TLS and no unix socket. So that this may listen beyond loopback,
-nothing that it answers tells or changes anything: no other service, no reflection, no ``Watch`` (streams that somebody
-left open could use up the calls that probes need).
+nothing that it answers tells or changes anything: no other service, no reflection, no ``Watch``, whose streams would
+stay open.
 
     ""      SERVING once the daemon serves; NOT_SERVING when it drains or must not take new work: start-up, readiness
     live    SERVING for as long as the event loop answers, also while it drains: liveness
@@ -19,8 +19,10 @@ from cachesvc.model.errors import Unavailable
 
 LIVE = "live"
 MAX_PROBE_BYTES = 4096
-MAX_PROBES = 64
-"""At once; a probe is answered within one turn of the event loop."""
+CALLS_A_CONNECTION = 8
+CONNECTION_SECONDS = 30
+"""Kubelets connect anew for every probe. There is no limit of calls over all connections: whoever held that many open
+would keep probes out, and so have the daemon killed; held calls end with their connection instead."""
 
 
 class _Checks(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it comes without types
@@ -56,10 +58,12 @@ class HealthListener:
         options = [
             ("grpc.max_receive_message_length", MAX_PROBE_BYTES),
             ("grpc.max_metadata_size", MAX_PROBE_BYTES),
-            ("grpc.max_concurrent_streams", MAX_PROBES),
+            ("grpc.max_concurrent_streams", CALLS_A_CONNECTION),
+            ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1000),
+            ("grpc.max_connection_age_grace_ms", CONNECTION_SECONDS * 1000),
             ("grpc.so_reuseport", 0),
         ]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_PROBES)
+        server = grpc.aio.server(options=options)
         health_pb2_grpc.add_HealthServicer_to_server(_Checks(self._told), server)
         try:
             port = server.add_insecure_port(self._address)

@@ -9,8 +9,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 
 import grpc
 import pytest
@@ -100,6 +101,21 @@ def test_the_port_for_probes_answers_checks_and_nothing_else() -> None:
             check(channel, "no.such.Service")
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         assert check(node.channel, "live") == SERVING
+
+
+def test_calls_that_somebody_holds_open_keep_no_probe_out() -> None:
+    port = free_port()
+    with running_node(["--health-listen", f"0.0.0.0:{port}"]), ExitStack() as stack:
+        never = Event()
+        stack.callback(never.set)
+        for _ in range(16):
+            channel = stack.enter_context(probing(port))
+            stuck = channel.stream_unary("/grpc.health.v1.Health/Check", request_serializer=bytes)
+            assert check(channel, "live") == SERVING  # it is connected
+            calls = [stuck.future(iter(never.wait, True), timeout=60) for _ in range(8)]
+            assert not any(call.done() for call in calls)
+        with probing(port) as channel:
+            assert [check(channel, service) for service in ("", "live")] == [SERVING] * 2
 
 
 def test_a_drain_ends_readiness_and_not_liveness() -> None:
