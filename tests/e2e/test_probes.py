@@ -72,6 +72,12 @@ def check(channel: grpc.Channel, service: str) -> int:
     return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
 
 
+def silence(until: Event) -> Iterator[bytes]:
+    """Messages of a caller that sends none."""
+    until.wait()
+    yield from ()
+
+
 def code_of(channel: grpc.Channel, method: str) -> grpc.StatusCode:
     """How a call of a method ends."""
     call = channel.unary_unary(method, request_serializer=Empty.SerializeToString, response_deserializer=bytes)
@@ -110,9 +116,11 @@ def test_calls_that_somebody_holds_open_keep_no_probe_out() -> None:
         stack.callback(never.set)
         for _ in range(16):
             channel = stack.enter_context(probing(port))
-            stuck = channel.stream_unary("/grpc.health.v1.Health/Check", request_serializer=bytes)
+            stuck: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(
+                "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
+            )
             assert check(channel, "live") == SERVING  # it is connected
-            calls = [stuck.future(iter(never.wait, True), timeout=60) for _ in range(8)]
+            calls = [stuck.future(silence(never), timeout=60) for _ in range(8)]
             assert not any(call.done() for call in calls)
         with probing(port) as channel:
             assert [check(channel, service) for service in ("", "live")] == [SERVING] * 2
