@@ -1,7 +1,7 @@
 """Render deploy/k8s into deploy/k8s/rendered: what is deployed can be read, tested and applied without kustomize.
 
 python -m tools.k8s_render            # needs kubectl or kustomize
-python -m tools.k8s_render --check    # fresh? by the sources' digest, and to the letter where one of them is there
+python -m tools.k8s_render --check    # fresh? by the sources' digest, and by rendering where one of them is there
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy/k8s"
 RENDERED = KUBERNETES / "rendered"
@@ -24,6 +27,8 @@ TARGETS = {
     "engine": "examples/engine",
 }
 COMMANDS = (("kubectl", "kustomize"), ("kustomize", "build"))
+OLDEST_KUSTOMIZE = (5, 0)
+"""Earlier ones lack components or labels."""
 
 
 def digest() -> str:
@@ -37,8 +42,17 @@ def digest() -> str:
 
 
 def renderer() -> tuple[str, ...] | None:
-    """The command that this machine has for it."""
-    return next((command for command in COMMANDS if shutil.which(command[0])), None)
+    """The command that this machine has for it; None without one that is new enough."""
+    here = (command for command in COMMANDS if shutil.which(command[0]))
+    return next((command for command in here if _version(command) >= OLDEST_KUSTOMIZE), None)
+
+
+def _version(command: tuple[str, ...]) -> tuple[int, ...]:
+    """Of the kustomize in it; (0,) where it does not tell."""
+    arguments = ("version", "--client") if command[0] == "kubectl" else ("version",)
+    said = subprocess.run([command[0], *arguments], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"Kustomize Version: v(\d+)\.(\d+)" if command[0] == "kubectl" else r"v(\d+)\.(\d+)", said)
+    return tuple(int(part) for part in found.groups()) if found else (0,)
 
 
 def render(command: tuple[str, ...], source: str) -> str:
@@ -58,9 +72,18 @@ def stale() -> list[str]:
         path = RENDERED / f"{name}.yaml"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         told = re.search(r"^# sources: (\w+)$", text, re.MULTILINE)
-        if told is None or told[1] != digest() or (command is not None and render(command, source) != text):
+        if (
+            told is None
+            or told[1] != digest()
+            or (command is not None and _objects(render(command, source)) != _objects(text))
+        ):
             found.append(name)
     return found
+
+
+def _objects(text: str) -> dict[tuple[str, str], Any]:
+    """By kind and name: releases of kustomize differ in order and indentation."""
+    return {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text) if each}
 
 
 def main() -> None:
