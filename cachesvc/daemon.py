@@ -41,6 +41,7 @@ from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
+from cachesvc.service.socket_files import open_to_group
 from cachesvc.service.telemetry import Telemetry
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
@@ -234,6 +235,7 @@ class Daemon:
         )
         life.start()
         self._stack.callback(life.close)
+        open_to_group(self._config.socket + LIFE_SUFFIX, self._config.socket_group)
 
     async def _start_server(
         self,
@@ -255,7 +257,14 @@ class Daemon:
             event=following,
             admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
         )
-        listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
+        listening = Listening(
+            config.socket,
+            config.listen,
+            config.tls_certificate,
+            config.tls_key,
+            health=config.health_listen,
+            group=config.socket_group,
+        )
         server = Server(telemetry.watch_services(services), listening)
         port = await server.start()
         self._server = server

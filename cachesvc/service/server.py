@@ -27,6 +27,8 @@ from kvcache.v1 import (
 )
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.health import LIVE, HealthListener
+from cachesvc.service.socket_files import open_to_group
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 
@@ -43,12 +45,15 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS."""
+    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS. ``health``: HOST:PORT for
+    probes. ``group``: who may open the unix socket beside its owner."""
 
     unix: str
     tcp: str = ""
     certificate: str = ""
     key: str = ""
+    health: str = ""
+    group: str = ""
 
 
 class Server:
@@ -59,6 +64,7 @@ class Server:
         self._listening = listening
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._probes = HealthListener(self._health, listening.health)
 
     async def start(self) -> int:
         """Listen and serve; returns the TCP port (0: none)."""
@@ -77,11 +83,15 @@ class Server:
             os.umask(mask)
         self._server = server
         try:
+            open_to_group(self._listening.unix, self._listening.group)
             port = self._add_tcp(server)
+            await server.start()
+            await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+            if self._listening.health:
+                await self._probes.start()
         except Unavailable:
             await self.close(0)
             raise
-        await server.start()
         await self.tell(serving=True)
         return port
 
@@ -108,7 +118,7 @@ class Server:
         reflection.enable_server_reflection([*service_names(), *_STANDARD, reflection.SERVICE_NAME], server)
 
     async def tell(self, *, serving: bool) -> None:
-        """What health checks answer from now on, for the whole and for each service."""
+        """What health checks answer from now on, for the whole and for each service; never for ``live``."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *service_names()):
             await self._health.set(name, status)
@@ -118,6 +128,7 @@ class Server:
         if self._server is None:
             return
         await self._server.stop(grace_seconds)
+        await self._probes.close()
         self._server = None
         remove_socket(self._listening.unix)
 

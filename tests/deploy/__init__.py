@@ -1,0 +1,1 @@
+"""What is deployed: manifests and image, checked without a cluster."""
