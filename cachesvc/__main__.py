@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
+    add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
     return parser
 
 

@@ -38,7 +38,8 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
-    ``allow_uids``: empty: its own and root.
+    ``allow_uids``: empty: its own and root. ``fault_copies``: share of copies that are made to fail, for tests; a flag
+    that no file may set, for the shm backend alone.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -70,6 +71,7 @@ class Config:
     calls_in_flight: int = 1024
     allow_uids: tuple[int, ...] = ()
     log_level: str = "info"
+    fault_copies: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -90,6 +92,8 @@ class Config:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
+        if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):
+            raise InvalidRequest("fault_copies is a share from 0 to 1, and for --backend shm alone")
         _check_listen(self)
 
     def shown(self) -> dict[str, str]:
@@ -110,6 +114,8 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     for name in values:
         if name not in known:
             raise InvalidRequest(f"unknown key {name!r} in {path}; known are {', '.join(sorted(known))}")
+        if name == "fault_copies":
+            raise InvalidRequest("fault_copies makes copies fail, for tests: a flag (--fault-copies), never in a file")
     values |= {name: value for name, value in flags.items() if value is not None}
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 

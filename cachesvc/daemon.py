@@ -76,9 +76,10 @@ def choose_hardware(config: Config) -> Hardware:
             raise Unavailable(f"the GPU cannot be used: {broken}; see nvidia-smi, or use --backend shm") from broken
     check_shm_memory(config, memory_limits())
     rules = copy_rules(config)
-    return Hardware(
-        ShmBackend(config.shm_devices, config.device_pool, rules=rules), node=0 if len(numa.nodes()) > 1 else None
-    )
+    if config.fault_copies:
+        events.warning("copies_are_made_to_fail", share=config.fault_copies)
+    backend = ShmBackend(config.shm_devices, config.device_pool, rules=rules, fault_copies=config.fault_copies)
+    return Hardware(backend, node=0 if len(numa.nodes()) > 1 else None)
 
 
 def copy_rules(config: Config) -> CopyRules:
