@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import gc
 import sys
+from functools import partial
 
-from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, Config, load_config
+from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, load_config
 from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
@@ -28,29 +29,29 @@ def main() -> None:
     try:
         config = load_config(path, flags)
         start_logging(config.log_level)
-        _run(config)
+        _run(Daemon(config, partial(load_config, path, flags) if path else None))
     except CacheError as error:
         print(f"cachesvcd: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _run(config: Config) -> None:
+def _run(daemon: Daemon) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         from uvloop import Loop
     except ImportError:
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(daemon))
         return
     with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(config))
+        runner.run(_serve(daemon))
 
 
-async def _serve(config: Config) -> None:
+async def _serve(daemon: Daemon) -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     gc.collect()
     gc.freeze()  # modules and stubs live as long as the process: never walked again
-    await Daemon(config).run()
+    await daemon.run()
 
 
 def _parser() -> argparse.ArgumentParser:

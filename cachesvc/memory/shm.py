@@ -183,6 +183,19 @@ class ShmBackend:
         if (copying := self._copying.get(device)) is not None:  # None: not running
             copying.pause_background(seconds)
 
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        """Another byte budget for every device."""
+        for copying in self._copying.values():
+            copying.limit(direction, bytes_per_second)
+
+    def fault(self, device: str) -> str:
+        """None: memory of the machine itself."""
+        self._check_device(device)
+        return ""
+
+    def probe(self) -> None:
+        """Nothing to find out."""
+
     def register_host(self, buffer: memoryview) -> int:
         """Make host memory copyable; it must stay mapped until ``close``."""
         self._check_running()

@@ -83,6 +83,7 @@ class Server:
             raise
         await server.start()
         await self.tell(serving=True)
+        await self.tell_live(live=True)
         return port
 
     def _add_tcp(self, server: grpc.aio.Server) -> int:
@@ -113,6 +114,11 @@ class Server:
         for name in ("", *service_names()):
             await self._health.set(name, status)
 
+    async def tell_live(self, *, live: bool) -> None:
+        """What health checks of the name ``live`` answer from now on: whether a supervisor should let the daemon be."""
+        status = health_pb2.HealthCheckResponse.SERVING if live else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(LIVE_NAME, status)
+
     async def close(self, grace_seconds: float) -> None:
         """Take no new calls, give running ones ``grace_seconds``, and remove the socket."""
         if self._server is None:
@@ -122,6 +128,7 @@ class Server:
         remove_socket(self._listening.unix)
 
 
+LIVE_NAME = "live"
 _STANDARD = ("grpc.health.v1.Health", "grpc.channelz.v1.Channelz")
 
 

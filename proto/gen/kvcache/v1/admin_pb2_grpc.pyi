@@ -47,6 +47,8 @@ class AdminServiceStub:
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
     """Checks conservation: every page is in exactly one place, every count adds up."""
+    Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
+    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -67,6 +69,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
     """Checks conservation: every page is in exactly one place, every count adds up."""
+    Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
+    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -144,5 +148,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.VerifyResponse, _abc.Awaitable[_admin_pb2.VerifyResponse]]:
         """Checks conservation: every page is in exactly one place, every count adds up."""
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
+        """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
