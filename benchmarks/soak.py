@@ -5,8 +5,8 @@
 Each engine is a process that knows every block's bytes and checks all that the cache gives it. A seed decides who is
 killed or stopped, whose connections are cut, and when; a share of the daemon's copies is made to fail. The trace is
 looped, under a new salt after every second loop. In the first third of the time the daemon is killed too; the rest is
-one life of it, in which growth of memory and drift of latencies are judged. Memory is the daemon's PSS without slabs,
-timelines and host pool; growth is the last tenth of that life against the tenth after its warm-up. Exit code 1 where a
+one life of it, in which growth of memory and drift of latencies are judged. Memory is the daemon's anonymous memory
+without the host pool; growth is the last fifth of that life against the fifth after its warm-up, medians of both. Exit code 1 where a
 page was corrupt or leaked, the books do not add up, memory grew by more than 2 %, or an engine was not served.
 """
 
@@ -35,7 +35,7 @@ SAMPLE_SECONDS = 10.0
 KILLS_SHARE = 1 / 3
 WARM_UP_SHARE = 0.25
 """Of the last life: until index, pools and free lists have been through a turn."""
-WINDOW_SHARE = 0.1
+WINDOW_SHARE = 0.2
 MOST_GROWTH_PERCENT = 2.0
 FAULT_COPIES = 0.01
 STALLED_SECONDS = 120.0

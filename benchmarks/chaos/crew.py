@@ -251,6 +251,11 @@ class Crew:
                 raise RunFailed(f"after {seconds:g} s it is still not so: {what}; {self.engine_words()}")
             time.sleep(LOOK_SECONDS)
 
+    def epoch(self) -> int:
+        """Of the running daemon."""
+        with grpc.insecure_channel(f"unix:{self.daemon.socket}") as channel:
+            return int(admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest()).epoch)
+
     def finish(self) -> dict[str, Any]:
         """Let the engines end, check the books, stop the daemon, and look for what was left behind."""
         processes = [slot.process for slot in self.slots]

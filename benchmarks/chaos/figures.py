@@ -16,7 +16,8 @@ SUMS = ("device", "host", "computed", "uncached", "verified", "corrupt")
 @dataclass
 class Figures:
     """Guarded by ``lock``. ``steps``: one histogram for each second since the run began. ``returns``: how long engines
-    took from noticing that the daemon was gone to a new lease, in seconds."""
+    took from noticing that the daemon was gone to a new lease, in seconds. ``lost_at``: when they noticed, on the
+    monotonic clock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     sums: Counter[str] = field(default_factory=Counter)
@@ -25,6 +26,7 @@ class Figures:
     served: Counter[int] = field(default_factory=Counter)
     steps: dict[int, LatencyHistogram] = field(default_factory=dict)
     returns: list[float] = field(default_factory=list)
+    lost_at: list[float] = field(default_factory=list)
 
     def add(self, engine: int, outcome: dict[str, Any], second: int) -> None:
         """Count one request."""
@@ -37,6 +39,8 @@ class Figures:
             histogram = self.steps.setdefault(second, LatencyHistogram())
             for milliseconds in outcome["step_ms"]:
                 histogram.record(milliseconds)
+            if outcome["lost_at"]:
+                self.lost_at.append(outcome["lost_at"])
             if outcome["lost_at"] and outcome["back_at"] > outcome["lost_at"]:
                 self.returns.append(outcome["back_at"] - outcome["lost_at"])
 

@@ -9,11 +9,12 @@ POOL_NAME = "memfd:kvcache-"
 
 
 def bytes_beside_pools(pid: int, host_pool_bytes: int) -> int:
-    """PSS of a daemon without its slabs, timelines and host pool, which is populated whole."""
+    """A daemon's own anonymous memory: without slabs and timelines, without the host pool, which is populated whole,
+    and without libraries, whose share of it depends on who else runs."""
     total = 0
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         name, _, rest = line.partition(":")
-        if name in ("Pss_Anon", "Pss_File"):  # slabs and timelines are Pss_Shmem
+        if name == "Pss_Anon":
             total += int(rest.split()[0]) << 10
     return total - host_pool_bytes
 
