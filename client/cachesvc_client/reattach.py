@@ -37,8 +37,10 @@ class Reattacher:
         self._thread = threading.Thread(target=self._run, name="kvcache-reattach", daemon=True)
 
     def start(self) -> None:
-        """Watch the client from now on."""
+        """Watch the client from now on; one whose daemon is gone already is brought back too."""
         self._client.on_lost(self._wanted.set)
+        if not self._client.connected:
+            self._wanted.set()
         self._thread.start()
 
     def close(self) -> None:
