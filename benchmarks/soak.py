@@ -6,8 +6,9 @@ Each engine is a process that knows every block's bytes and checks all that the 
 killed or stopped, whose connections are cut, and when; a share of the daemon's copies is made to fail. The trace is
 looped, under a new salt after every second loop. In the first third of the time the daemon is killed too; the rest is
 one life of it, in which growth of memory and drift of latencies are judged. Memory is the daemon's anonymous memory
-without the host pool; growth is the last fifth of that life against the fifth after its warm-up, medians of both. Exit code 1 where a
-page was corrupt or leaked, the books do not add up, memory grew by more than 2 %, or an engine was not served.
+without the host pool; growth is the last fifth of that life against the fifth after its warm-up, medians of both.
+Exit code 1 where a page was corrupt or leaked, the books do not add up, memory grew by more than 2 %, or an engine was
+not served.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import stat
@@ -69,6 +70,7 @@ class Server:
         ]
         server = grpc.aio.server(options=options)
         self._register(server)
+        logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         make_way(self._listening.unix)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
@@ -136,6 +138,11 @@ def service_names() -> tuple[str, ...]:
     """Full names of our own services."""
     modules = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
     return tuple(service.full_name for m in modules for service in m.DESCRIPTOR.services_by_name.values())
+
+
+def is_about_us(record: logging.LogRecord) -> bool:
+    """False for gRPC's traceback about a stream whose caller went away while an answer was on its way."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 
 def make_way(path: str) -> None:

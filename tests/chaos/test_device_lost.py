@@ -124,7 +124,10 @@ def test_one_gpu_of_two_falls_off_the_bus(tmp_path: Path, caplog: pytest.LogCapt
         assert await site.check("live") == SERVING, "an engine of the other GPU has a lease"
         status = await site.status()
         assert (status.ready, status.live) == (False, True)
-        assert [(device.healthy, device.fault) for device in status.devices] == [(True, ""), (False, "free_bytes broke")]
+        assert [(device.healthy, device.fault) for device in status.devices] == [
+            (True, ""),
+            (False, "free_bytes broke"),
+        ]
         for model in ("m", "another"):
             said = await refused(site.register(model, bad))
             assert bad.uuid in said
