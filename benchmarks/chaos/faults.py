@@ -65,6 +65,11 @@ class Faults(threading.Thread):
             for _, slot in self._resume:
                 slot.tell(signal.SIGCONT)
 
+    def has_done(self, *kinds: str) -> bool:
+        """True when each kind was done to somebody at least once; without names, all that are wanted."""
+        wanted = kinds or tuple(kind for kind in self._kinds if getattr(self._rates, kind))
+        return all(self._crew.figures.faults[kind] for kind in wanted)
+
     def _serve(self) -> None:
         due = {kind: self._next(kind, 0.0) for kind in self._kinds if getattr(self._rates, kind)}
         began = time.monotonic()
@@ -74,7 +79,7 @@ class Faults(threading.Thread):
             for kind, at in list(due.items()):
                 if now >= at:
                     due[kind] = self._next(kind, now)
-                    is_spared = kind == "kill_daemon" and now > self._daemon_dies_until
+                    is_spared = kind == "kill_daemon" and now > self._daemon_dies_until and self.has_done(kind)
                     if not is_spared and self._kinds[kind]():
                         self._crew.figures.note_fault(kind)
 

@@ -141,9 +141,9 @@ class CacheClient:
 
         Returns the new leases; the old ones and all made under them stay lost, and the engine recomputes what it had
         there. Close the old ones once no kernel uses their pages: where only the connection broke, the daemon keeps
-        these back until then. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close them first, or
-        the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted (it came back
-        smaller), and what ``register`` raises; call it again then.
+        these back until then. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close
+        them first, or the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted
+        (it came back smaller), and what ``register`` raises; call it again then.
         """
         with self._connecting:
             self._require_open()

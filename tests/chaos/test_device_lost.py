@@ -1,4 +1,4 @@
-"""A GPU falls off the bus: told once, refused by name, others serve on, and only then is the daemon not worth keeping."""
+"""A GPU falls off the bus: told once and refused by name; others serve on, and only without them is all over."""
 
 from __future__ import annotations
 
