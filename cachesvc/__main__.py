@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import resource
 import sys
+from functools import partial
 
-from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, Config, load_config
+from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, load_config
 from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
@@ -28,29 +30,31 @@ def main() -> None:
     try:
         config = load_config(path, flags)
         start_logging(config.log_level)
-        _run(config)
+        _run(Daemon(config, partial(load_config, path, flags) if path else None))
     except CacheError as error:
         print(f"cachesvcd: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _run(config: Config) -> None:
+def _run(daemon: Daemon) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an engine takes three: two connections and a pidfd
     try:
         from uvloop import Loop
     except ImportError:
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(daemon))
         return
     with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(config))
+        runner.run(_serve(daemon))
 
 
-async def _serve(config: Config) -> None:
+async def _serve(daemon: Daemon) -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     gc.collect()
     gc.freeze()  # modules and stubs live as long as the process: never walked again
-    await Daemon(config).run()
+    await daemon.run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
     add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
+    add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
     return parser
 
 

@@ -45,7 +45,8 @@ class Config:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
-    falls behind it is cut off. ``allow_uids``: empty: its own and root.
+    falls behind it is cut off. ``allow_uids``: empty: its own and root. ``fault_copies``: share of copies that are made
+    to fail, for tests; a flag that no file may set, for the shm backend alone.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -83,6 +84,7 @@ class Config:
     log_level: str = "info"
     metrics_listen: str = ""
     otlp_endpoint: str = ""
+    fault_copies: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -109,6 +111,8 @@ class Config:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
+        if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):
+            raise InvalidRequest("fault_copies is a share from 0 to 1, and for --backend shm alone")
         _check_listen(self)
         _check_telemetry(self)
 
@@ -130,6 +134,8 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     for name in values:
         if name not in known:
             raise InvalidRequest(f"unknown key {name!r} in {path}; known are {', '.join(sorted(known))}")
+        if name == "fault_copies":
+            raise InvalidRequest("fault_copies makes copies fail, for tests: a flag (--fault-copies), never in a file")
     values |= {name: value for name, value in flags.items() if value is not None}
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 

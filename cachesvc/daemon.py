@@ -7,11 +7,12 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cachesvc import __version__
 from cachesvc.config import Config
@@ -34,12 +35,14 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.admin_service import AdminService, DeviceLine
 from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
+from cachesvc.service.device_health import DeviceHealth, Serving
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
 from cachesvc.service.gather import Facts, Gatherer
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
+from cachesvc.service.reload import Reloader, live_settings
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
 from cachesvc.service.socket_files import open_to_group
 from cachesvc.service.telemetry import Telemetry
@@ -80,9 +83,10 @@ def choose_hardware(config: Config) -> Hardware:
             raise Unavailable(f"the GPU cannot be used: {broken}; see nvidia-smi, or use --backend shm") from broken
     check_shm_memory(config, memory_limits())
     rules = copy_rules(config)
-    return Hardware(
-        ShmBackend(config.shm_devices, config.device_pool, rules=rules), node=0 if len(numa.nodes()) > 1 else None
-    )
+    if config.fault_copies:
+        events.warning("copies_are_made_to_fail", share=config.fault_copies)
+    backend = ShmBackend(config.shm_devices, config.device_pool, rules=rules, fault_copies=config.fault_copies)
+    return Hardware(backend, node=0 if len(numa.nodes()) > 1 else None)
 
 
 def copy_rules(config: Config) -> CopyRules:
@@ -148,10 +152,17 @@ def check_shm_memory(config: Config, limits: tuple[MemoryLimit, ...]) -> None:
 
 
 class Daemon:
-    """Everything that runs in the daemon's process."""
+    """Everything that runs in the daemon's process. ``reread`` gives the configuration as its file has it by now."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        reread: Callable[[], Config] | None = None,
+        choose: Callable[[Config], Hardware] = choose_hardware,
+    ) -> None:
         self._config = config
+        self._reread = reread
+        self._choose = choose
         self._stopping = asyncio.Event()
         self._stack = AsyncExitStack()
         self._node: Node | None = None
@@ -170,7 +181,7 @@ class Daemon:
         began = time.monotonic()
         make_way(config.socket)
         make_way_for_life(config.socket + LIFE_SUFFIX)
-        hardware = choose_hardware(config)
+        hardware = self._choose(config)
         backend = hardware.backend
         backend.start()
         self._stack.callback(backend.close)
@@ -250,12 +261,14 @@ class Daemon:
         config = self._config
         shown = {**config.shown(), "backend": backend.name}
         following = EventService(node, config.event_subscribers)
+        health = DeviceHealth(backend, node, self._tell_serving)
+        reloader = self._reloader(live_settings(node, gate, cache, backend), shown)
         services = Services(
             engine=EngineService(node, gate, backend),
             lease=LeaseService(node, gate),
             cache=cache,
             event=following,
-            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
+            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving, health, reloader.reload),
         )
         listening = Listening(
             config.socket,
@@ -271,11 +284,34 @@ class Daemon:
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
         following.start()
         self._stack.callback(following.close)
+        health.start()
+        self._stack.push_async_callback(health.close)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload_by_signal)
         return port
+
+    def _reloader(self, live: Mapping[str, Callable[[Any], None]], shown: dict[str, str]) -> Reloader:
+        """Reads the file again where there is one; ``shown`` is what operators see of it."""
+
+        def keep(name: str, apply: Callable[[Any], None], value: Any) -> None:
+            apply(value)
+            self._config = replace(self._config, **{name: value})
+            shown[name] = str(value)
+
+        reread = self._reread
+        return Reloader(
+            asdict(self._config),
+            None if reread is None else lambda: asdict(reread()),
+            {name: partial(keep, name, apply) for name, apply in live.items()},
+        )
 
     async def _not_serving(self) -> None:
         if self._server is not None:
             await self._server.tell(serving=False)
+
+    async def _tell_serving(self, serving: Serving) -> None:
+        assert self._server is not None
+        await self._server.tell(serving=serving.ready)
+        await self._server.tell_live(live=serving.live)
 
     def stop(self) -> None:
         """Begin to end (SIGTERM, SIGINT)."""

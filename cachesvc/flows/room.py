@@ -13,6 +13,11 @@ from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
 from cachesvc.model.transfer import Direction, Urgency
 
+DRAIN_FAILURES = 3
+"""Write-backs that fail in a row before evictions go on without them."""
+TRY_AGAIN_EVERY = 64
+"""Evictions until one is saved again: whoever waits for it waits for one failure more."""
+
 
 def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> Wait | None:
     """See to it that group g has ``wanted[g]`` free pages on the replica; None when it has them now.
@@ -38,9 +43,10 @@ def _evict_blocks(core: Core, model: Model, replica: Replica, shortage: int, wan
     draining = [t for t in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE) if t.drains]
     coming = sum(len(ticket.drains) for ticket in draining)
     if shortage > coming:
-        plan, met = model.evictor.plan_device(
-            place, shortage - coming, to_host=core.writing.copies_when_evicted and _has_host(model)
-        )
+        saves = core.writing.copies_when_evicted and _has_host(model)
+        plan, met = model.evictor.plan_device(place, shortage - coming, to_host=saves and _is_worth_saving(replica))
+        if not met and saves and replica.failed_drains >= DRAIN_FAILURES:
+            plan, met = model.evictor.plan_device(place, shortage - coming, to_host=True)
         if not met:
             group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].free)
             return _wait_or_refuse(core, model, replica, group, wanted[group])
@@ -74,6 +80,15 @@ def _evictable(model: Model, place: Place, group: int, *, after_flights: bool, u
     if group in place.full_groups:
         return evictable_pages(model.blocks, place, after_flights=after_flights, unpinned=unpinned)
     return idle_windows(model.blocks, place, group, after_flights=after_flights)
+
+
+def _is_worth_saving(replica: Replica) -> bool:
+    """False while write-backs fail: what cannot be saved is dropped, or nobody would ever have room again. Now and then
+    one is tried."""
+    if replica.failed_drains < DRAIN_FAILURES:
+        return True
+    replica.unsaved += 1
+    return replica.unsaved % TRY_AGAIN_EVERY == 0
 
 
 def _has_host(model: Model) -> bool:

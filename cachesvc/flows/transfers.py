@@ -68,6 +68,8 @@ def _end(core: Core, ticket: Ticket, error: str) -> None:
     else:
         for row in ticket.rows:
             model.blocks.finish_fill(model.blocks.host, row, arrived=not error)
+        if ticket.drains:
+            replica.failed_drains = replica.failed_drains + 1 if error else 0
         for drain in ticket.drains:
             model.evictor.finish_drain(replica.place, drain, arrived=not error)
             core.count("evictions", 0 if error else 1)

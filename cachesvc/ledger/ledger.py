@@ -20,12 +20,17 @@ from cachesvc.model.layout import Layout
 
 @dataclass(slots=True)
 class Replica:
-    """A set of devices (one for each rank) that share one page-id space for each group."""
+    """A set of devices (one for each rank) that share one page-id space for each group.
+
+    ``failed_drains``: write-backs that failed in a row; ``unsaved``: evictions since then that saved nothing.
+    """
 
     id: int
     devices: tuple[str, ...]
     place: Place
     device_pages: tuple[int, ...]
+    failed_drains: int = 0
+    unsaved: int = 0
 
 
 @dataclass(slots=True)

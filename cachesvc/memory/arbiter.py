@@ -214,6 +214,12 @@ class Arbiter:
         lane = self._lanes[direction]
         lane.paused_until = max(lane.paused_until, until)
 
+    def limit(self, direction: Direction, bytes_per_second: int, now: float) -> None:
+        """Another byte budget from now on; 0 is none."""
+        bucket = self._lanes[direction].bucket
+        bucket.fill(now)
+        bucket.bytes_per_second = bytes_per_second
+
     def _choose(self, direction: Direction, now: float) -> _Queued | None:
         lane = self._lanes[direction]
         awaited, background = lane.of(Urgency.AWAITED), lane.of(Urgency.BACKGROUND)

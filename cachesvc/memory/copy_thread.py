@@ -212,6 +212,12 @@ class CopyThreads:
         with self._changed:
             self._arbiter.pause_background(Direction.STORE, self._clock() + seconds)
 
+    def limit(self, direction: Direction, bytes_per_second: int) -> None:
+        """As ``Backend.limit_copies``."""
+        with self._changed:
+            self._arbiter.limit(direction, bytes_per_second, self._clock())
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Close both streams. Idempotent."""
         for stream in self.streams.values():

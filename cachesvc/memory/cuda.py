@@ -192,10 +192,6 @@ class CudaBackend:
         self._gpu(device)
         return self._device_bytes
 
-    def context_bytes(self, device: str) -> int:
-        """Device memory that this process takes beside its pool."""
-        return self._gpu(device).context_bytes
-
     def start(self) -> None:
         """Make contexts, words and streams. Raises InvalidRequest for a pool that a GPU cannot hold, Unavailable."""
         try:
@@ -279,6 +275,22 @@ class CudaBackend:
         self._gpu(device)
         if (at := self._devices.get(device)) is not None:  # None: not running
             at.copying.pause_background(seconds)
+
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        """Another byte budget for every device."""
+        for copying in (at.copying for at in self._devices.values()):
+            copying.limit(direction, bytes_per_second)
+
+    def fault(self, device: str) -> str:
+        """What broke the GPU for this process; empty while it works."""
+        self._gpu(device)
+        return self._health[device].reason
+
+    def probe(self) -> None:
+        """Ask every GPU that works for its free memory: one that fell off the bus is known before somebody copies."""
+        for uuid, at in list(self._devices.items()):
+            if not self._health[uuid].reason:
+                at.health.attempt(at.gpu.free_bytes)
 
     def register_host(self, buffer: memoryview) -> int:
         """Pin host memory for all GPUs; it must stay mapped until ``close``. Raises Unavailable."""

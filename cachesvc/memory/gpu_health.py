@@ -31,6 +31,11 @@ class GpuHealth:
         if is_news:
             log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
 
+    @property
+    def reason(self) -> str:
+        """Why the GPU no longer works; empty while it does."""
+        return self._reason
+
     def check(self) -> None:
         """Raises Unavailable once the GPU has broken."""
         if self._reason:
@@ -38,9 +43,9 @@ class GpuHealth:
                 f"GPU {self._uuid} no longer works for this daemon ({self._reason}); recompute, and restart the daemon"
             )
 
-    def attempt(self, give_back: Callable[[], None]) -> None:
-        """Give something back; where the GPU cannot any more, what comes after is given back all the same."""
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Ask something or give it back; where the GPU cannot any more, what comes after is done all the same."""
         try:
-            give_back()
+            call()
         except RuntimeError as error:
             self.broke(error)

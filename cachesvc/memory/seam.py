@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.transfer import Direction, Urgency
 
 COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", "height", "src_pitch", "dst_pitch")
 """Columns of a CopyBatch: a pitched copy of ``height`` rows of ``width`` bytes."""
@@ -172,6 +172,15 @@ class Backend(Protocol):
 
     def register_host(self, buffer: memoryview) -> int:
         """Make a chunk of host memory copyable; returns its region."""
+
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        """Another byte budget in one direction for every device from now on; 0 is none."""
+
+    def fault(self, device: str) -> str:
+        """Why a device no longer works for this process, and never will; empty while it does. Raises NotFound."""
+
+    def probe(self) -> None:
+        """Find out which devices still work, for ``fault``. Any thread; waits for drivers, raises nothing."""
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region, for verification: not on any stream, and as slow as it likes.

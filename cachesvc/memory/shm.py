@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
+from cachesvc.memory.copy_faults import FaultyRunner
 from cachesvc.memory.copy_thread import CopyThread, CopyThreads, WriteWord
 from cachesvc.memory.mapped import map_memfd, sealed_memfd, yield_to_callers
-from cachesvc.memory.seam import CopyBatch, Handle, Slice
+from cachesvc.memory.seam import CopyBatch, Handle, Slice, SliceRunner
 from cachesvc.memory.timeline import TIMELINE_WORDS, HostTimeline
 from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
 from cachesvc.model.transfer import Direction
@@ -67,7 +68,10 @@ class ShmRunner:
 
 
 class ShmBackend:
-    """``devices`` pretended devices ``shm-0``, ``shm-1``, ... of ``device_bytes`` each."""
+    """``devices`` pretended devices ``shm-0``, ``shm-1``, ... of ``device_bytes`` each.
+
+    ``fault_copies``: the share of copy slices that are made to fail.
+    """
 
     name = "shm"
 
@@ -78,7 +82,9 @@ class ShmBackend:
         *,
         timeline_words: int = TIMELINE_WORDS,
         rules: CopyRules | None = None,
+        fault_copies: float = 0.0,
     ) -> None:
+        self._fault_copies = fault_copies
         self._devices = tuple(f"shm-{i}" for i in range(devices))
         self._device_bytes = device_bytes
         self._timeline_words = timeline_words
@@ -112,7 +118,7 @@ class ShmBackend:
         self._running = True
         for device in self._devices:
             timeline = self._timelines[device] = HostTimeline(self._timeline_words)
-            runners = {direction: ShmRunner(self._copy, timeline.write) for direction in Direction}
+            runners = {direction: self._runner(timeline) for direction in Direction}
             self._copying[device] = CopyThreads(device, self._rules, runners, timeline.write)
             self._copying[device].start()
 
@@ -177,6 +183,19 @@ class ShmBackend:
         if (copying := self._copying.get(device)) is not None:  # None: not running
             copying.pause_background(seconds)
 
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        """Another byte budget for every device."""
+        for copying in self._copying.values():
+            copying.limit(direction, bytes_per_second)
+
+    def fault(self, device: str) -> str:
+        """None: memory of the machine itself."""
+        self._check_device(device)
+        return ""
+
+    def probe(self) -> None:
+        """Nothing to find out."""
+
     def register_host(self, buffer: memoryview) -> int:
         """Make host memory copyable; it must stay mapped until ``close``."""
         self._check_running()
@@ -205,6 +224,10 @@ class ShmBackend:
         with self._lock:  # nothing may keep a mapping alive: streams and backend know each other
             for known in (self._copying, self._timelines, self._regions, self._sizes):
                 known.clear()
+
+    def _runner(self, timeline: HostTimeline) -> SliceRunner:
+        runner = ShmRunner(self._copy, timeline.write)
+        return FaultyRunner(runner, self._fault_copies, secrets.randbits(32)) if self._fault_copies else runner
 
     def _copy(self, copies: CopyBatch) -> None:
         check_bounds(copies, self._sizes)

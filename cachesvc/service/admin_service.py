@@ -17,8 +17,10 @@ from cachesvc.ledger.conservation import audit
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import PageState
 from cachesvc.service.calls import CallGate, Context
+from cachesvc.service.device_health import DeviceHealth
 from cachesvc.service.explain import block_status, explain
 from cachesvc.service.node import Node
+from cachesvc.service.reload import Change
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
@@ -104,6 +106,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         config: dict[str, str],
         devices: Sequence[DeviceLine],
         on_drain: Callable[[], Awaitable[None]],
+        health: DeviceHealth,
+        reload: Callable[[], list[Change]],
     ) -> None:
         self._node = node
         self._gate = gate
@@ -111,6 +115,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._config = config
         self._devices = devices
         self._on_drain = on_drain
+        self._health = health
+        self._reload_config = reload
         self._evictions: dict[int, int] = {}
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
@@ -119,6 +125,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _status(self) -> admin_pb2.GetStatusResponse:
         node = self._node
         core = node.core
+        serving, faults = self._health.serving(), self._health.faults()
         counters = dict(core.counters)
         counters["tickets_running"] = len(core.ledger.tickets.running)
         counters["blocks"] = sum(len(model.blocks.index) for model in core.ledger.models.values())
@@ -147,7 +154,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 for line in admin.pools(core)
             ],
             counters=counters,
-            devices=[_device(line) for line in self._devices],
+            devices=[_device(line, faults.get(line.uuid, "")) for line in self._devices],
+            ready=serving.ready,
+            live=serving.live,
             host_pool_bytes=int(self._config["host_pool"]),
             host_pool_ready_bytes=min(
                 int(self._config["host_pool"]), self._host_pool.ready_chunks * int(self._config["host_chunk"])
@@ -306,7 +315,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             blocks_checked=found.blocks,
         )
 
+    async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
+        return await self._gate.serve(context, self._reload)
 
-def _device(line: DeviceLine) -> admin_pb2.DeviceStatus:
+    async def _reload(self) -> admin_pb2.ReloadResponse:
+        changes = [admin_pb2.SettingChange(**change._asdict()) for change in self._reload_config()]
+        return admin_pb2.ReloadResponse(changes=changes)
+
+
+def _device(line: DeviceLine, fault: str) -> admin_pb2.DeviceStatus:
     known: dict[str, Any] = line.shown()
-    return admin_pb2.DeviceStatus(**known)
+    return admin_pb2.DeviceStatus(**known, healthy=not fault, fault=fault)

@@ -29,7 +29,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def __init__(self, node: Node, gate: CallGate, operations_per_step: int) -> None:
         self._node = node
         self._gate = gate
-        self._operations_per_step = operations_per_step
+        self.operations_per_step = operations_per_step
         self._repeats: dict[str, Repeats] = {}
         self.operations: dict[tuple[str, str], int] = {}
 
@@ -122,8 +122,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             if request.request_id == 0:
                 raise InvalidRequest("a step needs a request_id above 0, rising within the lease")
-            if len(request.operations) > self._operations_per_step:
-                raise LimitExceeded("operations of a step", len(request.operations), self._operations_per_step)
+            if len(request.operations) > self.operations_per_step:
+                raise LimitExceeded("operations of a step", len(request.operations), self.operations_per_step)
             contents = request.SerializeToString(deterministic=True)
             repeats = self._repeats_of(request.lease_id)
             answer = await repeats.answer(request.request_id, contents, partial(self._step, request))

@@ -18,11 +18,19 @@ Reply = TypeVar("Reply", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+KEEP_LEAST = 32
+"""Answers that are kept whatever their size: more than a client has steps under way."""
+KEEP_BYTES = 1 << 20
+"""What a lease's answers beyond those may take: large ones, of which the oldest are not asked for again."""
+
+
 class Repeats:
     """The last ``keep`` answers of a lease by request_id, so that a retried call is not carried out twice."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
+        self._sizes: dict[int, int] = {}
+        self._bytes = 0
         self._known: OrderedDict[int, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
 
     async def answer(self, request_id: int, contents: bytes, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -44,8 +52,9 @@ class Repeats:
                 raise Unavailable("the first call with this request_id was given up; send it again") from None
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._known[request_id] = (contents, future)
-        while len(self._known) > self._keep:
-            self._known.popitem(last=False)
+        while len(self._known) > self._keep or (self._bytes > KEEP_BYTES and len(self._known) > KEEP_LEAST):
+            oldest, _ = self._known.popitem(last=False)
+            self._bytes -= self._sizes.pop(oldest, 0)
         try:
             answer = await call()
         except BaseException:
@@ -54,6 +63,9 @@ class Repeats:
             future.cancel()
             raise
         future.set_result(answer)
+        if request_id in self._known:  # not pushed out while it was carried out
+            self._sizes[request_id] = size = len(contents) + answer.ByteSize()
+            self._bytes += size
         return answer
 
 

@@ -11,6 +11,7 @@ from cachesvc.flows.models import PoolWish, register
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
 from cachesvc.service.calls import CallGate, Context
+from cachesvc.service.device_health import require_working
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
@@ -30,6 +31,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def _register(self, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
         node = self._node
         layout = layout_from_proto(request.layout)
+        require_working(self._backend, tuple(request.devices) or self._backend.devices()[: layout.ranks])
         flow = partial(
             register,
             node.core,

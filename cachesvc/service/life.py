@@ -27,6 +27,7 @@ from cachesvc.wire.status import LIFE_GREETING
 SO_PEERPIDFD = 77
 TOKEN_BYTES = 16
 MAX_CONNECTIONS = 4096
+ACCEPT_PAUSE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class LifeServer:
             listener.bind(self._path)
         finally:
             os.umask(mask)
-        listener.listen(128)
+        listener.listen(MAX_CONNECTIONS)  # a restart brings all engines at once
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
 
@@ -97,6 +98,11 @@ class LifeServer:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
+        except OSError as error:  # no descriptor is left: who waits in the queue would be told of again and again
+            events.warning("life_not_accepting", reason=str(error), seconds=ACCEPT_PAUSE_SECONDS)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._accept_again)
+            return
         connection.setblocking(False)
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", raw)
@@ -115,6 +121,10 @@ class LifeServer:
             connection.send(LIFE_GREETING + peer.token + struct.pack("<Q", self._epoch))
         except OSError:
             self._hang_up(peer)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._loop is not None:
+            self._loop.add_reader(self._listener, self._accept)
 
     def _serve(self, peer: _Peer) -> None:
         try:

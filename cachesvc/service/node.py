@@ -38,7 +38,7 @@ class Node:
         self.lease_seconds = lease_seconds
         self.started = time.monotonic()
         self.on_change: Callable[[], None] | None = None
-        self._wait_seconds = wait_seconds
+        self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sweeper: asyncio.Task[None] | None = None
@@ -99,7 +99,7 @@ class Node:
 
         ``seconds``: what is left of the caller's deadline. Raises DeadlinePassed.
         """
-        until = self.now() + min(self._wait_seconds, seconds if seconds is not None else self._wait_seconds)
+        until = self.now() + min(self.wait_seconds, seconds if seconds is not None else self.wait_seconds)
         while True:
             answer = self.run(flow)
             if not isinstance(answer, Wait):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import stat
@@ -75,6 +76,7 @@ class Server:
         ]
         server = grpc.aio.server(options=options)
         self._register(server)
+        logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         make_way(self._listening.unix)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
@@ -93,6 +95,7 @@ class Server:
             await self.close(0)
             raise
         await self.tell(serving=True)
+        await self.tell_live(live=True)
         return port
 
     def _add_tcp(self, server: grpc.aio.Server) -> int:
@@ -123,6 +126,11 @@ class Server:
         for name in ("", *service_names()):
             await self._health.set(name, status)
 
+    async def tell_live(self, *, live: bool) -> None:
+        """What health checks of the name ``live`` answer from now on: whether a supervisor should let the daemon be."""
+        status = health_pb2.HealthCheckResponse.SERVING if live else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(LIVE_NAME, status)
+
     async def close(self, grace_seconds: float) -> None:
         """Take no new calls, give running ones ``grace_seconds``, and remove the socket."""
         if self._server is None:
@@ -133,6 +141,7 @@ class Server:
         remove_socket(self._listening.unix)
 
 
+LIVE_NAME = "live"
 _STANDARD = ("grpc.health.v1.Health", "grpc.channelz.v1.Channelz")
 
 
@@ -140,6 +149,11 @@ def service_names() -> tuple[str, ...]:
     """Full names of our own services."""
     modules = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
     return tuple(service.full_name for m in modules for service in m.DESCRIPTOR.services_by_name.values())
+
+
+def is_about_us(record: logging.LogRecord) -> bool:
+    """False for gRPC's traceback about a stream whose caller went away while an answer was on its way."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 
 def make_way(path: str) -> None:

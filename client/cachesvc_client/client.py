@@ -15,10 +15,17 @@ from kvcache.v1 import engine_pb2
 from cachesvc.model.layout import Layout
 from cachesvc_client.channel import ChannelMaker, open_channel
 from cachesvc_client.connection import Connection
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, Conflict, DaemonUnavailable
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    Conflict,
+    DaemonUnavailable,
+    LeaseLost,
+    NotFound,
+)
 from cachesvc_client.lease import Lease, attach_pool
 from cachesvc_client.messages import build_register, parse_registration
-from cachesvc_client.methods import REGISTER
+from cachesvc_client.methods import CLOSE, REGISTER
 from cachesvc_client.pool import AttachedPool
 from cachesvc_client.registration import Registration
 from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
@@ -134,9 +141,10 @@ class CacheClient:
         """Connect anew after the daemon went; register again, and open a lease for each that was open, in that order.
 
         Returns the new leases; the old ones and all made under them stay lost, and the engine recomputes what it had
-        there. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close them first, or
-        the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted (it came back
-        smaller), and what ``register`` raises; call it again then.
+        there. Close the old ones once no kernel uses their pages: where only the connection broke, the daemon keeps
+        these back until then. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close
+        them first, or the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted
+        (it came back smaller), and what ``register`` raises; call it again then.
         """
         with self._connecting:
             self._require_open()
@@ -148,11 +156,14 @@ class CacheClient:
             self._connection, self._leases, self._registered = connection, [], {}
             try:
                 renewed = {key: self._register(*wish) for key, wish in registered.items()}
-                return tuple([self.open_lease(renewed[lease.registration.key]) for lease in lost])
+                opened = tuple([self.open_lease(renewed[lease.registration.key]) for lease in lost])
             except CacheClientError:
                 connection.close()
                 self._connection, self._leases, self._registered = before, lost, registered
                 raise
+            if before is not None and before.life.epoch == connection.life.epoch:
+                carry_over(before, connection, lost)
+            return opened
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
@@ -221,3 +232,19 @@ class CacheClient:
     def _lose(self) -> None:
         for callback in list(self._on_lost):
             callback()
+
+
+def carry_over(before: Connection, connection: Connection, lost: Seq[Lease]) -> None:
+    """The same daemon was found again: tell it which leases were closed meanwhile, and let the others' ends be told."""
+    for lease in lost:
+        lease.move(connection)
+    untold = connection.untold = before.untold  # one list: a close that fails only now is told the next time
+    while untold:
+        try:
+            connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)
+        except (LeaseLost, NotFound) as over:
+            log.debug("close_needless lease=%s why=%s", untold[-1].lease_id, over)
+        except CacheClientError as gone:
+            log.debug("close_untold lease=%s why=%s", untold[-1].lease_id, gone)
+            return
+        untold.pop()

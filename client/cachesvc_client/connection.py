@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+from kvcache.v1 import lease_pb2
 
 from cachesvc_client.attachments import Attachments
 from cachesvc_client.attempts import Attempts
@@ -25,7 +26,11 @@ GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 
 class Connection:
-    """Calls with a deadline and bounded retries, all of which fail at once when the daemon goes."""
+    """Calls with a deadline and bounded retries, all of which fail at once when the daemon goes.
+
+    ``untold``: ends of leases that could not be told any more. Where the same daemon is found again they matter: it
+    knows that this process lives, and keeps the leases' pages back for it.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class Connection:
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
         self.attachments = Attachments()
+        self.untold: list[lease_pb2.CloseRequest] = []
         self._options = options
         self._make_channel = make_channel
         self._on_lost = on_lost

@@ -213,11 +213,19 @@ class Lease:
         self.record.is_closed = True
         if self._keeper is not None:
             self._keeper.close()
+        request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
         try:
-            request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
             self._connection.ask(CLOSE, request, self._connection.timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # over already, or soon by silence
-            log.debug("close_needless lease=%s why=%s", self.id, gone)
+        except (LeaseLost, NotFound) as over:
+            log.debug("close_needless lease=%s why=%s", self.id, over)
+        except (DaemonUnavailable, DeadlineExceeded) as gone:
+            log.debug("close_untold lease=%s why=%s", self.id, gone)
+            self._connection.untold.append(request)
+
+    def move(self, connection: Connection) -> None:
+        """The same daemon was found again: this lease is lost, and its end will be told over ``connection``."""
+        self._lose(self._connection.gone())
+        self._connection = connection
 
     def __enter__(self) -> Lease:
         return self

@@ -20,6 +20,7 @@ from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, NotFound
 
 TOKEN_BYTES = 16
 _EPOCH = struct.Struct("<Q")
+_TIMEVAL = struct.Struct("@ll")
 _GREETING_BYTES = len(LIFE_GREETING) + TOKEN_BYTES + _EPOCH.size
 _MESSAGE_BYTES = 4096
 _FD_BYTES = struct.calcsize("i")
@@ -53,8 +54,8 @@ class LifeConnection:
         """Connect and take the greeting. Raises DaemonUnavailable."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _connect(connection, self._path, self._timeout_s)
             connection.settimeout(self._timeout_s)
-            connection.connect(self._path)
             greeting = connection.recv(_MESSAGE_BYTES)
         except OSError as error:
             connection.close()
@@ -147,6 +148,14 @@ class LifeConnection:
                 told()
             except Exception:
                 log.exception("on_lost_failed path=%s", self._path)
+
+
+def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
+    """Connect, waiting where many do at once: on a unix socket Python's own timeout would fail at a full queue."""
+    seconds, rest = divmod(timeout_s, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
+    connection.connect(path)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

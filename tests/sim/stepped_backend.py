@@ -282,6 +282,17 @@ class SteppedBackend:
         self._check(device)
         self._arbiters[device].pause_background(Direction.STORE, self.now + seconds)
 
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        for arbiter in self._arbiters.values():
+            arbiter.limit(direction, bytes_per_second, self.now)
+
+    def fault(self, device: str) -> str:
+        self._check(device)
+        return ""
+
+    def probe(self) -> None:
+        """Nothing breaks for good here."""
+
     def register_host(self, buffer: memoryview) -> int:
         """Make host memory copyable."""
         self._check_running()

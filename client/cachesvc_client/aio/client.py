@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
@@ -14,11 +15,20 @@ from cachesvc.model.layout import Layout
 from cachesvc_client.aio.connection import AsyncConnection
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, Conflict, DaemonUnavailable
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    Conflict,
+    DaemonUnavailable,
+    LeaseLost,
+    NotFound,
+)
 from cachesvc_client.messages import build_register, parse_registration
-from cachesvc_client.methods import REGISTER
+from cachesvc_client.methods import CLOSE, REGISTER
 from cachesvc_client.registration import Registration
 from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+
+log = logging.getLogger(__name__)
 
 
 class AsyncCacheClient:
@@ -114,11 +124,14 @@ class AsyncCacheClient:
             self._connection, self._leases, self._registered = connection, [], {}
             try:
                 renewed = {key: await self._register(*wish) for key, wish in registered.items()}
-                return tuple([await self.open_lease(renewed[lease.registration.key]) for lease in lost])
+                opened = tuple([await self.open_lease(renewed[lease.registration.key]) for lease in lost])
             except CacheClientError:
                 await connection.close()
                 self._connection, self._leases, self._registered = before, lost, registered
                 raise
+            if before is not None and before.life.epoch == connection.life.epoch:
+                await _carry_over(before, connection, lost)
+            return opened
 
     async def close(self, *, quiesced: bool | None = None) -> None:
         """As ``CacheClient.close``."""
@@ -171,3 +184,19 @@ class AsyncCacheClient:
     def _lose(self) -> None:
         for callback in list(self._on_lost):
             callback()
+
+
+async def _carry_over(before: AsyncConnection, connection: AsyncConnection, lost: Seq[AsyncLease]) -> None:
+    """As the blocking client's."""
+    for lease in lost:
+        lease.move(connection)
+    untold = connection.untold = before.untold
+    while untold:
+        try:
+            await connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)
+        except (LeaseLost, NotFound) as over:
+            log.debug("close_needless lease=%s why=%s", untold[-1].lease_id, over)
+        except CacheClientError as gone:
+            log.debug("close_untold lease=%s why=%s", untold[-1].lease_id, gone)
+            return
+        untold.pop()

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from kvcache.v1 import lease_pb2
 
 from cachesvc_client.attachments import Attachments
 from cachesvc_client.attempts import Attempts
@@ -41,6 +42,7 @@ class AsyncConnection:
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
         self.attachments = Attachments()
+        self.untold: list[lease_pb2.CloseRequest] = []
         self.gone_event = asyncio.Event()
         self._options = options
         self._make_channel = make_channel

@@ -293,6 +293,13 @@ class AsyncLease:
             await self._connection.ask(method, request, self._connection.timeouts.close_s)
         except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:
             log.debug("told_nobody lease=%s why=%s", self.id, gone)
+            if isinstance(request, lease_pb2.CloseRequest) and not isinstance(gone, LeaseLost | NotFound):
+                self._connection.untold.append(request)
+
+    def move(self, connection: AsyncConnection) -> None:
+        """As ``Lease.move``."""
+        self._lose(self._connection.gone())
+        self._connection = connection
 
     async def _bury_orphans(self) -> None:
         while self.record.orphans:

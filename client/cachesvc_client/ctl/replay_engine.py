@@ -9,26 +9,22 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from cachesvc.model.families import opaque
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_client.client import CacheClient
+from cachesvc_client.ctl.page_pattern import PagePattern
 from cachesvc_client.errors import LoadFailed, PoolExhausted
 from cachesvc_client.lease import Lease
 from cachesvc_client.pool import AttachedPool
 from cachesvc_client.sequence import Sequence
 
 LOAD_SECONDS = 60.0
-CHUNK_WORDS = 1 << 17
-"""Written or checked at a time: a megabyte."""
-STRIDE = np.uint64(0x9E3779B97F4A7C15)
 T = TypeVar("T")
 
 
@@ -75,12 +71,8 @@ class ReplayEngine:
         self._settings = settings
         self._lease = lease
         self._namespace = namespace
-        self._planes = [pool.planes[layer, "bytes"].view(np.uint64) for layer in range(settings.layers)]
         self._pool = pool
-        self._arrays = _module_of(self._planes[0])
-        words = settings.block_bytes // settings.layers // 8
-        self._ramp = self._arrays.asarray(np.arange(words, dtype=np.uint64) * STRIDE)
-        self._blocks_at_once = max(1, CHUNK_WORDS // words)
+        self._pattern = PagePattern(pool, block_bytes=settings.block_bytes, layers=settings.layers)
         self._key_of = lru_cache(maxsize=1 << 18)(self._make_key)
 
     def _make_key(self, block: int) -> bytes:
@@ -114,48 +106,19 @@ class ReplayEngine:
             return
         outcome.host = hit - outcome.device
         self._verify(sequence, keys, outcome.device, hit, outcome)
-        self._compute(sequence, keys, hit, cached)
+        self._pattern.write(sequence.tables[0], keys, hit, cached)
         outcome.computed = blocks - hit
         outcome.uncached = blocks - cached
         if cached > hit:
             outcome.timed("publish", lambda: sequence.publish(cached))
 
+    def _verify(self, sequence: Sequence, keys: bytes, first: int, last: int, outcome: Outcome) -> None:
+        outcome.verified += last - first
+        outcome.corrupt += self._pattern.count_wrong(sequence.tables[0], keys, first, last)
+
     def _wait_loads(self, sequence: Sequence, outcome: Outcome) -> None:
         for ticket in sequence.tickets:
             outcome.timed("load", lambda ticket=ticket: self._pool.wait_ticket(ticket, LOAD_SECONDS))  # type: ignore[misc]
-
-    def _parts(self, sequence: Sequence, keys: bytes, first: int, last: int) -> Iterator[tuple[Any, Any, Any]]:
-        """(plane, pages, seeds as a column) of each layer, for so many blocks at a time."""
-        words = np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0]
-        for start in range(first, last, self._blocks_at_once):
-            part = slice(start, min(start + self._blocks_at_once, last))
-            pages = self._arrays.asarray(sequence.tables[0][part])
-            for layer, plane in enumerate(self._planes):
-                yield plane, pages, self._arrays.asarray(words[part, None] ^ np.uint64(layer))
-
-    def _compute(self, sequence: Sequence, keys: bytes, first: int, last: int) -> None:
-        for plane, pages, seeds in self._parts(sequence, keys, first, last):
-            plane[pages] = self._ramp + seeds
-        if self._arrays is not np:  # what is published must have been written
-            self._arrays.cuda.get_current_stream().synchronize()
-
-    def _verify(self, sequence: Sequence, keys: bytes, first: int, last: int, outcome: Outcome) -> None:
-        good = np.ones(last - first, bool)
-        for at, (plane, pages, seeds) in enumerate(self._parts(sequence, keys, first, last)):
-            start = at // len(self._planes) * self._blocks_at_once
-            holds = (plane[pages] - seeds == self._ramp).all(axis=1)
-            good[start : start + len(pages)] &= holds if self._arrays is np else holds.get()
-        outcome.verified += last - first
-        outcome.corrupt += int((~good).sum())
-
-
-def _module_of(plane: Any) -> Any:
-    """NumPy, or CuPy where the pool is on a GPU."""
-    if isinstance(plane, np.ndarray):
-        return np
-    import cupy
-
-    return cupy
 
 
 def main() -> None:

@@ -98,6 +98,8 @@ class DeviceStatus(_message.Message):
     ROW_NS_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
     NARROW_PLANE_BYTES_FIELD_NUMBER: _builtins.int
+    HEALTHY_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     name: _builtins.str
     pool_bytes: _builtins.int
@@ -112,6 +114,9 @@ class DeviceStatus(_message.Message):
     step_us: _builtins.float
     narrow_plane_bytes: _builtins.int
     """Planes narrower than this load at less than half of the link's speed."""
+    healthy: _builtins.bool
+    """False once the device works no more for this daemon, which only a restart heals; fault says why."""
+    fault: _builtins.str
     def __init__(
         self,
         *,
@@ -126,10 +131,12 @@ class DeviceStatus(_message.Message):
         row_ns: _builtins.float = ...,
         step_us: _builtins.float = ...,
         narrow_plane_bytes: _builtins.int = ...,
+        healthy: _builtins.bool = ...,
+        fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["both_gb_per_second", b"both_gb_per_second", "context_bytes", b"context_bytes", "copy_us", b"copy_us", "load_gb_per_second", b"load_gb_per_second", "name", b"name", "narrow_plane_bytes", b"narrow_plane_bytes", "pool_bytes", b"pool_bytes", "row_ns", b"row_ns", "step_us", b"step_us", "store_gb_per_second", b"store_gb_per_second", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["both_gb_per_second", b"both_gb_per_second", "context_bytes", b"context_bytes", "copy_us", b"copy_us", "fault", b"fault", "healthy", b"healthy", "load_gb_per_second", b"load_gb_per_second", "name", b"name", "narrow_plane_bytes", b"narrow_plane_bytes", "pool_bytes", b"pool_bytes", "row_ns", b"row_ns", "step_us", b"step_us", "store_gb_per_second", b"store_gb_per_second", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +197,8 @@ class GetStatusResponse(_message.Message):
     HOST_POOL_BYTES_FIELD_NUMBER: _builtins.int
     HOST_POOL_READY_BYTES_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     epoch: _builtins.int
     uptime_seconds: _builtins.float
@@ -197,6 +206,9 @@ class GetStatusResponse(_message.Message):
     draining: _builtins.bool
     host_pool_bytes: _builtins.int
     host_pool_ready_bytes: _builtins.int
+    ready: _builtins.bool
+    """What health checks answer: whether engines should be sent here, and whether there is anything to keep alive."""
+    live: _builtins.bool
     @_builtins.property
     def config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -219,10 +231,12 @@ class GetStatusResponse(_message.Message):
         host_pool_bytes: _builtins.int = ...,
         host_pool_ready_bytes: _builtins.int = ...,
         devices: _abc.Iterable[Global___DeviceStatus] | None = ...,
+        ready: _builtins.bool = ...,
+        live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "pools", b"pools", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "pools", b"pools", "ready", b"ready", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1058,3 +1072,65 @@ class ExplainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ReloadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadRequest: _TypeAlias = ReloadRequest  # noqa: Y015
+
+@_typing.final
+class SettingChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    before: _builtins.str
+    after: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        before: _builtins.str = ...,
+        after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettingChange: _TypeAlias = SettingChange  # noqa: Y015
+
+@_typing.final
+class ReloadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SettingChange]:
+        """What is different from now on; empty where the file says what was so before."""
+
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___SettingChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadResponse: _TypeAlias = ReloadResponse  # noqa: Y015

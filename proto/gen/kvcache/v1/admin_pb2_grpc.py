@@ -89,6 +89,11 @@ class AdminServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/kvcache.v1.AdminService/Reload',
+                request_serializer=kvcache_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -167,6 +172,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -224,6 +236,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvcache_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -523,6 +540,33 @@ class AdminService(object):
             '/kvcache.v1.AdminService/Explain',
             kvcache_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/Reload',
+            kvcache_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+            kvcache_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

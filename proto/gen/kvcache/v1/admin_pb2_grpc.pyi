@@ -49,6 +49,8 @@ class AdminServiceStub:
     """Checks conservation: every page is in exactly one place, every count adds up."""
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
+    Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
+    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -71,6 +73,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Checks conservation: every page is in exactly one place, every count adds up."""
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
+    Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
+    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -156,5 +160,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
+        """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,114 @@
+"""What health checks answer when a device broke.
+
+After a fault a driver refuses every call of this process for good, so only a new process heals it. But as long as other
+devices serve, or engines still hold leases (hits in place go on), ending this one would cost more than it brings:
+
+* ready: no device is broken, and the daemon does not drain. Nobody new should be sent here.
+* live: there is something to keep alive. Not so once every device is broken, or one is and no lease is left.
+
+A supervisor that restarts what is not live brings the device back then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from cachesvc.ledger.leases import LeaseState
+from cachesvc.memory.seam import Backend
+from cachesvc.model.errors import Unavailable
+from cachesvc.service.node import Node
+from cachesvc.telemetry import events
+
+PROBE_SECONDS = 2.0
+"""Between two questions to the drivers; a copy that fails tells at once, but is noticed here only at the next look."""
+
+
+class Serving(NamedTuple):
+    """What health checks are to answer."""
+
+    ready: bool
+    live: bool
+
+
+class DeviceHealth:
+    """Looks after the devices on the event loop. ``tell(serving)`` is called whenever the answer changes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        node: Node,
+        tell: Callable[[Serving], Awaitable[None]],
+        *,
+        probe_seconds: float = PROBE_SECONDS,
+    ) -> None:
+        self._backend = backend
+        self._node = node
+        self._tell = tell
+        self._probe_seconds = probe_seconds
+        self._told = Serving(ready=True, live=True)
+        self._known: dict[str, str] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin on the running loop."""
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def faults(self) -> dict[str, str]:
+        """Broken devices, and what broke them."""
+        told = {device: self._backend.fault(device) for device in self._backend.devices()}
+        return {device: reason for device, reason in told.items() if reason}
+
+    def serving(self) -> Serving:
+        """What is so now."""
+        ledger = self._node.core.ledger
+        faults = self.faults()
+        if not faults:
+            return Serving(ready=not ledger.draining, live=True)
+        others = len(faults) < len(self._backend.devices())
+        leases = any(lease.state is LeaseState.LIVE for lease in ledger.leases.values())
+        return Serving(ready=False, live=others and leases)
+
+    async def look(self) -> None:
+        """Ask the devices, log what is new, and tell what has changed."""
+        await asyncio.to_thread(self._backend.probe)
+        for device, reason in self.faults().items():
+            if device not in self._known:
+                self._known[device] = reason
+                events.warning(
+                    "device_lost",
+                    device=device,
+                    reason=reason,
+                    devices_left=len(self._backend.devices()) - len(self._known),
+                    action="restart the daemon when the engines of its other devices can do without it",
+                )
+        serving = self.serving()
+        if serving != self._told:
+            self._told = serving
+            events.event("serving", ready=serving.ready, live=serving.live)
+            await self._tell(serving)
+
+    async def _watch(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(self._probe_seconds)
+
+
+def require_working(backend: Backend, devices: tuple[str, ...]) -> None:
+    """Raises Unavailable where one of the devices, which may be unknown, is broken."""
+    known = backend.devices()
+    for device in devices:
+        reason = backend.fault(device) if device in known else ""
+        if reason:
+            working = [other for other in known if not backend.fault(other)]
+            raise Unavailable(
+                f"device {device} is broken for this daemon ({reason}) until it is restarted; go on without the cache"
+                + (f", or register on {', '.join(working)}" if working else "")
+            )

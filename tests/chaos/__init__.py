@@ -1,0 +1,1 @@
+"""The daemon under what real nodes do to it: kills, hangs, broken connections, rude callers, broken devices."""
