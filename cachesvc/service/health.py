@@ -5,7 +5,7 @@ nothing that it answers tells or changes anything: no other service, no reflecti
 stay open.
 
     ""      SERVING once the daemon serves; NOT_SERVING when it drains or must not take new work: start-up, readiness
-    live    SERVING for as long as the event loop answers, also while it drains: liveness
+    live    SERVING for as long as the event loop answers, also while it drains, and until no GPU is left: liveness
 """
 
 from __future__ import annotations

@@ -88,14 +88,13 @@ class Server:
             open_to_group(self._listening.unix, self._listening.group)
             port = self._add_tcp(server)
             await server.start()
-            await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+            await self.tell_live(live=True)
             if self._listening.health:
                 await self._probes.start()
         except Unavailable:
             await self.close(0)
             raise
         await self.tell(serving=True)
-        await self.tell_live(live=True)
         return port
 
     def _add_tcp(self, server: grpc.aio.Server) -> int:
@@ -129,7 +128,7 @@ class Server:
     async def tell_live(self, *, live: bool) -> None:
         """What health checks of the name ``live`` answer from now on: whether a supervisor should let the daemon be."""
         status = health_pb2.HealthCheckResponse.SERVING if live else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(LIVE_NAME, status)
+        await self._health.set(LIVE, status)
 
     async def close(self, grace_seconds: float) -> None:
         """Take no new calls, give running ones ``grace_seconds``, and remove the socket."""
@@ -141,7 +140,6 @@ class Server:
         remove_socket(self._listening.unix)
 
 
-LIVE_NAME = "live"
 _STANDARD = ("grpc.health.v1.Health", "grpc.channelz.v1.Channelz")
 
 
