@@ -58,16 +58,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if request_id == 0:
             call = partial(self._run, operation, lease_id, request, seconds_left(context))
         else:
-            call = partial(self._run_once, operation, lease_id, request_id, request, seconds_left(context))
+            call = partial(self._run_once, name, lease_id, request_id, request, seconds_left(context))
         reply = await self._gate.serve(context, call)
         assert isinstance(reply, kind)
         return reply
 
     async def _run_once(
-        self, operation: Operation, lease_id: str, request_id: int, request: Message, seconds: float | None
+        self, name: str, lease_id: str, request_id: int, request: Message, seconds: float | None
     ) -> Any:
-        contents = request.SerializeToString(deterministic=True)
-        call = partial(self._run, operation, lease_id, request, seconds)
+        # With the operation's name: a Release and a Swap of the same fields are the same bytes.
+        contents = name.encode() + request.SerializeToString(deterministic=True)
+        call = partial(self._run, OPERATIONS[name], lease_id, request, seconds)
         return await self._repeats_of(lease_id).answer(request_id, contents, call)
 
     async def _run(self, operation: Operation, lease_id: str, request: Message, seconds: float | None) -> Any:
@@ -122,7 +123,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 raise InvalidRequest("a step needs a request_id above 0, rising within the lease")
             if len(request.operations) > self._operations_per_step:
                 raise LimitExceeded("operations of a step", len(request.operations), self._operations_per_step)
-            contents = request.SerializeToString(deterministic=True)
+            contents = b"step" + request.SerializeToString(deterministic=True)
             repeats = self._repeats_of(request.lease_id)
             answer = await repeats.answer(request.request_id, contents, partial(self._step, request))
             assert isinstance(answer, cache_pb2.StepResponse)
