@@ -38,13 +38,17 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
-    ``allow_uids``: empty: its own and root.
+    ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both empty: its own user and root.
+    ``tokens``: file that says who may call and what; empty: whoever may open the socket. ``tls_client_ca``: clients on
+    TCP need a certificate that it signed.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
     listen: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
+    tls_client_ca: str = ""
+    tokens: str = ""
     backend: str = "auto"
     device_pool: int = 1 << 30
     host_pool: int = 1 << 30
@@ -69,6 +73,7 @@ class Config:
     operations_per_step: int = 4096
     calls_in_flight: int = 1024
     allow_uids: tuple[int, ...] = ()
+    allow_gids: tuple[int, ...] = ()
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -91,6 +96,10 @@ class Config:
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _check_listen(self)
+
+    def attaching_uids(self, own: int) -> frozenset[int]:
+        """Users who may attach: those that were named, or else ``own`` and root."""
+        return frozenset(self.allow_uids or (() if self.allow_gids else (0, own)))
 
     def shown(self) -> dict[str, str]:
         """The effective configuration as text, for the log and for operators; nothing in it is a secret."""
@@ -124,7 +133,7 @@ def _coerce(name: str, value: Any) -> Any:
     try:
         if name in SIZES:
             return parse_size(value)
-        if name == "allow_uids":
+        if name in ("allow_uids", "allow_gids"):
             return tuple(int(uid) for uid in value)
         if isinstance(default, float):
             return float(value)
@@ -155,6 +164,10 @@ def _check_listen(config: Config) -> None:
         raise InvalidRequest(f"listen: {config.listen!r} is not HOST:PORT")
     if bool(config.tls_certificate) != bool(config.tls_key):
         raise InvalidRequest("tls_certificate and tls_key go together")
+    if config.tls_key and not (config.tls_client_ca or config.tokens):
+        raise InvalidRequest("TLS alone lets anybody in: name tls_client_ca (their certificates) or tokens too")
+    if config.tls_client_ca and not config.tls_key:
+        raise InvalidRequest("tls_client_ca needs tls_certificate and tls_key")
     if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise InvalidRequest(
             f"listen: {host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost or [::1]"

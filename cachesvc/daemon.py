@@ -35,9 +35,11 @@ from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
+from cachesvc.service.keyring import Keyring
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
+from cachesvc.service.quota import Quotas
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
@@ -214,9 +216,10 @@ class Daemon:
         life = LifeServer(
             self._config.socket + LIFE_SUFFIX,
             epoch=epoch,
-            allowed_uids=frozenset(self._config.allow_uids or (0, os.getuid())),
+            allowed_uids=self._config.attaching_uids(os.getuid()),
+            allowed_gids=frozenset(self._config.allow_gids),
             grace_seconds=self._config.lease_seconds,
-            arrived=lambda token, pid, uid: process_arrived(node.core, token, pid, uid),
+            arrived=partial(process_arrived, node.core),
             gone=lambda token: node.run(partial(process_gone, node.core, token)),
             descriptor=vault.descriptor,
         )
@@ -225,21 +228,36 @@ class Daemon:
 
     async def _start_server(self, node: Node, backend: Backend, host_pool: HostPool, devices: list[DeviceLine]) -> int:
         config = self._config
-        gate = CallGate(config.calls_in_flight)
+        keyring = await self._start_keyring(node)
+        quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
+        gate = CallGate(config.calls_in_flight, quotas)
         shown = {**config.shown(), "backend": backend.name}
         services = Services(
-            engine=EngineService(node, gate, backend),
-            lease=LeaseService(node, gate),
-            cache=CacheService(node, gate, config.operations_per_step),
+            engine=EngineService(node, gate, backend, quotas),
+            lease=LeaseService(node, gate, quotas),
+            cache=CacheService(node, gate, config.operations_per_step, quotas),
             event=EventService(),
-            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
+            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving, quotas),
         )
-        listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
-        server = Server(services, listening)
+        listening = Listening(
+            config.socket, config.listen, config.tls_certificate, config.tls_key, config.tls_client_ca
+        )
+        server = Server(services, listening, keyring)
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
         return port
+
+    async def _start_keyring(self, node: Node) -> Keyring | None:
+        """Who may call, where tokens are configured. Raises InvalidRequest for a file that cannot be used."""
+        if not self._config.tokens:
+            return None
+        keyring = Keyring(self._config.tokens, node.core.ledger.processes.get)
+        keyring.load()
+        keyring.start()
+        self._stack.push_async_callback(keyring.close)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keyring.reload)
+        return keyring
 
     async def _not_serving(self) -> None:
         if self._server is not None:

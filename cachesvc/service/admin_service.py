@@ -16,8 +16,19 @@ from cachesvc.flows.core import ticket_view
 from cachesvc.ledger.conservation import audit
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import PageState
+from cachesvc.service.auth import EVERYONE, caller
 from cachesvc.service.calls import CallGate, Context
 from cachesvc.service.node import Node
+from cachesvc.service.owners import (
+    is_visible,
+    shown_lease,
+    shown_namespace,
+    visible_leases,
+    visible_model,
+    visible_models,
+)
+from cachesvc.service.quota import Quotas
+from cachesvc.service.tenants import list_tenants
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
@@ -103,6 +114,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         config: dict[str, str],
         devices: Sequence[DeviceLine],
         on_drain: Callable[[], Awaitable[None]],
+        quotas: Quotas | None = None,
     ) -> None:
         self._node = node
         self._gate = gate
@@ -110,6 +122,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._config = config
         self._devices = devices
         self._on_drain = on_drain
+        self._quotas = quotas
         self._evictions: dict[int, int] = {}
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
@@ -118,11 +131,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _status(self) -> admin_pb2.GetStatusResponse:
         node = self._node
         core = node.core
-        counters = dict(core.counters)
-        counters["tickets_running"] = len(core.ledger.tickets.running)
-        counters["blocks"] = sum(len(model.blocks.index) for model in core.ledger.models.values())
+        who = caller()
+        models = visible_models(core)
+        counters = dict(core.counters) if who.sees_all else {}
+        counters["tickets_running"] = sum(is_visible(core, ticket) for ticket in core.ledger.tickets.running.values())
+        counters["blocks"] = sum(len(model.blocks.index) for model in models)
         for tier in ("device", "host", "storage"):
-            counters[f"hit_blocks_{tier}"] = sum(model.hit_blocks[tier] for model in core.ledger.models.values())
+            counters[f"hit_blocks_{tier}"] = sum(model.hit_blocks[tier] for model in models)
         return admin_pb2.GetStatusResponse(
             version=__version__,
             epoch=node.epoch,
@@ -144,8 +159,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     page_bytes=line.page_bytes,
                 )
                 for line in admin.pools(core)
+                if who.sees(core.ledger.models[line.model].tenant)
             ],
             counters=counters,
+            caller=who.name,
+            scopes=sorted(scope.value for scope in who.scopes),
+            tenant=who.tenant or "",
+            tokens=who is not EVERYONE,
             devices=[_device(line) for line in self._devices],
             host_pool_bytes=int(self._config["host_pool"]),
             host_pool_ready_bytes=min(
@@ -159,7 +179,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _models(self) -> admin_pb2.ListModelsResponse:
         ledger = self._node.core.ledger
         models = []
-        for model in ledger.models.values():
+        for model in visible_models(self._node.core):
             replicas = [
                 admin_pb2.ReplicaStatus(
                     replica=replica.id,
@@ -174,7 +194,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.ModelStatus(
                     model_id=model.id,
                     model=model.name,
-                    namespace=model.namespace,
+                    namespace=shown_namespace(model),
                     layout=layout_to_proto(model.layout),
                     replicas=replicas,
                     blocks=len(model.blocks.index),
@@ -191,13 +211,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         ledger = self._node.core.ledger
         now = self._node.now()
         leases = []
-        for lease in ledger.leases.values():
+        for lease in visible_leases(self._node.core):
             private = sum(len(own) for sequence in lease.sequences.values() for own in sequence.own)
             private += sum(len(pages) for pages in lease.stock) + len(lease.quarantine)
             pids = [ledger.processes[token].pid for token in lease.processes if token in ledger.processes]
             leases.append(
                 admin_pb2.LeaseStatus(
-                    lease_id=lease.id,
+                    lease_id=shown_lease(self._node.core, lease),
                     engine=lease.engine,
                     model_id=lease.model,
                     replica=lease.replica,
@@ -210,24 +230,30 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             )
         return admin_pb2.ListLeasesResponse(leases=leases)
 
+    async def ListTenants(
+        self, request: admin_pb2.ListTenantsRequest, context: Context
+    ) -> admin_pb2.ListTenantsResponse:
+        return await self._gate.serve(context, partial(list_tenants, self._node.core, self._quotas))
+
     async def ListSequences(
         self, request: admin_pb2.ListSequencesRequest, context: Context
     ) -> admin_pb2.ListSequencesResponse:
-        return await self._gate.serve(context, partial(self._sequences, request))
+        return await self._gate.serve(context, partial(self._sequences, request), request)
 
     async def _sequences(self, request: admin_pb2.ListSequencesRequest) -> admin_pb2.ListSequencesResponse:
         limit = min(request.limit or DEFAULT_LISTED, admin.MAX_LISTED)
+        core = self._node.core
         every = (
-            sequence
-            for lease in self._node.core.ledger.leases.values()
-            if request.lease_id in ("", lease.id)
+            (shown_lease(core, lease), sequence)
+            for lease in visible_leases(core)
+            if request.lease_id in ("", lease.id, shown_lease(core, lease))
             for sequence in lease.sequences.values()
             if sequence.id >= 0
         )
         listed = list(islice(every, limit + 1))
         lines = [
             admin_pb2.SequenceStatus(
-                lease_id=sequence.lease,
+                lease_id=lease_id,
                 sequence_id=sequence.id,
                 blocks=sequence.blocks,
                 sealed_blocks=sequence.sealed,
@@ -235,14 +261,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 swapped_out=sequence.swapped_out,
                 failed=sequence.failed,
             )
-            for sequence in listed[:limit]
+            for lease_id, sequence in listed[:limit]
         ]
         return admin_pb2.ListSequencesResponse(sequences=lines, truncated=len(listed) > limit)
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
-        return await self._gate.serve(context, partial(self._blocks, request))
+        return await self._gate.serve(context, partial(self._blocks, request), request)
 
     async def _blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
+        visible_model(self._node.core, request.model_id)
         lines, more = admin.blocks(self._node.core, request.model_id, request.keys, request.limit)
         blocks = [
             admin_pb2.BlockStatus(
@@ -254,20 +281,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListBlocksResponse(blocks=blocks, truncated=more)
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
-        return await self._gate.serve(context, partial(self._tree, request))
+        return await self._gate.serve(context, partial(self._tree, request), request)
 
     async def _tree(self, request: admin_pb2.GetTreeRequest) -> admin_pb2.GetTreeResponse:
+        visible_model(self._node.core, request.model_id)
         lines, more = admin.tree(self._node.core, request.model_id, request.key, request.depth, request.limit)
         return admin_pb2.GetTreeResponse(nodes=[admin_pb2.TreeNode(**line._asdict()) for line in lines], truncated=more)
 
     async def ListTickets(
         self, request: admin_pb2.ListTicketsRequest, context: Context
     ) -> admin_pb2.ListTicketsResponse:
-        return await self._gate.serve(context, partial(self._tickets, request))
+        return await self._gate.serve(context, partial(self._tickets, request), request)
 
     async def _tickets(self, request: admin_pb2.ListTicketsRequest) -> admin_pb2.ListTicketsResponse:
         book = self._node.core.ledger.tickets
-        newest_first = [*book.running.values(), *reversed(book.ended.values())]
+        every = (*book.running.values(), *reversed(book.ended.values()))
+        newest_first = [ticket for ticket in every if is_visible(self._node.core, ticket)]
         limit = min(request.limit or 64, admin.MAX_LISTED)
         return admin_pb2.ListTicketsResponse(
             tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in newest_first[:limit]]
@@ -283,11 +312,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.DrainResponse(live_leases=live)
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
-        return await self._gate.serve(context, partial(self._evict, request))
+        return await self._gate.serve(context, partial(self._evict, request), request)
 
     async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         if request.request_id and request.request_id in self._evictions:
             return admin_pb2.EvictResponse(evicted=self._evictions[request.request_id])
+        visible_model(self._node.core, request.model_id)
         flow = partial(admin.evict, self._node.core, request.model_id, request.tier, request.blocks)
         evicted = self._node.run(flow)
         if request.request_id:

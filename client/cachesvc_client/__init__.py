@@ -34,6 +34,7 @@ from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
 from cachesvc_client.client import CacheClient
+from cachesvc_client.credentials import Credentials, open_remote
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -49,8 +50,11 @@ from cachesvc_client.errors import (
     NotFound,
     NotOwned,
     NotSupported,
+    PermissionDenied,
     PoolExhausted,
+    QuotaExceeded,
     StockEmpty,
+    Unauthenticated,
 )
 from cachesvc_client.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
@@ -74,6 +78,7 @@ __all__ = [
     "CacheClientError",
     "ChannelOptions",
     "Conflict",
+    "Credentials",
     "DaemonFault",
     "DaemonUnavailable",
     "DeadlineExceeded",
@@ -91,11 +96,13 @@ __all__ = [
     "NotOwned",
     "NotSupported",
     "PendingStep",
+    "PermissionDenied",
     "Plane",
     "PlaneGroup",
     "PoolExhausted",
     "Prefetched",
     "Published",
+    "QuotaExceeded",
     "Reattacher",
     "Recycled",
     "Registration",
@@ -108,6 +115,7 @@ __all__ = [
     "Swapped",
     "TicketView",
     "Timeouts",
+    "Unauthenticated",
     "block_keys",
     "dsa",
     "even_window_heads",
@@ -118,6 +126,7 @@ __all__ = [
     "mla",
     "mla_windowed",
     "opaque",
+    "open_remote",
     "split_heads",
     "tensor_names",
     "with_draft",

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from tests.fuzz.pools import Pools
 
@@ -48,14 +49,14 @@ class Generator:
             if field.message_type is None:
                 setattr(message, field.name, self._scalar(field))
             elif depth < DEEPEST:
-                getattr(message, field.name).CopyFrom(self.make(field.message_type._concrete_class, depth + 1))
+                getattr(message, field.name).CopyFrom(self.make(GetMessageClass(field.message_type), depth + 1))
             return
         count = MANY if self.rng.random() < 0.01 and depth < 2 else self.rng.choice((0, 1, 1, 2, 2, 3, 5))
         values = getattr(message, field.name)
         if field.message_type is None:
             values.extend(self._scalar(field) for _ in range(count))
         elif depth < DEEPEST:
-            values.extend(self.make(field.message_type._concrete_class, depth + 1) for _ in range(min(count, 60)))
+            values.extend(self.make(GetMessageClass(field.message_type), depth + 1) for _ in range(min(count, 60)))
 
     def _scalar(self, field: FieldDescriptor) -> Any:
         real = REAL.get(field.name)
@@ -117,7 +118,9 @@ class Generator:
         stock = [page for group in (lease.stock if lease else []) for page, _ in group]
         count = self.rng.randrange(4)
         pages = [
-            self.rng.choice(stock) if stock and self.rng.random() < 0.7 else self.rng.choice((0, 1, 2, 5, 40, -1, 10**6))
+            self.rng.choice(stock)
+            if stock and self.rng.random() < 0.7
+            else self.rng.choice((0, 1, 2, 5, 40, -1, 10**6))
             for _ in range(count)
         ]
         return struct.pack(f"<{count}i", *pages) + (b"\1" if self.rng.random() < 0.05 else b"")

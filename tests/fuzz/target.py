@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -24,6 +26,7 @@ from cachesvc.model.words import PageState, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.admin_service import AdminService
+from cachesvc.service.auth import EVERYONE, set_caller
 from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
 from cachesvc.service.engine_service import EngineService
@@ -100,7 +103,7 @@ class Target:
 
     def __init__(self) -> None:
         self.backend = ShmBackend(2, DEVICE_BYTES)
-        self.engine = SwapEngine(self.backend, lambda ticket, error: self.node.on_transfer_done(ticket, error), costs=LinkCosts())  # noqa: PLW0108, E501 - made below
+        self.engine = SwapEngine(self.backend, self._landed, costs=LinkCosts())
         self.core = Core(
             Ledger(),
             self.engine,
@@ -139,17 +142,20 @@ class Target:
         self.engine.close()
         self.backend.close()
 
+    def _landed(self, ticket: int, error: Exception | None) -> None:
+        self.node.on_transfer_done(ticket, error)
+
     async def _drained(self) -> None:
         """A fuzzed Drain shall not end the run: the next messages want new sequences."""
         asyncio.get_running_loop().call_soon(setattr, self.core.ledger, "draining", False)
 
-    def new_process(self) -> bytes:
+    async def new_process(self) -> bytes:
         """A process as the life socket would tell it."""
         token = secrets.token_bytes(16)
         process_arrived(self.core, token, 4242, 0)
         return token
 
-    def end_process(self, token: bytes) -> None:
+    async def end_process(self, token: bytes) -> None:
         """Its end."""
         self.node.run(partial(process_gone, self.core, token))
 
@@ -162,6 +168,7 @@ class Target:
             del refused
             return grpc.StatusCode.INVALID_ARGUMENT, []
         context = CallContext(seconds)
+        set_caller(EVERYONE)
         handler = getattr(self._servicers[rpc.service.rpartition(".")[2]], rpc.name)
         answers: list[Any] = []
         try:
@@ -185,19 +192,37 @@ class Target:
         self.statuses[context.code.name] += 1
         return context.code, answers
 
-    def problems(self) -> list[str]:
+    async def problems(self) -> list[str]:
         """What conservation finds wrong."""
         return audit(self.core.ledger).problems
 
-    def held(self) -> dict[str, int]:
-        """Pages that somebody holds or moves, over all pools."""
+    async def rest(self) -> dict[str, int]:
+        """Wait for what runs; then the pages that somebody holds or moves, over all pools, and the leases."""
+        while running := self.core.ledger.tickets.running:
+            await self.node.wait_any(list(running), 60.0)
         pools = [
-            pool for model in self.core.ledger.models.values() for place in model.blocks.index.places for pool in place.pools
+            pool
+            for model in self.core.ledger.models.values()
+            for place in model.blocks.index.places
+            for pool in place.pools
         ]
-        return {
-            state.name: sum(pool.counts[state] for pool in pools)
+        held = {
+            state.name.lower(): sum(pool.counts[state] for pool in pools)
             for state in (PageState.PRIVATE, PageState.IN_FLIGHT, PageState.QUARANTINED)
         }
+        return held | {"leases": len(self.core.ledger.leases)}
+
+    def usage(self) -> tuple[int, int, int]:
+        """As ``usage_of`` this process."""
+        gc.collect()
+        return usage_of("self")
+
+
+def usage_of(process: str) -> tuple[int, int, int]:
+    """Resident KiB, open descriptors and threads of a process."""
+    folder = Path("/proc") / process
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]), len(list((folder / "fd").iterdir())), int(status["Threads"])
 
 
 async def _feed(requests: list[Any]) -> AsyncIterator[Any]:

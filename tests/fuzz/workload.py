@@ -7,19 +7,23 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from cachesvc_client import gqa_windowed, opaque
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
 from cachesvc.model.keys import block_keys
 from cachesvc.wire.convert import layout_to_proto
-from cachesvc_client import gqa_windowed, opaque
 from tests.fuzz.pools import PROMPT_BLOCKS, PROMPTS, Held, Lease, Pools
 
 BLOCK_TOKENS = 4
 LAYOUTS = (
     opaque(block_bytes=64, block_tokens=BLOCK_TOKENS, layers=2),
     gqa_windowed(
-        window_layers=[False, True], kv_heads=1, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=2 * BLOCK_TOKENS + 1
+        window_layers=[False, True],
+        kv_heads=1,
+        head_dim=8,
+        block_tokens=BLOCK_TOKENS,
+        window_tokens=2 * BLOCK_TOKENS + 1,
     ),
 )
 DEVICE_PAGES = 48
@@ -83,7 +87,19 @@ class Workload:
         if not self.pools.leases:
             return None
         lease = self.rng.choice(self.pools.leases)
-        names = ("Match", "Allocate", "Allocate", "Publish", "Publish", "Step", "Step", "Swap", "Recycle", "Release", "Prefetch")
+        names = (
+            "Match",
+            "Allocate",
+            "Allocate",
+            "Publish",
+            "Publish",
+            "Step",
+            "Step",
+            "Swap",
+            "Recycle",
+            "Release",
+            "Prefetch",
+        )
         name = self.rng.choice((*names, "WaitTickets"))
         request = self._moves[name](lease)
         return None if request is None else (name, request)
@@ -157,7 +173,11 @@ class Workload:
         last = min(held.blocks, len(held.keys) // 32)
         count = self.rng.randrange(1, max(2, last - held.sealed + 1))
         return cache_pb2.PublishRequest(
-            lease_id=lease.id, request_id=self._request(lease), sequence_id=number, first_block=held.sealed, blocks=count
+            lease_id=lease.id,
+            request_id=self._request(lease),
+            sequence_id=number,
+            first_block=held.sealed,
+            blocks=count,
         )
 
     def _swap(self, lease: Lease) -> Message | None:
@@ -165,7 +185,10 @@ class Workload:
         if picked is None:
             return None
         return cache_pb2.SwapRequest(
-            lease_id=lease.id, request_id=self._request(lease), sequence_id=picked[0], direction=self.rng.choice((1, 2, 2))
+            lease_id=lease.id,
+            request_id=self._request(lease),
+            sequence_id=picked[0],
+            direction=self.rng.choice((cache_pb2.SWAP_DIRECTION_OUT, cache_pb2.SWAP_DIRECTION_IN)),
         )
 
     def _recycle(self, lease: Lease) -> Message | None:
