@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
-from cachesvc.config import parse_size
 from cachesvc.flows.budget import Budget, pool_device_bytes, pool_host_bytes
 from cachesvc.flows.core import Core
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
+from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import PageState
 
 _SIZES = ("device_bytes", "host_bytes")

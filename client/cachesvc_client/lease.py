@@ -22,6 +22,7 @@ from cachesvc_client.errors import (
     DeadlineExceeded,
     LeaseLost,
     NotFound,
+    Unauthenticated,
 )
 from cachesvc_client.keeper import Keeper
 from cachesvc_client.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
@@ -35,6 +36,9 @@ from cachesvc_client.stepping import StepStream
 from cachesvc_client.stock import Stock, stock_targets
 
 T = TypeVar("T")
+
+NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated)
+"""Why a detach may fail without anything being wrong."""
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +189,8 @@ class Lease:
         try:
             request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
             self._connection.ask(CLOSE, request, self._connection.timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # over already, or soon by silence
+        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated) as gone:
+            # over already, or soon by silence
             log.debug("close_needless lease=%s why=%s", self.id, gone)
 
     def __enter__(self) -> Lease:
@@ -287,7 +292,7 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.ask(DETACH, request, timeouts.close_s)
-        except (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # nobody must know
+        except NEEDLESS as gone:  # nobody must know
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, detach)

@@ -36,6 +36,7 @@ from cachesvc.service.node import Node
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
+from tests.fuzz.workload import registers
 
 DEVICE_BYTES = 16 << 20
 HOST_BYTES = 8 << 20
@@ -50,6 +51,7 @@ class Rpc(NamedTuple):
     service: str
     name: str
     request: type[Message]
+    answer: type[Message]
     takes_stream: bool
     gives_stream: bool
 
@@ -66,9 +68,9 @@ def list_rpcs() -> dict[str, Rpc]:
         services: Any = module.DESCRIPTOR.services_by_name
         for service in services.values():
             for method in service.methods:
-                kind = GetMessageClass(method.input_type)
+                request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
                 out[method.name] = Rpc(
-                    service.full_name, method.name, kind, method.client_streaming, method.server_streaming
+                    service.full_name, method.name, request, answer, method.client_streaming, method.server_streaming
                 )
     return out
 
@@ -191,6 +193,16 @@ class Target:
             self.crashes.append(f"{rpc.name}: INTERNAL; {requests[0]!s:.300}")
         self.statuses[context.code.name] += 1
         return context.code, answers
+
+    async def open_lease(self, engine: str = "engine") -> str:
+        """A lease on a model of its own, by a process of its own: its id."""
+        rpcs = list_rpcs()
+        _, made = await self.call(rpcs["Register"], [registers()[0].SerializeToString()])
+        request = lease_pb2.OpenRequest(
+            model_id=made[0].model_id, replica=0, engine=engine, process_token=await self.new_process()
+        )
+        _, opened = await self.call(rpcs["Open"], [request.SerializeToString()])
+        return str(opened[0].lease_id)
 
     async def problems(self) -> list[str]:
         """What conservation finds wrong."""

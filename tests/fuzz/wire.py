@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc.wire.status import LIFE_SUFFIX
@@ -46,10 +45,7 @@ class RemoteTarget:
     async def start(self) -> None:
         """Connect."""
         self._channel = grpc.aio.insecure_channel(f"unix:{self._path}")
-        for rpc in list_rpcs().values():
-            self._answers[rpc.path] = GetMessageClass(
-                rpc.request.DESCRIPTOR.file.pool.FindMethodByName(f"{rpc.service}.{rpc.name}").output_type
-            )
+        self._answers = {rpc.path: rpc.answer for rpc in list_rpcs().values()}
 
     async def close(self) -> None:
         """Disconnect."""
@@ -66,16 +62,17 @@ class RemoteTarget:
         code, details = grpc.StatusCode.OK, ""
         read = self._answers[rpc.path].FromString
         try:
-            if rpc.gives_stream or rpc.takes_stream:
-                shape = self._channel.stream_stream if rpc.takes_stream else self._channel.unary_stream
-                call: Any = shape(rpc.path)(iter(raw) if rpc.takes_stream else raw[0], timeout=limit)
+            if rpc.gives_stream:
+                shape: Any = self._channel.stream_stream if rpc.takes_stream else self._channel.unary_stream
+                call = shape(rpc.path)(iter(raw) if rpc.takes_stream else raw[0], timeout=limit)
                 async for answer in call:
                     answers.append(read(answer))
                     if len(answers) >= ANSWERS_READ:
                         call.cancel()
                         break
             else:
-                answers.append(read(await self._channel.unary_unary(rpc.path)(raw[0], timeout=limit)))
+                ask: Any = self._channel.unary_unary(rpc.path)
+                answers.append(read(await ask(raw[0], timeout=limit)))
         except grpc.aio.AioRpcError as failure:
             code, details = failure.code(), failure.details() or ""
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
