@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
@@ -295,11 +295,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _tickets(self, request: admin_pb2.ListTicketsRequest) -> admin_pb2.ListTicketsResponse:
         book = self._node.core.ledger.tickets
-        every = (*book.running.values(), *reversed(book.ended.values()))
-        newest_first = [ticket for ticket in every if is_visible(self._node.core, ticket)]
+        every = chain(book.running.values(), reversed(book.ended.values()))
+        newest_first = (ticket for ticket in every if is_visible(self._node.core, ticket))
         limit = min(request.limit or 64, admin.MAX_LISTED)
         return admin_pb2.ListTicketsResponse(
-            tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in newest_first[:limit]]
+            tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in islice(newest_first, limit)]
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:

@@ -72,6 +72,10 @@ def credentials_from(
     return Credentials(token or "", token_file or "")
 
 
+PATIENT_OPTIONS = ChannelOptions(first_reconnect_ms=5000, longest_reconnect_ms=20_000)
+"""gRPC gives up an attempt to connect after the shortest pause between two: an operator's node may be busy."""
+
+
 class Proof:
     """The metadata of one connection's calls; a token file is read again when the daemon refuses what it held."""
 
@@ -140,7 +144,7 @@ class _WithMetadata(
         return _Details(*known, details.wait_for_ready, details.compression)
 
 
-def open_remote(address: str, credentials: Credentials, options: ChannelOptions) -> grpc.Channel:
+def open_remote(address: str, credentials: Credentials, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
     """A channel for operators and routers that proves itself with every call.
 
     ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket.

@@ -16,7 +16,6 @@ import pytest
 from cachesvc_client import CacheClient, Credentials, PermissionDenied, Unauthenticated, open_remote
 from cachesvc_client.ctl.daemon_process import DaemonProcess
 from cachesvc_client.errors import error_of
-from cachesvc_client.settings import ChannelOptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc
 
@@ -59,7 +58,7 @@ def guarded(folder: Path, text: str = PLAIN_FILE, *flags: str) -> Iterator[Daemo
 @contextmanager
 def operator(address: str, token: str = "", **files: str) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
     """AdminService, with a token."""
-    with open_remote(address, Credentials(token, **files), ChannelOptions()) as channel:
+    with open_remote(address, Credentials(token, **files)) as channel:
         yield admin_pb2_grpc.AdminServiceStub(channel)
 
 
@@ -222,7 +221,7 @@ class Authority:
 
 def port_of(daemon: DaemonProcess) -> int:
     """Where it listens on TCP."""
-    ready = next(line for line in daemon.log.read_text(encoding="utf-8").splitlines() if '"ready"' in line)
+    *_, ready = (line for line in daemon.log.read_text(encoding="utf-8").splitlines() if '"ready"' in line)
     return int(ready.split('"port": ')[1].split(",")[0])
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
 import pytest
-from cachesvc_client import CacheClient, Credentials, NotFound, QuotaExceeded, open_remote
+from cachesvc_client import CacheClient, Credentials, NotFound, QuotaExceeded, Timeouts, open_remote
 from cachesvc_client.errors import error_of
-from cachesvc_client.settings import ChannelOptions
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc, lease_pb2
 from kvcache.v1.lease_pb2_grpc import LeaseServiceStub
 
-from tests.e2e.engine import PLAIN, Engine, prompt
+from tests.e2e.engine import PLAIN, WAIT_SECONDS, Engine, prompt
 from tests.e2e.rig import Node, short_folder
 from tests.e2e.test_access import entry, guarded
 
@@ -33,17 +32,18 @@ def two_tenants(quotas: str = "") -> Iterator[str]:
         yield daemon.socket
 
 
-def engine_of(socket: str, tenant: str, **wishes: int) -> Engine:
+def engine_of(socket: str, tenant: str, device_pages: int = 16, host_pages: int = 0) -> Engine:
     """An engine with that tenant's token; all of them have one model, one layout and one (empty) salt."""
-    made = Engine(socket, name=f"engine of {tenant}", **{"device_pages": 16, **wishes})
-    made.client = CacheClient(socket, engine=f"engine of {tenant}", token=TOKENS[tenant])
+    made = Engine(socket, name=f"engine of {tenant}", device_pages=device_pages, host_pages=host_pages)
+    patient = Timeouts(connect_s=WAIT_SECONDS, call_s=WAIT_SECONDS)
+    made.client = CacheClient(socket, engine=f"engine of {tenant}", token=TOKENS[tenant], timeouts=patient)
     return made
 
 
 @contextmanager
 def channel_of(socket: str, who: str) -> Iterator[grpc.Channel]:
     """Bare calls with a token."""
-    with open_remote(socket, Credentials(TOKENS[who]), ChannelOptions()) as channel:
+    with open_remote(socket, Credentials(TOKENS[who])) as channel:
         yield channel
 
 
@@ -82,12 +82,12 @@ def test_listings_show_a_tenant_its_own_alone_and_readers_no_key_to_a_lease() ->
             assert status.counters["blocks"] == 2
             assert "match_requests" not in status.counters, "what is counted over all tenants"
             assert [t.tenant for t in viewer.ListTenants(admin_pb2.ListTenantsRequest()).tenants] == ["a"]
-            for call, request in (
-                (viewer.ListBlocks, admin_pb2.ListBlocksRequest(model_id=other)),
-                (viewer.GetTree, admin_pb2.GetTreeRequest(model_id=other)),
+            for call in (
+                lambda: viewer.ListBlocks(admin_pb2.ListBlocksRequest(model_id=other)),
+                lambda: viewer.GetTree(admin_pb2.GetTreeRequest(model_id=other)),
             ):
                 with pytest.raises(grpc.RpcError) as refused:
-                    call(request)
+                    call()
                 assert isinstance(error_of(refused.value), NotFound)
         with channel_of(socket, "operator") as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
@@ -105,7 +105,7 @@ def test_another_tenants_lease_model_and_tickets_are_not_there_even_by_their_nam
         with channel_of(socket, "b") as channel:
             cache = cache_pb2_grpc.CacheServiceStub(channel)
             engines, leases = engine_pb2_grpc.EngineServiceStub(channel), LeaseServiceStub(channel)
-            calls = [
+            calls: list[Callable[[], object]] = [
                 lambda: cache.Match(cache_pb2.MatchRequest(lease_id=lease, sequence_id=9)),
                 lambda: cache.Release(cache_pb2.ReleaseRequest(lease_id=lease, sequence_id=sequence.id, request_id=5)),
                 lambda: cache.WaitTickets(cache_pb2.WaitTicketsRequest(lease_id=b.lease.id, tickets=[ticket])),

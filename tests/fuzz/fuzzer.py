@@ -100,14 +100,7 @@ class Fuzzer:
         """Try that many messages. Stops early only where the books do not add up: what follows would mean nothing."""
         began = time.monotonic()
         self.pools.devices = DEVICES
-        for request in registers():
-            code, answers = await self._target.call(self._rpcs["Register"], [request.SerializeToString()])
-            assert answers, f"a plain Register was refused: {code}"
-            made = answers[0]
-            self._recorded.append((self._rpcs["Register"], request.SerializeToString()))
-            self.pools.models[made.model_id] = made.namespace
-            self.pools.layouts.append(request.layout)
-            self._granted.append((made.model_id, made.replica, made.namespace, len(request.layout.groups)))
+        await self._register()
         self.pools.tokens = [await self._target.new_process() for _ in range(3)]
         before: tuple[int, int, int] | None = None
         while self.findings.messages < messages and not self.findings.problems:
@@ -127,6 +120,18 @@ class Fuzzer:
         self.findings.crashes = self._target.crashes
         self.findings.seconds = round(time.monotonic() - began, 1)
         return self.findings
+
+    async def _register(self) -> None:
+        """The models; those that gave way to what was fuzzed are made again."""
+        self._granted.clear()
+        for request in registers():
+            code, answers = await self._target.call(self._rpcs["Register"], [request.SerializeToString()])
+            assert answers, f"a plain Register was refused: {code}"
+            made = answers[0]
+            self._recorded.append((self._rpcs["Register"], request.SerializeToString()))
+            self.pools.models[made.model_id] = made.namespace
+            self.pools.layouts.append(request.layout)
+            self._granted.append((made.model_id, made.replica, made.namespace, len(request.layout.groups)))
 
     async def _one_round(self) -> None:
         await self._keep_leases()
@@ -209,8 +214,9 @@ class Fuzzer:
             request = lease_pb2.OpenRequest(model_id=model, replica=replica, engine="fuzz", process_token=token)
             _, answers = await self._target.call(self._rpcs["Open"], [request.SerializeToString()])
             self._recorded.append((self._rpcs["Open"], request.SerializeToString()))
-            if not answers:  # leases that fuzzed Opens made fill the table: their processes end
+            if not answers:  # leases of fuzzed Opens fill the table, or an idle model gave way to a fuzzed one
                 await self._end_processes()
+                await self._register()
                 continue
             attach = engine_pb2.AttachRequest(lease_id=answers[0].lease_id, process_token=token)
             await self._send(self._rpcs["Attach"], [attach.SerializeToString()])

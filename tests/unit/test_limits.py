@@ -43,7 +43,9 @@ def test_every_field_that_can_be_long_is_in_the_table_and_nothing_else_is() -> N
 
 def too_long(name: str, field: FieldDescriptor) -> Any:
     """The field's message with one entry, letter or byte too many."""
-    message = GetMessageClass(field.containing_type)()
+    kind = field.containing_type
+    assert kind is not None
+    message: Any = GetMessageClass(kind)()
     most = LIMITS[name].most + 1
     if not field.is_repeated:
         setattr(message, field.name, b"x" * most if field.type == field.TYPE_BYTES else "x" * most)

@@ -14,7 +14,6 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 from cachesvc_client.credentials import Credentials, credentials_from, open_remote
 from cachesvc_client.ctl.report import describe_bytes
-from cachesvc_client.settings import ChannelOptions
 
 DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
 DEADLINE_SECONDS = 30.0
@@ -80,7 +79,7 @@ def _hex(text: str) -> bytes:
 
 def _runner(show: Show) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
-        with open_remote(arguments.address or arguments.socket, proof_of(arguments), ChannelOptions()) as channel:
+        with open_remote(arguments.address or arguments.socket, proof_of(arguments)) as channel:
             message, text, code = show(Admin(channel), arguments)
         if arguments.json:
             print(json.dumps(MessageToDict(message, preserving_proto_field_name=True), indent=2))
