@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from cachesvc.config import Config
-from cachesvc.daemon import choose_hardware, link_costs
+from cachesvc.hardware import choose_hardware, link_costs
 from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab

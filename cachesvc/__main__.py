@@ -71,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--health-listen", metavar="HOST:PORT", help="answer gRPC health checks, and nothing else, on any address")
     add("--tls-certificate", metavar="FILE", help="PEM certificate chain for --listen")
     add("--tls-key", metavar="FILE", help="PEM private key for --listen")
+    add("--tls-client-ca", metavar="FILE", help="PEM roots: clients of --listen need a certificate signed by one")
+    add(
+        "--tokens",
+        metavar="FILE",
+        help="TOML or JSON: tokens with scopes, tenants and quotas (SIGHUP reads it anew)",
+    )
+    add("--allow-uid", type=int, action="append", dest="allow_uids", metavar="UID", help="user who may attach")
+    add("--allow-gid", type=int, action="append", dest="allow_gids", metavar="GID", help="group that may attach")
     add("--backend", choices=BACKENDS, help="memory: auto takes shm where there is no GPU")
     add("--device-pool", metavar="SIZE", help="bytes of each device that the daemon owns (default 1GiB)")
     add("--host-pool", metavar="SIZE", help="bytes of the host tier (default 1GiB; 0: none)")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import WritePolicy
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
-_UNITS |= {"t": 1 << 40, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BACKENDS = ("auto", "shm", "cuda")
 DEVICE_MEMORY = ("ipc", "vmm")
 CALIBRATION = ("start", "never")
@@ -21,14 +20,6 @@ MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of ``8GiB``, ``512MiB``, ``1e9`` is not one. Raises InvalidRequest."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS:
-        raise InvalidRequest(f"{text!r} is no size; write a number with B, KiB, MiB, GiB or TiB, e.g. 8GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +36,9 @@ class Config:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
-    falls behind it is cut off. ``allow_uids``: empty: its own and root. ``fault_copies``: share of copies that are made
+    falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
+    empty: its own user and root. ``tokens``: file that says who may call and what; empty: whoever may open the socket.
+    ``tls_client_ca``: clients on TCP need a certificate that it signed. ``fault_copies``: share of copies that are made
     to fail, for tests; a flag that no file may set, for the shm backend alone.
     """
 
@@ -55,6 +48,8 @@ class Config:
     health_listen: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
+    tls_client_ca: str = ""
+    tokens: str = ""
     backend: str = "auto"
     device_pool: int = 1 << 30
     host_pool: int = 1 << 30
@@ -81,6 +76,7 @@ class Config:
     event_subscribers: int = 64
     event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
+    allow_gids: tuple[int, ...] = ()
     log_level: str = "info"
     metrics_listen: str = ""
     otlp_endpoint: str = ""
@@ -116,6 +112,10 @@ class Config:
         _check_listen(self)
         _check_telemetry(self)
 
+    def attaching_uids(self, own: int) -> frozenset[int]:
+        """Users who may attach: those that were named, or else ``own`` and root."""
+        return frozenset(self.allow_uids or (() if self.allow_gids else (0, own)))
+
     def shown(self) -> dict[str, str]:
         """The effective configuration as text, for the log and for operators; nothing in it is a secret."""
         return {name: str(value) for name, value in asdict(self).items()}
@@ -150,7 +150,7 @@ def _coerce(name: str, value: Any) -> Any:
     try:
         if name in SIZES:
             return parse_size(value)
-        if name == "allow_uids":
+        if name in ("allow_uids", "allow_gids"):
             return tuple(int(uid) for uid in value)
         if isinstance(default, float):
             return float(value)
@@ -189,6 +189,10 @@ def _check_listen(config: Config) -> None:
     host = _host_of("listen", config.listen)
     if bool(config.tls_certificate) != bool(config.tls_key):
         raise InvalidRequest("tls_certificate and tls_key go together")
+    if config.tls_key and not (config.tls_client_ca or config.tokens):
+        raise InvalidRequest("TLS alone lets anybody in: name tls_client_ca (their certificates) or tokens too")
+    if config.tls_client_ca and not config.tls_key:
+        raise InvalidRequest("tls_client_ca needs tls_certificate and tls_key")
     if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise InvalidRequest(
             f"listen: {host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost or [::1]"

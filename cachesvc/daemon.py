@@ -9,26 +9,21 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.admin import drain
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_gone
+from cachesvc.hardware import Hardware, choose_hardware, link_costs
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory import numa
-from cachesvc.memory.arbiter import CopyRules
-from cachesvc.memory.available import MemoryLimit, memory_limits
-from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.seam import Backend
-from cachesvc.memory.shm import ShmBackend
-from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
@@ -39,116 +34,30 @@ from cachesvc.service.device_health import DeviceHealth, Serving
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
 from cachesvc.service.gather import Facts, Gatherer
+from cachesvc.service.keyring import Keyring
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
+from cachesvc.service.quota import Quotas
 from cachesvc.service.reload import Reloader, live_settings
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
 from cachesvc.service.socket_files import open_to_group
 from cachesvc.service.telemetry import Telemetry
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
-from gpu_ops.calibration import LinkFigures, calibrate
-from gpu_ops.errors import CudaError, CudaMissing
-from gpu_ops.gpu import Gpu, find_gpus
 
 DRAIN_LOOK_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """The memory that the daemon will own. ``gpus`` are those of the cuda backend; ``node``: of the host pool."""
+class Access(NamedTuple):
+    """What calls pass through, and who may make them."""
 
-    backend: Backend
-    gpus: tuple[Gpu, ...] = ()
-    node: int | None = None
-
-
-def choose_hardware(config: Config) -> Hardware:
-    """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started.
-
-    Raises Unavailable where cuda was asked for and cannot be had, InvalidRequest for pools beyond the memory.
-    """
-    if config.backend != "shm":
-        try:
-            return gpu_hardware(config)
-        except CudaMissing as missing:
-            if config.backend == "cuda":
-                raise Unavailable(f"{missing}; or use --backend shm") from missing
-            events.event("no_gpu", reason=str(missing))
-        except CudaError as broken:  # a GPU is there: serving without it would hide that
-            raise Unavailable(f"the GPU cannot be used: {broken}; see nvidia-smi, or use --backend shm") from broken
-    check_shm_memory(config, memory_limits())
-    rules = copy_rules(config)
-    if config.fault_copies:
-        events.warning("copies_are_made_to_fail", share=config.fault_copies)
-    backend = ShmBackend(config.shm_devices, config.device_pool, rules=rules, fault_copies=config.fault_copies)
-    return Hardware(backend, node=0 if len(numa.nodes()) > 1 else None)
-
-
-def copy_rules(config: Config) -> CopyRules:
-    """How copies share a link."""
-    return CopyRules(
-        slice_bytes=config.slice_bytes,
-        load_bytes_per_second=config.load_limit,
-        store_bytes_per_second=config.store_limit,
-    )
-
-
-def gpu_hardware(config: Config) -> Hardware:
-    """Every GPU that this process sees; the host pool goes to their NUMA node, where they agree on one."""
-    gpus = find_gpus()
-    backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
-    near = {numa.node_of_pci(gpu.facts.pci) for gpu in gpus}
-    node = near.pop() if len(near) == 1 else None
-    if len(numa.nodes()) > 1:
-        events.event("host_pool_node", node=node, gpus=len(gpus))
-    return Hardware(backend, gpus, node)
-
-
-def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine], None]) -> LinkCosts:
-    """Measure started GPUs and tell what each is; the costs are the slowest one's. The default without a GPU.
-
-    Raises Unavailable.
-    """
-    found: list[LinkFigures] = []
-    for gpu in gpus:
-        try:
-            figures = calibrate(gpu) if config.calibration == "start" else None
-        except RuntimeError as error:
-            raise Unavailable(
-                f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
-            ) from error
-        line = DeviceLine(gpu.uuid, gpu.facts.name, config.device_pool, gpu.context_bytes, figures)
-        events.event("device_ready", pci=gpu.facts.pci, free_bytes=gpu.free_bytes(), **line.logged())
-        tell(line)
-        if figures is not None:
-            found.append(figures)
-    if not found:
-        return LinkCosts()
-    slowest = min(found, key=lambda figures: figures.load_bytes_per_us)
-    return LinkCosts(
-        per_copy_us=slowest.per_copy_us,
-        per_row_ns=slowest.per_row_ns,
-        bytes_per_us=slowest.load_bytes_per_us,
-        per_step_us=slowest.per_step_us,
-        max_pitch_bytes=slowest.max_pitch_bytes,
-    )
-
-
-def check_shm_memory(config: Config, limits: tuple[MemoryLimit, ...]) -> None:
-    """Raises InvalidRequest where pools exceed memory; later, on first use, only the OOM killer would say no."""
-    devices = config.shm_devices * config.device_pool
-    for limit in limits[:1]:
-        if devices + config.host_pool > limit.available_bytes:
-            raise InvalidRequest(
-                f"{config.shm_devices} shm device pools of {config.device_pool} bytes and a host pool of "
-                f"{config.host_pool} need {devices + config.host_pool} bytes, but {limit.source} leaves "
-                f"{limit.available_bytes}; ask for smaller pools or raise the limit"
-            )
+    gate: CallGate
+    cache: CacheService
+    quotas: Quotas | None
+    keyring: Keyring | None
 
 
 class Daemon:
@@ -216,9 +125,12 @@ class Daemon:
         host_pool.start()
         self._stack.callback(host_pool.close)
         self._start_life(node, vault, epoch)
-        gate = CallGate(config.calls_in_flight)
-        cache = CacheService(node, gate, config.operations_per_step)
-        port = await self._start_server(node, gate, cache, backend, host_pool, devices, telemetry)
+        keyring = await self._start_keyring(node)
+        quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
+        gate = CallGate(config.calls_in_flight, quotas)
+        cache = CacheService(node, gate, config.operations_per_step, quotas)
+        access = Access(gate, cache, quotas, keyring)
+        port = await self._start_server(node, access, backend, host_pool, devices, telemetry)
         facts = Facts(__version__, backend.name, config.device_pool, config.host_pool, config.host_chunk)
         metrics_port = telemetry.start_metrics(Gatherer(facts, node, engine, gate, telemetry.watch, cache, host_pool))
         events.event("config", **config.shown())
@@ -238,9 +150,10 @@ class Daemon:
         life = LifeServer(
             self._config.socket + LIFE_SUFFIX,
             epoch=epoch,
-            allowed_uids=frozenset(self._config.allow_uids or (0, os.getuid())),
+            allowed_uids=self._config.attaching_uids(os.getuid()),
+            allowed_gids=frozenset(self._config.allow_gids),
             grace_seconds=self._config.lease_seconds,
-            arrived=lambda token, pid, uid: process_arrived(node.core, token, pid, uid),
+            arrived=partial(process_arrived, node.core),
             gone=lambda token: node.run(partial(process_gone, node.core, token)),
             descriptor=vault.descriptor,
         )
@@ -251,34 +164,37 @@ class Daemon:
     async def _start_server(
         self,
         node: Node,
-        gate: CallGate,
-        cache: CacheService,
+        access: Access,
         backend: Backend,
         host_pool: HostPool,
         devices: list[DeviceLine],
         telemetry: Telemetry,
     ) -> int:
         config = self._config
+        gate, cache, quotas, keyring = access
         shown = {**config.shown(), "backend": backend.name}
         following = EventService(node, config.event_subscribers)
         health = DeviceHealth(backend, node, self._tell_serving)
         reloader = self._reloader(live_settings(node, gate, cache, backend), shown)
         services = Services(
-            engine=EngineService(node, gate, backend),
-            lease=LeaseService(node, gate),
+            engine=EngineService(node, gate, backend, quotas),
+            lease=LeaseService(node, gate, quotas),
             cache=cache,
             event=following,
-            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving, health, reloader.reload),
+            admin=AdminService(
+                node, gate, host_pool, shown, devices, self._not_serving, health, reloader.reload, quotas
+            ),
         )
         listening = Listening(
             config.socket,
             config.listen,
             config.tls_certificate,
             config.tls_key,
+            config.tls_client_ca,
             health=config.health_listen,
             group=config.socket_group,
         )
-        server = Server(telemetry.watch_services(services), listening)
+        server = Server(telemetry.watch_services(services), listening, keyring)
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
@@ -286,7 +202,13 @@ class Daemon:
         self._stack.callback(following.close)
         health.start()
         self._stack.push_async_callback(health.close)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload_by_signal)
+
+        def reload() -> None:
+            reloader.reload_by_signal()
+            if keyring is not None:
+                keyring.reload()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         return port
 
     def _reloader(self, live: Mapping[str, Callable[[Any], None]], shown: dict[str, str]) -> Reloader:
@@ -303,6 +225,16 @@ class Daemon:
             None if reread is None else lambda: asdict(reread()),
             {name: partial(keep, name, apply) for name, apply in live.items()},
         )
+
+    async def _start_keyring(self, node: Node) -> Keyring | None:
+        """Who may call, where tokens are configured. Raises InvalidRequest for a file that cannot be used."""
+        if not self._config.tokens:
+            return None
+        keyring = Keyring(self._config.tokens, node.core.ledger.processes.get)
+        keyring.load()
+        keyring.start()
+        self._stack.push_async_callback(keyring.close)
+        return keyring
 
     async def _not_serving(self) -> None:
         if self._server is not None:

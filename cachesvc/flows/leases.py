@@ -13,9 +13,9 @@ LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
 
 
-def process_arrived(core: Core, token: bytes, pid: int, uid: int) -> None:
+def process_arrived(core: Core, token: bytes, pid: int, uid: int, gids: frozenset[int] = frozenset()) -> None:
     """A process opened its life connection."""
-    core.ledger.processes[token] = Process(token, pid, uid)
+    core.ledger.processes[token] = Process(token, pid, uid, gids)
 
 
 def process_gone(core: Core, token: bytes) -> None:

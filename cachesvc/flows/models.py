@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from cachesvc.flows.budget import Budget, make_room
 from cachesvc.flows.core import Core
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
@@ -18,6 +19,7 @@ from cachesvc.model.words import Run
 
 MAX_SALT_BYTES = 256
 MAX_MODEL_NAME_BYTES = 512
+NO_BUDGET = Budget()
 
 
 class Vault(Protocol):
@@ -70,16 +72,18 @@ def register(
     device_wish: PoolWish,
     host_wish: PoolWish,
     now: float,
+    budget: Budget = NO_BUDGET,
 ) -> Registered:
-    """Find or make the pools for a model on a set of devices.
+    """Find or make the pools for a model on a set of devices, for the tenant of ``budget`` and within it.
 
-    Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, LimitExceeded, Unavailable.
+    Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, QuotaExceeded, LimitExceeded,
+    Unavailable.
     """
     device_wish = replace(device_wish, pages=layout.fill_pages(device_wish.pages))
     host_wish = replace(host_wish, pages=layout.fill_host_pages(host_wish.pages))
     _check(name, salt, (device_wish, host_wish), layout)
     chosen = _devices(vault, layout, devices)
-    namespace = namespace_of(name, layout.fingerprint, salt)
+    namespace = namespace_of(name, layout.fingerprint, salt, budget.tenant)
     model = next((m for m in core.ledger.models.values() if m.namespace == namespace), None)
     if model is not None:
         for replica in model.replicas:
@@ -89,10 +93,25 @@ def register(
         raise Unavailable("the daemon is draining and registers nothing new")
     if model is None and len(core.ledger.models) >= core.limits.models:
         raise LimitExceeded("models", len(core.ledger.models) + 1, core.limits.models)
+    _require_pages(device_wish)
     keep = model.id if model is not None else None
-    pages = _device_pages(core, vault, layout, chosen, device_wish, keep)
+    room = make_room(
+        core,
+        budget,
+        layout,
+        device_wish.pages,
+        host_wish.pages,
+        is_new=model is None,
+        dismiss=lambda idle: _dismiss(core, vault, idle),
+        keep=keep,
+    )
+    pages = _device_pages(core, vault, layout, chosen, device_wish, keep, room.device_bytes)
     if model is None:
-        model = _new_model(core, vault, name, layout, namespace, host_wish)
+        host_pages = host_wish.pages or (_host_share(vault, layout, host_wish.share, room.host_pages),) * len(
+            layout.groups
+        )
+        model = _new_model(core, vault, name, layout, namespace, host_pages)
+        model.tenant, model.is_salted = budget.tenant, bool(salt)
     replica = _new_replica(core, vault, model, chosen, pages)
     model.last_used = now
     return Registered(model, replica, existed=False)
@@ -126,15 +145,23 @@ def _devices(vault: Vault, layout: Layout, devices: tuple[str, ...]) -> tuple[st
 
 
 def _device_pages(
-    core: Core, vault: Vault, layout: Layout, devices: tuple[str, ...], wish: PoolWish, keep: int | None
+    core: Core,
+    vault: Vault,
+    layout: Layout,
+    devices: tuple[str, ...],
+    wish: PoolWish,
+    keep: int | None,
+    most_bytes: int | None,
 ) -> tuple[int, ...]:
-    """Pages for each group on every device, making idle models give way while they do not fit."""
-    if not all(wish.pages):
-        raise InvalidRequest(f"a device pool needs at least one page in every group, got {wish.pages}")
+    """Pages for each group on every device, making idle models give way while they do not fit.
+
+    A share comes to ``most_bytes`` on each device at most.
+    """
     share = 1.0 if wish.pages else wish.share
     while True:
         left = min(vault.device_free_bytes(device) for device in devices)
-        pages = wish.pages or _fitting(layout, int(left * wish.share))
+        wanted = int(left * wish.share)
+        pages = wish.pages or _fitting(layout, wanted if most_bytes is None else min(wanted, most_bytes))
         if all(pages) and device_bytes(layout, pages) <= left:
             return pages
         idle = _idle_models(core, devices, keep)
@@ -154,6 +181,16 @@ def _device_pages(
         quarantined=0,
         capacity=left // per_block,
     )
+
+
+def _require_pages(wish: PoolWish) -> None:
+    if not all(wish.pages):
+        raise InvalidRequest(f"a device pool needs at least one page in every group, got {wish.pages}")
+
+
+def _host_share(vault: Vault, layout: Layout, share: float, most: int | None) -> int:
+    pages = vault.host_pages_for(layout, share)
+    return pages if most is None else min(pages, most)
 
 
 def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
@@ -185,10 +222,8 @@ def _dismiss(core: Core, vault: Vault, model: Model) -> None:
     core.count("models_dismissed")
 
 
-def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, wish: PoolWish) -> Model:
+def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, pages: tuple[int, ...]) -> Model:
     model_id = core.next_model
-    groups = len(layout.groups)
-    pages = wish.pages or (vault.host_pages_for(layout, wish.share),) * groups
     ready = vault.open_host(model_id, layout, pages)
     core.next_model += 1
     pools = tuple(

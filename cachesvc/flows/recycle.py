@@ -105,11 +105,7 @@ def extend(core: Core, lease_id: str, sequence_id: int, pages: tuple[GroupCells,
     require_on_device(sequence)
     model, replica = replica_of(core, lease)
     counts = {len(cells.pages) for cells in pages}
-    if (
-        len(pages) != len(model.layout.groups)
-        or len({cells.group for cells in pages}) != len(pages)
-        or len(counts) != 1
-    ):
+    if sorted(cells.group for cells in pages) != list(range(len(model.layout.groups))) or len(counts) != 1:
         raise InvalidRequest("extend takes the same number of pages for every group")
     blocks = sequence.blocks + counts.pop()
     if blocks > core.limits.blocks_per_sequence:

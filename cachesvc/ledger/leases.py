@@ -54,4 +54,5 @@ class Process:
     token: bytes
     pid: int
     uid: int
+    gids: frozenset[int] = frozenset()
     leases: set[str] = field(default_factory=set)

@@ -38,7 +38,8 @@ class Model:
     """A namespace: model, layout and tenant, with its blocks and replicas.
 
     ``computing``: keys that some sequence has declared to be computing, with how many do. ``remembered``: reuse
-    counts of dropped blocks, newest last.
+    counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have no name.
+    ``is_salted``: its namespace is a secret of those who know the salt.
     """
 
     id: int
@@ -48,6 +49,8 @@ class Model:
     blocks: BlockLedger
     evictor: Evictor
     host_pages: tuple[int, ...]
+    tenant: str = ""
+    is_salted: bool = False
     replicas: list[Replica] = field(default_factory=list)
     computing: dict[bytes, int] = field(default_factory=dict)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)

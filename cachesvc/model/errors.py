@@ -15,6 +15,9 @@ CacheError
 ├── EventsForgotten       the changes that a subscriber asks for are no longer known: take a snapshot
 ├── OtherEpoch            the changes that a subscriber asks for are of an earlier life of the daemon: take a snapshot
 ├── TooSlow               a subscriber fell too far behind and was cut off: subscribe anew, with a snapshot
+├── QuotaExceeded         more than the caller's tenant may have
+├── Unauthenticated       nobody is known to be calling
+├── PermissionDenied      the caller is known and may not do that
 ├── NotSupported          known by name, not built
 └── Unavailable           draining or shutting down: go on without the cache
 """
@@ -40,6 +43,9 @@ class ErrorCode(Enum):
     GAP = "GAP"
     TOO_SLOW = "TOO_SLOW"
     DEADLINE = "DEADLINE"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
 
 
 class CacheError(Exception):
@@ -191,6 +197,33 @@ class TooSlow(CacheError):
         )
         self.behind = behind
         self.keep = keep
+
+
+class QuotaExceeded(CacheError):
+    """More than the tenant may have. ``got`` is None for a rate."""
+
+    code = ErrorCode.QUOTA_EXCEEDED
+
+    def __init__(self, tenant: str, what: str, got: int | None, limit: int, hint: str) -> None:
+        whose = f"tenant {tenant!r}" if tenant else "the shared tenant"
+        asked = "asked more often" if got is None else f"{got} is more"
+        super().__init__(f"quota {what} of {whose}: {asked} than the limit of {limit}; {hint}")
+        self.tenant = tenant
+        self.what = what
+        self.got = got
+        self.limit = limit
+
+
+class Unauthenticated(CacheError):
+    """The call proves nothing about its caller, or the token is not known, revoked or expired."""
+
+    code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDenied(CacheError):
+    """The caller is known, and its scopes do not allow the call."""
+
+    code = ErrorCode.PERMISSION_DENIED
 
 
 class NotSupported(CacheError):

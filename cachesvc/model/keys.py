@@ -32,10 +32,13 @@ class ExtraKey:
     digest: bytes
 
 
-def namespace_of(model: str, layout_fingerprint: bytes, tenant_salt: bytes = b"") -> bytes:
-    """32 bytes under which keys live: model, layout and tenant. Nothing is ever shared across two of them."""
+def namespace_of(model: str, layout_fingerprint: bytes, tenant_salt: bytes = b"", tenant: str = "") -> bytes:
+    """32 bytes under which keys live: model, layout, salt and tenant. Nothing is ever shared across two of them.
+
+    ``tenant`` is the name that the daemon itself knows the caller by: no salt leads into another tenant's namespaces.
+    """
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kv-namespace")
-    for part in (model.encode(), layout_fingerprint, tenant_salt):
+    for part in (model.encode(), layout_fingerprint, tenant_salt, *((tenant.encode(),) if tenant else ())):
         digest.update(struct.pack("<I", len(part)))
         digest.update(part)
     return digest.digest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
@@ -16,11 +16,22 @@ from cachesvc.flows.core import ticket_view
 from cachesvc.ledger.conservation import audit
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import PageState
+from cachesvc.service.auth import EVERYONE, caller
 from cachesvc.service.calls import CallGate, Context
 from cachesvc.service.device_health import DeviceHealth
 from cachesvc.service.explain import block_status, explain
 from cachesvc.service.node import Node
+from cachesvc.service.owners import (
+    is_visible,
+    shown_lease,
+    shown_namespace,
+    visible_leases,
+    visible_model,
+    visible_models,
+)
+from cachesvc.service.quota import Quotas
 from cachesvc.service.reload import Change
+from cachesvc.service.tenants import list_tenants
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
@@ -108,6 +119,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         on_drain: Callable[[], Awaitable[None]],
         health: DeviceHealth,
         reload: Callable[[], list[Change]],
+        quotas: Quotas | None = None,
     ) -> None:
         self._node = node
         self._gate = gate
@@ -117,6 +129,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._on_drain = on_drain
         self._health = health
         self._reload_config = reload
+        self._quotas = quotas
         self._evictions: dict[int, int] = {}
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
@@ -126,11 +139,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         node = self._node
         core = node.core
         serving, faults = self._health.serving(), self._health.faults()
-        counters = dict(core.counters)
-        counters["tickets_running"] = len(core.ledger.tickets.running)
-        counters["blocks"] = sum(len(model.blocks.index) for model in core.ledger.models.values())
+        who = caller()
+        models = visible_models(core)
+        counters = dict(core.counters) if who.sees_all else {}
+        counters["tickets_running"] = sum(is_visible(core, ticket) for ticket in core.ledger.tickets.running.values())
+        counters["blocks"] = sum(len(model.blocks.index) for model in models)
         for tier in ("device", "host", "storage"):
-            counters[f"hit_blocks_{tier}"] = sum(model.hit_blocks[tier] for model in core.ledger.models.values())
+            counters[f"hit_blocks_{tier}"] = sum(model.hit_blocks[tier] for model in models)
         return admin_pb2.GetStatusResponse(
             version=__version__,
             epoch=node.epoch,
@@ -152,8 +167,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     page_bytes=line.page_bytes,
                 )
                 for line in admin.pools(core)
+                if who.sees(core.ledger.models[line.model].tenant)
             ],
             counters=counters,
+            caller=who.name,
+            scopes=sorted(scope.value for scope in who.scopes),
+            tenant=who.tenant or "",
+            tokens=who is not EVERYONE,
             devices=[_device(line, faults.get(line.uuid, "")) for line in self._devices],
             ready=serving.ready,
             live=serving.live,
@@ -169,7 +189,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _models(self) -> admin_pb2.ListModelsResponse:
         ledger = self._node.core.ledger
         models = []
-        for model in ledger.models.values():
+        for model in visible_models(self._node.core):
             replicas = [
                 admin_pb2.ReplicaStatus(
                     replica=replica.id,
@@ -184,7 +204,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.ModelStatus(
                     model_id=model.id,
                     model=model.name,
-                    namespace=model.namespace,
+                    namespace=shown_namespace(model),
                     layout=layout_to_proto(model.layout),
                     replicas=replicas,
                     blocks=len(model.blocks.index),
@@ -201,13 +221,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         ledger = self._node.core.ledger
         now = self._node.now()
         leases = []
-        for lease in ledger.leases.values():
+        for lease in visible_leases(self._node.core):
             private = sum(len(own) for sequence in lease.sequences.values() for own in sequence.own)
             private += sum(len(pages) for pages in lease.stock) + len(lease.quarantine)
             pids = [ledger.processes[token].pid for token in lease.processes if token in ledger.processes]
             leases.append(
                 admin_pb2.LeaseStatus(
-                    lease_id=lease.id,
+                    lease_id=shown_lease(self._node.core, lease),
                     engine=lease.engine,
                     model_id=lease.model,
                     replica=lease.replica,
@@ -220,24 +240,30 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             )
         return admin_pb2.ListLeasesResponse(leases=leases)
 
+    async def ListTenants(
+        self, request: admin_pb2.ListTenantsRequest, context: Context
+    ) -> admin_pb2.ListTenantsResponse:
+        return await self._gate.serve(context, partial(list_tenants, self._node.core, self._quotas))
+
     async def ListSequences(
         self, request: admin_pb2.ListSequencesRequest, context: Context
     ) -> admin_pb2.ListSequencesResponse:
-        return await self._gate.serve(context, partial(self._sequences, request))
+        return await self._gate.serve(context, partial(self._sequences, request), request)
 
     async def _sequences(self, request: admin_pb2.ListSequencesRequest) -> admin_pb2.ListSequencesResponse:
         limit = min(request.limit or DEFAULT_LISTED, admin.MAX_LISTED)
+        core = self._node.core
         every = (
-            sequence
-            for lease in self._node.core.ledger.leases.values()
-            if request.lease_id in ("", lease.id)
+            (shown_lease(core, lease), sequence)
+            for lease in visible_leases(core)
+            if request.lease_id in ("", lease.id, shown_lease(core, lease))
             for sequence in lease.sequences.values()
             if sequence.id >= 0
         )
         listed = list(islice(every, limit + 1))
         lines = [
             admin_pb2.SequenceStatus(
-                lease_id=sequence.lease,
+                lease_id=lease_id,
                 sequence_id=sequence.id,
                 blocks=sequence.blocks,
                 sealed_blocks=sequence.sealed,
@@ -245,14 +271,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 swapped_out=sequence.swapped_out,
                 failed=sequence.failed,
             )
-            for sequence in listed[:limit]
+            for lease_id, sequence in listed[:limit]
         ]
         return admin_pb2.ListSequencesResponse(sequences=lines, truncated=len(listed) > limit)
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
-        return await self._gate.serve(context, partial(self._blocks, request))
+        return await self._gate.serve(context, partial(self._blocks, request), request)
 
     async def _blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
+        visible_model(self._node.core, request.model_id)
         lines, more = admin.blocks(self._node.core, request.model_id, request.keys, request.limit)
         return admin_pb2.ListBlocksResponse(blocks=[block_status(line) for line in lines], truncated=more)
 
@@ -260,23 +287,25 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._gate.serve(context, partial(explain, self._node, request))
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
-        return await self._gate.serve(context, partial(self._tree, request))
+        return await self._gate.serve(context, partial(self._tree, request), request)
 
     async def _tree(self, request: admin_pb2.GetTreeRequest) -> admin_pb2.GetTreeResponse:
+        visible_model(self._node.core, request.model_id)
         lines, more = admin.tree(self._node.core, request.model_id, request.key, request.depth, request.limit)
         return admin_pb2.GetTreeResponse(nodes=[admin_pb2.TreeNode(**line._asdict()) for line in lines], truncated=more)
 
     async def ListTickets(
         self, request: admin_pb2.ListTicketsRequest, context: Context
     ) -> admin_pb2.ListTicketsResponse:
-        return await self._gate.serve(context, partial(self._tickets, request))
+        return await self._gate.serve(context, partial(self._tickets, request), request)
 
     async def _tickets(self, request: admin_pb2.ListTicketsRequest) -> admin_pb2.ListTicketsResponse:
         book = self._node.core.ledger.tickets
-        newest_first = [*book.running.values(), *reversed(book.ended.values())]
+        every = chain(book.running.values(), reversed(book.ended.values()))
+        newest_first = (ticket for ticket in every if is_visible(self._node.core, ticket))
         limit = min(request.limit or 64, admin.MAX_LISTED)
         return admin_pb2.ListTicketsResponse(
-            tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in newest_first[:limit]]
+            tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in islice(newest_first, limit)]
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
@@ -289,11 +318,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.DrainResponse(live_leases=live)
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
-        return await self._gate.serve(context, partial(self._evict, request))
+        return await self._gate.serve(context, partial(self._evict, request), request)
 
     async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         if request.request_id and request.request_id in self._evictions:
             return admin_pb2.EvictResponse(evicted=self._evictions[request.request_id])
+        visible_model(self._node.core, request.model_id)
         flow = partial(admin.evict, self._node.core, request.model_id, request.tier, request.blocks)
         evicted = self._node.run(flow)
         if request.request_id:

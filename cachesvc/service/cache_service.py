@@ -13,22 +13,35 @@ from kvcache.v1 import cache_pb2, cache_pb2_grpc
 from cachesvc.flows.core import expedite, ticket_view
 from cachesvc.flows.recycle import check_stock, refill_stock
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
+from cachesvc.service.auth import caller
 from cachesvc.service.calls import CallGate, Context, Repeats, Reply, seconds_left
 from cachesvc.service.node import Node
-from cachesvc.service.operations import OPERATIONS, Operation
+from cachesvc.service.operations import OPERATIONS
+from cachesvc.service.owners import own_ticket, require_lease
+from cachesvc.service.quota import Meter, Quotas
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.convert import cells_to_proto, ticket_to_proto
+from cachesvc.wire.limits import check_fields
 
 KEEP_ANSWERS = 256
 MAX_WAITED_TICKETS = 1024
+LONGEST_WAIT_SECONDS = 60.0
+"""A caller without a deadline holds its place among the calls in flight no longer; it may ask again."""
+
+TURN_OPERATIONS = 64
+"""Operations of a step before others get their turn: some 3 ms."""
+
+TAKING = frozenset({"match", "allocate", "swap"})
+"""Operations that quotas are held against."""
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """Converts, calls a flow through the node, converts back. ``operations``: those of Steps, by name and outcome."""
 
-    def __init__(self, node: Node, gate: CallGate, operations_per_step: int) -> None:
+    def __init__(self, node: Node, gate: CallGate, operations_per_step: int, quotas: Quotas | None = None) -> None:
         self._node = node
         self._gate = gate
+        self._quotas = quotas
         self.operations_per_step = operations_per_step
         self._repeats: dict[str, Repeats] = {}
         self.operations: dict[tuple[str, str], int] = {}
@@ -55,29 +68,34 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return await self._one("prefetch", request, context, cache_pb2.PrefetchResponse)
 
     async def _one(self, name: str, request: Any, context: Context, kind: type[Reply]) -> Reply:
-        operation = OPERATIONS[name]
         lease_id, request_id = request.lease_id, request.request_id
         if request_id == 0:
-            call = partial(self._run, operation, lease_id, request, seconds_left(context))
+            call = partial(self._run, name, lease_id, request, seconds_left(context))
         else:
-            call = partial(self._run_once, operation, lease_id, request_id, request, seconds_left(context))
-        reply = await self._gate.serve(context, call)
+            call = partial(self._run_once, name, lease_id, request_id, request, seconds_left(context))
+        reply = await self._gate.serve(context, call, request)
         assert isinstance(reply, kind)
         return reply
 
     async def _run_once(
-        self, operation: Operation, lease_id: str, request_id: int, request: Message, seconds: float | None
+        self, name: str, lease_id: str, request_id: int, request: Message, seconds: float | None
     ) -> Any:
-        contents = request.SerializeToString(deterministic=True)
-        call = partial(self._run, operation, lease_id, request, seconds)
+        # With the operation's name: a Release and a Swap of the same fields are the same bytes.
+        contents = name.encode() + request.SerializeToString(deterministic=True)
+        call = partial(self._run, name, lease_id, request, seconds)
         return await self._repeats_of(lease_id).answer(request_id, contents, call)
 
-    async def _run(self, operation: Operation, lease_id: str, request: Message, seconds: float | None) -> Any:
+    async def _run(self, name: str, lease_id: str, request: Message, seconds: float | None) -> Any:
+        operation = OPERATIONS[name]
+        require_lease(self._node.core, lease_id)
+        if self._quotas is not None and name in TAKING:
+            self._quotas.check_operation(lease_id, name, request)
         flow = operation.begin(self._node.core, lease_id, request, self._node.now())
         return operation.reply(await self._node.run_waiting(flow, seconds))
 
     def _repeats_of(self, lease_id: str) -> Repeats:
-        """The remembered answers of a live lease. Raises LeaseLost, NotFound."""
+        """The remembered answers of a live lease of the caller's tenant. Raises LeaseLost, NotFound."""
+        require_lease(self._node.core, lease_id)
         leases = self._node.core.ledger.leases
         leases_known = self._repeats.get(lease_id)
         if leases_known is None:
@@ -90,7 +108,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def WaitTickets(
         self, request: cache_pb2.WaitTicketsRequest, context: Context
     ) -> cache_pb2.WaitTicketsResponse:
-        return await self._gate.serve(context, partial(self._wait_tickets, request, context))
+        return await self._gate.serve(context, partial(self._wait_tickets, request, context), request)
 
     async def _wait_tickets(
         self, request: cache_pb2.WaitTicketsRequest, context: Context
@@ -98,11 +116,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         node = self._node
         if len(request.tickets) > MAX_WAITED_TICKETS:
             raise LimitExceeded("tickets to wait for", len(request.tickets), MAX_WAITED_TICKETS)
-        tickets = [node.core.ledger.tickets.get(ticket) for ticket in request.tickets]
+        tickets = [own_ticket(node.core, ticket) for ticket in request.tickets]
         if request.wait_ms:
             node.run(partial(expedite, node.core, request.tickets))
         left = seconds_left(context)
-        until = node.now() + min(request.wait_ms / 1000, left if left is not None else request.wait_ms / 1000)
+        wanted = min(request.wait_ms / 1000, LONGEST_WAIT_SECONDS)
+        until = node.now() + (wanted if left is None else min(wanted, left))
         while running := [ticket.id for ticket in tickets if node.core.ledger.tickets.is_running(ticket.id)]:
             if not await node.wait_any(running, until - node.now()):
                 break
@@ -112,7 +131,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[cache_pb2.StepRequest], context: Context
     ) -> AsyncIterator[cache_pb2.StepResponse]:
         async for request in request_iterator:
-            yield await self._gate.serve(context, partial(self._carry_through, request))
+            yield await self._gate.serve(context, partial(self._carry_through, request), is_rated=False)
 
     async def _carry_through(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
         """A step whose stream breaks goes on to its end: sent again it must find its answer."""
@@ -124,13 +143,21 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 raise InvalidRequest("a step needs a request_id above 0, rising within the lease")
             if len(request.operations) > self.operations_per_step:
                 raise LimitExceeded("operations of a step", len(request.operations), self.operations_per_step)
-            contents = request.SerializeToString(deterministic=True)
+            check_fields(request)
+            if self._quotas is not None:
+                self._admit(self._quotas.meter(caller().acts_for), 1 + len(request.operations))
+            contents = b"step" + request.SerializeToString(deterministic=True)
             repeats = self._repeats_of(request.lease_id)
             answer = await repeats.answer(request.request_id, contents, partial(self._step, request))
             assert isinstance(answer, cache_pb2.StepResponse)
             return answer
         except CacheError as error:
             return cache_pb2.StepResponse(request_id=request.request_id, error=_operation_error(error))
+
+    def _admit(self, meter: Meter, operations: int) -> None:
+        now = self._node.now()
+        meter.admit(now)
+        meter.admit_operations(operations, now)
 
     async def _step(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
         lease = self._node.core.ledger.lease(request.lease_id)
@@ -139,9 +166,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             check_stock(self._node.core, lease, targets)  # before any operation is applied
         lease.last_heard = self._node.now()
         response = cache_pb2.StepResponse(request_id=request.request_id)
-        for operation in request.operations:
+        for number, operation in enumerate(request.operations, start=1):
             response.results.append(await self._operate(request.lease_id, operation))
+            if number % TURN_OPERATIONS == 0:
+                await asyncio.sleep(0)
         if targets:
+            if self._quotas is not None:
+                targets = self._quotas.cap_stock(self._node.core.ledger.lease(request.lease_id), targets)
             granted = self._node.run(partial(refill_stock, self._node.core, request.lease_id, targets))
             response.stock.extend(cells_to_proto(granted))
         return response
@@ -151,8 +182,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         try:
             if name is None:
                 raise InvalidRequest("an operation of the step is empty")
-            operation = OPERATIONS[name]
-            flow = operation.begin(self._node.core, lease_id, getattr(message, name), self._node.now())
+            operation, inner = OPERATIONS[name], getattr(message, name)
+            check_fields(inner)
+            if self._quotas is not None and name in TAKING:
+                self._quotas.check_operation(lease_id, name, inner)
+            flow = operation.begin(self._node.core, lease_id, inner, self._node.now())
             reply = operation.reply(await self._node.run_waiting(flow, None))
             result: dict[str, Any] = {name: reply}
             self._count(name, "OK")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
@@ -10,8 +11,12 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded, Unavailable
+from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded, QuotaExceeded, Unavailable
+from cachesvc.service.auth import caller
+from cachesvc.service.quota import Meter, Quotas
+from cachesvc.service.reading import require_read
 from cachesvc.telemetry import events
+from cachesvc.wire.limits import check_fields
 from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES
 
 Reply = TypeVar("Reply", bound=Message)
@@ -70,18 +75,45 @@ class Repeats:
 
 
 class CallGate:
-    """Counts calls in flight; one too many is refused at once instead of queueing without end."""
+    """Counts calls in flight; one too many is refused at once instead of queueing without end.
 
-    def __init__(self, limit: int) -> None:
+    With ``quotas``, calls are counted for each tenant too. While others call, a tenant has its share of the limit and
+    no more; alone it has three quarters, so that whoever comes next gets in.
+    """
+
+    def __init__(self, limit: int, quotas: Quotas | None = None) -> None:
         self.limit = limit
         self.in_flight = 0
+        self._quotas = quotas
+        self._callers = 0
 
-    async def serve(self, context: Context, call: Callable[[], Awaitable[Reply]]) -> Reply:
-        """Run one call and turn a CacheError into its status with ``kv-error-code`` in the trailing metadata."""
+    async def serve(
+        self,
+        context: Context,
+        call: Callable[[], Awaitable[Reply]],
+        request: Message | None = None,
+        *,
+        is_rated: bool = True,
+    ) -> Reply:
+        """Run one call and turn a CacheError into its status with ``kv-error-code`` in the trailing metadata.
+
+        ``request``: held against the table of limits first. ``is_rated`` False: no quota on rates ends this call (a
+        beat, or a step, which is refused by its own answer).
+        """
+        meter: Meter | None = None
         self.in_flight += 1
         try:
             if self.in_flight > self.limit:
-                await refuse(context, LimitExceeded("calls in flight", self.in_flight, self.limit))
+                raise LimitExceeded("calls in flight", self.in_flight, self.limit)
+            require_read()
+            who = caller()
+            who.check()
+            if self._quotas is not None:
+                meter = self._enter(self._quotas.meter(who.acts_for))
+                if is_rated:
+                    meter.admit(time.monotonic())
+            if request is not None:
+                check_fields(request)
             return await call()
         except CacheError as error:
             await refuse(context, error)
@@ -92,6 +124,26 @@ class CallGate:
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
         finally:
             self.in_flight -= 1
+            if meter is not None:
+                self._leave(meter)
+
+    def _enter(self, meter: Meter) -> Meter:
+        """Count a call of a tenant in. Raises LimitExceeded, QuotaExceeded, with nothing counted."""
+        busy = self._callers + (meter.in_flight == 0)
+        share = max(1, self.limit * 3 // 4 if busy <= 1 else self.limit // busy)
+        own = meter.quota.calls_in_flight
+        if meter.in_flight >= (own or share):
+            meter.refused += 1
+            if own:
+                raise QuotaExceeded(meter.tenant, "calls_in_flight", meter.in_flight + 1, own, "send fewer at a time")
+            raise LimitExceeded("calls in flight of this tenant", meter.in_flight + 1, share)
+        self._callers = busy
+        meter.in_flight += 1
+        return meter
+
+    def _leave(self, meter: Meter) -> None:
+        meter.in_flight -= 1
+        self._callers -= meter.in_flight == 0
 
 
 async def refuse(context: Context, error: CacheError) -> NoReturn:

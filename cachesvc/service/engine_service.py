@@ -6,13 +6,17 @@ from functools import partial
 
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
+from cachesvc.flows.budget import Budget
 from cachesvc.flows.leases import attach, detach
 from cachesvc.flows.models import PoolWish, register
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
+from cachesvc.service.auth import caller
 from cachesvc.service.calls import CallGate, Context
 from cachesvc.service.device_health import require_working
 from cachesvc.service.node import Node
+from cachesvc.service.owners import require_lease
+from cachesvc.service.quota import Quotas
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
@@ -20,13 +24,18 @@ from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Register, Attach, Detach."""
 
-    def __init__(self, node: Node, gate: CallGate, backend: Backend) -> None:
+    def __init__(self, node: Node, gate: CallGate, backend: Backend, quotas: Quotas | None = None) -> None:
         self._node = node
         self._gate = gate
         self._backend = backend
+        self._quotas = quotas
+
+    def _budget(self) -> Budget:
+        tenant = caller().acts_for
+        return Budget(tenant) if self._quotas is None else self._quotas.budget(tenant)
 
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
-        return await self._gate.serve(context, partial(self._register, request))
+        return await self._gate.serve(context, partial(self._register, request), request)
 
     async def _register(self, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
         node = self._node
@@ -43,6 +52,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             _wish(request, "device_pool"),
             _wish(request, "host_pool"),
             node.now(),
+            self._budget(),
         )
         made = node.run(flow)
         if not made.existed:
@@ -66,10 +76,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         )
 
     async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> engine_pb2.AttachResponse:
-        return await self._gate.serve(context, partial(self._attach, request))
+        return await self._gate.serve(context, partial(self._attach, request), request)
 
     async def _attach(self, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
         node = self._node
+        require_lease(node.core, request.lease_id)
         flow = partial(attach, node.core, request.lease_id, request.rank, request.process_token, node.now())
         model, replica = node.run(flow)
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
@@ -90,9 +101,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         )
 
     async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:
-        return await self._gate.serve(context, partial(self._detach, request))
+        return await self._gate.serve(context, partial(self._detach, request), request)
 
     async def _detach(self, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:
+        require_lease(self._node.core, request.lease_id)
         self._node.run(partial(detach, self._node.core, request.lease_id, request.rank, request.process_token))
         return engine_pb2.DetachResponse()
 

@@ -8,7 +8,6 @@ and the daemon nothing, however long it stalls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
@@ -16,21 +15,16 @@ from kvcache.v1 import event_pb2, event_pb2_grpc
 from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
 from cachesvc.model.words import Tier
+from cachesvc.service.auth import EVERYONE, caller
 from cachesvc.service.calls import Context, refuse
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
+from cachesvc.wire.limits import check_fields
 
 LINGER_SECONDS = 0.005
 """Changes of this long travel together: an answer costs 0.1 ms, and there may be hundreds of changes in it."""
 GOODBYE_SECONDS = 1.0
 """How long one who was cut off may take to be told so. It takes nothing off its stream, or it would not be slow."""
-
-SeesAll = Callable[[Context], bool]
-
-
-def sees_no_other(_: Context) -> bool:
-    """Nobody follows a model without knowing its namespace."""
-    return False
 
 
 class _Subscriber:
@@ -49,12 +43,11 @@ class _Subscriber:
 
 
 class EventService(event_pb2_grpc.EventServiceServicer):
-    """Subscribe. ``sees_all`` tells by a call's context whether it may follow any model (an operator's may)."""
+    """Subscribe: to a model of the caller's tenant by its namespace; to any model for a token that sees all tenants."""
 
-    def __init__(self, node: Node, limit: int, sees_all: SeesAll = sees_no_other) -> None:
+    def __init__(self, node: Node, limit: int) -> None:
         self._node = node
         self._limit = limit
-        self._sees_all = sees_all
         self._subscribers: set[_Subscriber] = set()
         self._is_due = False
 
@@ -88,7 +81,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
 
     async def _serve(self, request: event_pb2.SubscribeRequest, context: Context) -> None:
-        subscriber = _Subscriber(self._feed_of(request, context))
+        subscriber = _Subscriber(self._feed_of(request))
         counters = self._node.core.counters
         self._subscribers.add(subscriber)
         self._node.core.count("event_subscriptions")
@@ -99,11 +92,15 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
 
-    def _feed_of(self, request: event_pb2.SubscribeRequest, context: Context) -> Feed:
+    def _feed_of(self, request: event_pb2.SubscribeRequest) -> Feed:
+        check_fields(request)
         if len(self._subscribers) >= self._limit:
             raise LimitExceeded("event subscribers", len(self._subscribers) + 1, self._limit)
         core = self._node.core
-        model = find_model(core, request.model_id, request.namespace, sees_all=self._sees_all(context))
+        who = caller()
+        model = find_model(core, request.model_id, request.namespace, sees_all=who.sees_all and who is not EVERYONE)
+        if not who.sees(model.tenant):
+            raise NotFound("namespace", request.namespace.hex(), "register the model first")
         after = request.after_sequence_number if request.HasField("after_sequence_number") else None
         if request.snapshot:
             return Feed(model, snapshot=True)

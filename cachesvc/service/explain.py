@@ -14,6 +14,7 @@ from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import Tier
 from cachesvc.service.node import Node
+from cachesvc.service.owners import shown_lease, visible_model, visible_models
 
 PREFIX_BYTES_MIN = 2
 EVENTS_MAX = 256
@@ -28,8 +29,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
     prefix = request.key_prefix
     if not PREFIX_BYTES_MIN <= len(prefix) <= KEY_BYTES:
         raise InvalidRequest(f"a key has {KEY_BYTES} bytes; name at least the first {PREFIX_BYTES_MIN} bytes of it")
-    ledger = node.core.ledger
-    models = [ledger.model(request.model_id)] if request.model_id else list(ledger.models.values())
+    models = [visible_model(node.core, request.model_id)] if request.model_id else visible_models(node.core)
     limit = min(request.events or EVENTS_DEFAULT, EVENTS_MAX)
     stories: list[Story] = []
     truncated = False
@@ -94,7 +94,7 @@ def _message(node: Node, told: Story) -> admin_pb2.BlockStory:
         model=told.model.name,
         key=told.key,
         block=None if told.block is None else block_status(told.block),
-        holders=[_holder(holder) for holder in told.holders],
+        holders=[_holder(node, holder) for holder in told.holders],
         holders_truncated=told.holders_truncated,
         tickets=told.tickets,
         events=[_event(node, told.model, event) for event in told.events],
@@ -103,9 +103,10 @@ def _message(node: Node, told: Story) -> admin_pb2.BlockStory:
     )
 
 
-def _holder(holder: Holder) -> admin_pb2.BlockHolder:
+def _holder(node: Node, holder: Holder) -> admin_pb2.BlockHolder:
+    lease = node.core.ledger.leases[holder.lease]
     return admin_pb2.BlockHolder(
-        lease_id=holder.lease,
+        lease_id=shown_lease(node.core, lease),
         engine=holder.engine,
         sequence_id=holder.sequence,
         tier=(Tier.DEVICE if holder.place else Tier.HOST).value,

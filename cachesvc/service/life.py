@@ -24,7 +24,9 @@ from pathlib import Path
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_GREETING
 
+SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
+MOST_GROUPS = 256
 TOKEN_BYTES = 16
 MAX_CONNECTIONS = 4096
 ACCEPT_PAUSE_SECONDS = 1.0
@@ -40,9 +42,10 @@ class _Peer:
 
 
 class LifeServer:
-    """Runs on the event loop; tells ``arrived(token, pid, uid)`` and ``gone(token)``.
+    """Runs on the event loop; tells ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
 
-    ``descriptor(token)`` finds the fd of a handle. ``allowed_uids`` may connect; others are turned away.
+    ``descriptor(token)`` finds the fd of a handle. Users of ``allowed_uids`` and members of ``allowed_gids`` may
+    connect; others are turned away.
     """
 
     def __init__(
@@ -51,14 +54,16 @@ class LifeServer:
         *,
         epoch: int,
         allowed_uids: frozenset[int],
+        allowed_gids: frozenset[int] = frozenset(),
         grace_seconds: float,
-        arrived: Callable[[bytes, int, int], None],
+        arrived: Callable[[bytes, int, int, frozenset[int]], None],
         gone: Callable[[bytes], None],
         descriptor: Callable[[bytes], int | None],
     ) -> None:
         self._path = path
         self._epoch = epoch
         self._allowed = allowed_uids
+        self._allowed_gids = allowed_gids
         self._grace_seconds = grace_seconds
         self._arrived = arrived
         self._gone = gone
@@ -105,15 +110,16 @@ class LifeServer:
             return
         connection.setblocking(False)
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", raw)
+        pid, uid, gid = struct.unpack("iII", raw)
+        gids = _groups_of(connection, gid)
         connected = sum(each.is_connected for each in self._peers.values())  # others only wait for their process's end
-        if uid not in self._allowed or connected >= MAX_CONNECTIONS:
+        if not (uid in self._allowed or gids & self._allowed_gids) or connected >= MAX_CONNECTIONS:
             events.warning("life_connection_refused", uid=uid, connections=connected)
             connection.close()
             return
         peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), pid, _pidfd_of(connection, pid))
         self._peers[peer.token] = peer
-        self._arrived(peer.token, pid, uid)
+        self._arrived(peer.token, pid, uid, gids)
         self._loop.add_reader(connection, partial(self._serve, peer))
         if peer.pidfd >= 0:
             self._loop.add_reader(peer.pidfd, partial(self._ended, peer, "process_ended"))
@@ -176,6 +182,15 @@ class LifeServer:
             self._loop.remove_reader(peer.pidfd)
             os.close(peer.pidfd)
             peer.pidfd = -1
+
+
+def _groups_of(connection: socket.socket, gid: int) -> frozenset[int]:
+    """All groups of the peer; only its first one where there are too many, or the kernel (before 4.13) cannot tell."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * MOST_GROUPS)
+    except OSError:
+        raw = b""
+    return frozenset((gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
 
 
 def _pidfd_of(connection: socket.socket, pid: int) -> int:

@@ -1,4 +1,4 @@
-"""The gRPC server: all services on one aio server, on the unix socket and, if wanted, on loopback TCP or TLS."""
+"""The gRPC servers: all services on the unix socket and, if wanted, on loopback TCP or TLS, each with its own guard."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from kvcache.v1 import (
 )
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.auth import EVERYONE, LOOPBACK, Doorkeeper, Guard
 from cachesvc.service.health import LIVE, HealthListener
 from cachesvc.service.socket_files import open_to_group
-from cachesvc.wire.status import MAX_MESSAGE_BYTES
+from cachesvc.service.tls import Certificates
+from cachesvc.wire.status import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,14 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS. ``health``: HOST:PORT for
-    probes. ``group``: who may open the unix socket beside its owner."""
+    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS, ``client_ca`` mutual TLS.
+    ``health``: HOST:PORT for probes. ``group``: who may open the unix socket beside its owner."""
 
     unix: str
     tcp: str = ""
     certificate: str = ""
     key: str = ""
+    client_ca: str = ""
     health: str = ""
     group: str = ""
 
@@ -60,22 +63,19 @@ class Listening:
 class Server:
     """Serves until ``close``. Raises Unavailable from ``start`` when an address is in use."""
 
-    def __init__(self, services: Services, listening: Listening) -> None:
+    def __init__(self, services: Services, listening: Listening, keeper: Doorkeeper | None = None) -> None:
+        """``keeper``: knows the callers. Without one, whoever may open the socket may do everything."""
         self._services = services
         self._listening = listening
+        self._keeper = keeper
+        self._tcp: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._probes = HealthListener(self._health, listening.health)
 
     async def start(self) -> int:
         """Listen and serve; returns the TCP port (0: none)."""
-        options = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-        ]
-        server = grpc.aio.server(options=options)
-        self._register(server)
+        server = self._make(Guard(self._keeper, EVERYONE if self._keeper is None else None))
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         make_way(self._listening.unix)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
@@ -86,8 +86,10 @@ class Server:
         self._server = server
         try:
             open_to_group(self._listening.unix, self._listening.group)
-            port = self._add_tcp(server)
+            port = self._add_tcp()
             await server.start()
+            if self._tcp is not None:
+                await self._tcp.start()
             await self.tell_live(live=True)
             if self._listening.health:
                 await self._probes.start()
@@ -97,16 +99,33 @@ class Server:
         await self.tell(serving=True)
         return port
 
-    def _add_tcp(self, server: grpc.aio.Server) -> int:
-        if not self._listening.tcp:
+    def _make(self, guard: Guard) -> grpc.aio.Server:
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.so_reuseport", 0),
+        ]
+        server = grpc.aio.server(interceptors=[guard], options=options)
+        self._register(server)
+        return server
+
+    def _add_tcp(self) -> int:
+        """A server of its own, because who may call is another question there."""
+        listening = self._listening
+        if not listening.tcp:
             return 0
+        otherwise = None if self._keeper is not None else EVERYONE if listening.client_ca else LOOPBACK
+        self._tcp = self._make(Guard(self._keeper, otherwise, by_certificate=bool(listening.client_ca)))
         try:
-            if not self._listening.key:
-                return int(server.add_insecure_port(self._listening.tcp))
-            pair = (Path(self._listening.key).read_bytes(), Path(self._listening.certificate).read_bytes())
-            return int(server.add_secure_port(self._listening.tcp, grpc.ssl_server_credentials([pair])))
+            if not listening.key:
+                return int(self._tcp.add_insecure_port(listening.tcp))
+            certificates = Certificates(listening.certificate, listening.key, listening.client_ca)
+            return int(self._tcp.add_secure_port(listening.tcp, certificates.credentials()))
         except (RuntimeError, OSError) as error:
-            raise Unavailable(f"cannot listen on {self._listening.tcp}: {error}; is another daemon running?") from error
+            raise Unavailable(f"cannot listen on {listening.tcp}: {error}; is another daemon running?") from error
 
     def _register(self, server: grpc.aio.Server) -> None:
         services = self._services
@@ -134,9 +153,11 @@ class Server:
         """Take no new calls, give running ones ``grace_seconds``, and remove the socket."""
         if self._server is None:
             return
-        await self._server.stop(grace_seconds)
+        for server in (self._tcp, self._server):
+            if server is not None:
+                await server.stop(grace_seconds)
         await self._probes.close()
-        self._server = None
+        self._server = self._tcp = None
         remove_socket(self._listening.unix)
 
 

@@ -22,7 +22,19 @@ GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
     ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     ErrorCode.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorCode.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorCode.QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+
+AUTHORIZATION_METADATA_KEY = "authorization"
+BEARER = "Bearer "
+PROCESS_METADATA_KEY = "kv-process-token-bin"
+"""What a call may prove its caller by: a token of the tokens' file, or what the life socket gave to its process."""
+
+MAX_METADATA_BYTES = 16 << 10
+MAX_STREAMS = 1024
+"""Calls at a time on one connection."""
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Largest message either way: keys of 65,536 blocks are 2 MiB."""

@@ -37,6 +37,7 @@ from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
 from cachesvc_client.client import CacheClient
+from cachesvc_client.credentials import Credentials, open_remote
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -53,9 +54,12 @@ from cachesvc_client.errors import (
     NotFound,
     NotOwned,
     NotSupported,
+    PermissionDenied,
     PoolExhausted,
+    QuotaExceeded,
     StockEmpty,
     SubscriberTooSlow,
+    Unauthenticated,
 )
 from cachesvc_client.events import BlockMirror, EventSubscriber
 from cachesvc_client.hf_config import layout_of_config
@@ -81,6 +85,7 @@ __all__ = [
     "CacheClientError",
     "ChannelOptions",
     "Conflict",
+    "Credentials",
     "DaemonFault",
     "DaemonUnavailable",
     "DeadlineExceeded",
@@ -101,11 +106,13 @@ __all__ = [
     "NotOwned",
     "NotSupported",
     "PendingStep",
+    "PermissionDenied",
     "Plane",
     "PlaneGroup",
     "PoolExhausted",
     "Prefetched",
     "Published",
+    "QuotaExceeded",
     "Reattacher",
     "Recycled",
     "Registration",
@@ -119,6 +126,7 @@ __all__ = [
     "Swapped",
     "TicketView",
     "Timeouts",
+    "Unauthenticated",
     "block_keys",
     "dsa",
     "even_window_heads",
@@ -130,6 +138,7 @@ __all__ = [
     "mla",
     "mla_windowed",
     "opaque",
+    "open_remote",
     "padding_bytes",
     "split_heads",
     "tensor_names",

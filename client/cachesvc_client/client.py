@@ -15,6 +15,7 @@ from kvcache.v1 import engine_pb2
 from cachesvc.model.layout import Layout
 from cachesvc_client.channel import ChannelMaker, open_channel
 from cachesvc_client.connection import Connection
+from cachesvc_client.credentials import credentials_from
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -42,6 +43,9 @@ class CacheClient:
 
     Once the daemon goes, every call raises DaemonUnavailable at once, until ``reconnect``. Calls are safe from several
     threads; connect, register, open and close from one. A process that forks must connect after the fork.
+
+    ``token``, or ``token_file`` (read again when the daemon refuses what it held), else CACHESVC_TOKEN or
+    CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class CacheClient:
         options: ChannelOptions = DEFAULT_OPTIONS,
         engine: str = "engine",
         make_channel: ChannelMaker = open_channel,
+        token: str | None = None,
+        token_file: str | None = None,
     ) -> None:
         self.socket_path = socket_path
         self.engine = engine
@@ -60,6 +66,7 @@ class CacheClient:
         self._retries = retries
         self._options = options
         self._make_channel = make_channel
+        self._credentials = credentials_from(token, token_file)
         self._connection: Connection | None = None
         self._is_closed = False
         self._registered: dict[tuple[int, int], tuple[engine_pb2.RegisterRequest, Layout]] = {}
@@ -210,6 +217,7 @@ class CacheClient:
             options=self._options,
             make_channel=self._make_channel,
             on_lost=self._lose,
+            credentials=self._credentials,
         )
         started = time.monotonic()
         connection.start()

@@ -16,12 +16,14 @@ from kvcache.v1 import lease_pb2
 from cachesvc_client.attachments import Attachments
 from cachesvc_client.attempts import Attempts
 from cachesvc_client.channel import ChannelMaker
+from cachesvc_client.credentials import Credentials, Proof
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable
 from cachesvc_client.life import LifeConnection
 from cachesvc_client.methods import Method, Q, R
 from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
 from cachesvc_client.trace import trace_headers
 
+NO_CREDENTIALS = Credentials()
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 
@@ -41,6 +43,7 @@ class Connection:
         options: ChannelOptions,
         make_channel: ChannelMaker,
         on_lost: Callable[[], None],
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.socket_path = socket_path
         self.timeouts = timeouts
@@ -51,6 +54,7 @@ class Connection:
         self._options = options
         self._make_channel = make_channel
         self._on_lost = on_lost
+        self._proof = Proof(credentials)
         self._channel: grpc.Channel | None = None
         self._closed = False
         self._callables: dict[str, Any] = {}
@@ -72,6 +76,7 @@ class Connection:
         self._channel = channel
         try:
             self.life.start()
+            self._proof.start(self.life.process_token)
         except CacheClientError:
             channel.close()
             raise
@@ -83,11 +88,17 @@ class Connection:
         while True:
             call = self._callable(method)
             try:
-                left_s = attempts.left_s(time.monotonic())
-                answer: R = call(request, timeout=left_s, wait_for_ready=False, metadata=headers)
+                answer: R = call(
+                    request,
+                    timeout=attempts.left_s(time.monotonic()),
+                    wait_for_ready=False,
+                    metadata=(*headers, *self._proof.metadata),
+                )
             except grpc.RpcError as failure:
                 if self.lost.is_set():
                     raise self.gone() from failure
+                if self._proof.renew(failure):
+                    continue
                 pause_s = attempts.pause_after(failure, time.monotonic())
             except ValueError as failure:  # what gRPC says of a channel that was closed meanwhile
                 if self.lost.is_set():
@@ -105,7 +116,7 @@ class Connection:
                 method.path,
                 request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString,
-            )(requests, wait_for_ready=False, metadata=trace_headers())
+            )(requests, wait_for_ready=False, metadata=(*trace_headers(), *self._proof.metadata))
         except ValueError as failure:
             raise self.gone() from failure
 

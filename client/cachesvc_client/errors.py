@@ -15,6 +15,9 @@ CacheClientError
 ├── LimitExceeded         more than a limit: send less at a time
 ├── EventsMissed          changes were missed that the daemon no longer knows: subscribe with a snapshot
 │   └── SubscriberTooSlow it fell too far behind and was cut off: subscribe anew with a snapshot
+├── QuotaExceeded         more than this tenant may have: release, slow down, or go on without the cache
+├── Unauthenticated       the daemon wants a token, or does not know this one
+├── PermissionDenied      the token is good for something else
 ├── NotSupported          the daemon does not know the call, or this process cannot do what it would take
 ├── GpuFailed             a call of the GPU's driver failed: end the process if it goes on
 └── DaemonFault           the daemon failed in a way that it has no name for: a bug, tell its operators
@@ -125,6 +128,24 @@ class SubscriberTooSlow(EventsMissed):
     code = ErrorCode.TOO_SLOW
 
 
+class QuotaExceeded(CacheClientError):
+    """More than this tenant may have; the message names the quota, what was asked and the limit."""
+
+    code = ErrorCode.QUOTA_EXCEEDED
+
+
+class Unauthenticated(CacheClientError):
+    """The daemon wants a token (``token=``, ``token_file=``, CACHESVC_TOKEN), or does not know the one it got."""
+
+    code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDenied(CacheClientError):
+    """The daemon knows the caller, and its scopes do not allow this call."""
+
+    code = ErrorCode.PERMISSION_DENIED
+
+
 class NotSupported(CacheClientError):
     """Known by name, not built; a call that this daemon does not know; or memory that this process cannot map."""
 
@@ -160,6 +181,9 @@ BY_CODE: dict[ErrorCode, type[CacheClientError]] = {
     ErrorCode.DEADLINE: DeadlineExceeded,
     ErrorCode.GAP: EventsMissed,
     ErrorCode.TOO_SLOW: SubscriberTooSlow,
+    ErrorCode.UNAUTHENTICATED: Unauthenticated,
+    ErrorCode.PERMISSION_DENIED: PermissionDenied,
+    ErrorCode.QUOTA_EXCEEDED: QuotaExceeded,
 }
 
 _BY_STATUS = {status: code for code, status in GRPC_CODES.items()}

@@ -23,6 +23,7 @@ from cachesvc_client.errors import (
     LeaseLost,
     LimitExceeded,
     NotFound,
+    Unauthenticated,
 )
 from cachesvc_client.keeper import Keeper
 from cachesvc_client.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
@@ -36,6 +37,9 @@ from cachesvc_client.stepping import StepStream
 from cachesvc_client.stock import Stock, stock_targets
 
 T = TypeVar("T")
+
+NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated)
+"""Why a detach may fail without anything being wrong."""
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +220,7 @@ class Lease:
         request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
         try:
             self._connection.ask(CLOSE, request, self._connection.timeouts.close_s)
-        except (LeaseLost, NotFound) as over:
+        except (LeaseLost, NotFound, Unauthenticated) as over:
             log.debug("close_needless lease=%s why=%s", self.id, over)
         except (DaemonUnavailable, DeadlineExceeded) as gone:
             log.debug("close_untold lease=%s why=%s", self.id, gone)
@@ -326,7 +330,7 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.ask(DETACH, request, timeouts.close_s)
-        except (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:  # nobody must know
+        except NEEDLESS as gone:  # nobody must know
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, detach)

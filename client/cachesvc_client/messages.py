@@ -71,6 +71,7 @@ def build_open(registration: Registration, engine: str, process_token: bytes, re
         engine=engine,
         process_token=process_token,
         request_id=request_id,
+        namespace=registration.namespace,
     )
 
 

@@ -10,14 +10,14 @@ import sys
 Headers = tuple[tuple[str, str], ...]
 
 
-def trace_headers() -> Headers | None:
-    """``traceparent`` and, if there is one, ``tracestate``; None where nobody traces."""
+def trace_headers() -> Headers:
+    """``traceparent`` and, if there is one, ``tracestate``; none where nobody traces."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
-        return None
+        return ()
     span = api.get_current_span()
     if not span.is_recording():
-        return None
+        return ()
     context = span.get_span_context()
     flags = int(context.trace_flags)
     headers: Headers = (("traceparent", f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"),)

@@ -18,7 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, lease_pb2, lease_pb2_grpc
 
 from cachesvc.config import Config
-from cachesvc.daemon import Daemon, Hardware
+from cachesvc.daemon import Daemon
+from cachesvc.hardware import Hardware
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.wire.convert import layout_to_proto
 from tests.contracts.host_gpu import HostGpu

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachesvc.config import Config
-from cachesvc.daemon import check_shm_memory
+from cachesvc.hardware import check_shm_memory
 from cachesvc.memory.available import MemoryLimit
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.service.health import LIVE

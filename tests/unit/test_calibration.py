@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from cachesvc.config import Config
-from cachesvc.daemon import link_costs
+from cachesvc.hardware import link_costs
 from cachesvc.model.errors import Unavailable
 from gpu_ops.calibration import ROW_BYTES, STEPS, TALL_ROWS, calibrate
 from gpu_ops.gpu import Gpu, GpuFacts

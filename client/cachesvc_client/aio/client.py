@@ -15,6 +15,7 @@ from cachesvc.model.layout import Layout
 from cachesvc_client.aio.connection import AsyncConnection
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.channel import AsyncChannelMaker, open_async_channel
+from cachesvc_client.credentials import credentials_from
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -43,6 +44,8 @@ class AsyncCacheClient:
         options: ChannelOptions | None = None,
         engine: str = "engine",
         make_channel: AsyncChannelMaker = open_async_channel,
+        token: str | None = None,
+        token_file: str | None = None,
     ) -> None:
         self.socket_path = socket_path
         self.engine = engine
@@ -50,6 +53,7 @@ class AsyncCacheClient:
         self._retries = retries if retries is not None else Retries()
         self._options = options if options is not None else ChannelOptions()
         self._make_channel = make_channel
+        self._credentials = credentials_from(token, token_file)
         self._connection: AsyncConnection | None = None
         self._is_closed = False
         self._registered: dict[tuple[int, int], tuple[engine_pb2.RegisterRequest, Layout]] = {}
@@ -165,6 +169,7 @@ class AsyncCacheClient:
             options=self._options,
             make_channel=self._make_channel,
             on_lost=self._lose,
+            credentials=self._credentials,
         )
         await connection.start()
         return connection

@@ -16,7 +16,8 @@ from kvcache.v1 import lease_pb2
 from cachesvc_client.attachments import Attachments
 from cachesvc_client.attempts import Attempts
 from cachesvc_client.channel import AsyncChannelMaker
-from cachesvc_client.connection import GONE
+from cachesvc_client.connection import GONE, NO_CREDENTIALS
+from cachesvc_client.credentials import Credentials, Proof
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable
 from cachesvc_client.life import LifeConnection
 from cachesvc_client.methods import Method, Q, R
@@ -36,6 +37,7 @@ class AsyncConnection:
         options: ChannelOptions,
         make_channel: AsyncChannelMaker,
         on_lost: Callable[[], None],
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.socket_path = socket_path
         self.timeouts = timeouts
@@ -47,6 +49,7 @@ class AsyncConnection:
         self._options = options
         self._make_channel = make_channel
         self._on_lost = on_lost
+        self._proof = Proof(credentials)
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: set[Any] = set()
@@ -68,6 +71,7 @@ class AsyncConnection:
         self._channel = self._make_channel(self.socket_path, self._options)
         try:
             await asyncio.to_thread(self.life.start)
+            self._proof.start(self.life.process_token)
         except CacheClientError:
             await self._channel.close()
             raise
@@ -81,13 +85,20 @@ class AsyncConnection:
                 method.path,
                 request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString,
-            )(request, timeout=attempts.left_s(time.monotonic()), wait_for_ready=False, metadata=headers)
+            )(
+                request,
+                timeout=attempts.left_s(time.monotonic()),
+                wait_for_ready=False,
+                metadata=(*headers, *self._proof.metadata),
+            )
             self._calls.add(call)
             try:
                 answer: R = await call
             except grpc.RpcError as failure:
                 if self.lost.is_set():
                     raise self.gone() from failure
+                if self._proof.renew(failure):
+                    continue
                 pause_s = attempts.pause_after(failure, time.monotonic())
             except asyncio.CancelledError as cancelled:
                 if self.gone_event.is_set() and not is_cancelled():
@@ -105,7 +116,7 @@ class AsyncConnection:
             method.path,
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
-        )(wait_for_ready=False, metadata=trace_headers())
+        )(wait_for_ready=False, metadata=(*trace_headers(), *self._proof.metadata))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call

@@ -27,6 +27,7 @@ from cachesvc_client.errors import (
     LeaseLost,
     LimitExceeded,
     NotFound,
+    Unauthenticated,
 )
 from cachesvc_client.keeper import RECONNECT_PAUSE_S
 from cachesvc_client.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
@@ -291,7 +292,7 @@ class AsyncLease:
         """A last word: not worth an error where the other side is gone."""
         try:
             await self._connection.ask(method, request, self._connection.timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded) as gone:
+        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated) as gone:
             log.debug("told_nobody lease=%s why=%s", self.id, gone)
             if isinstance(request, lease_pb2.CloseRequest) and not isinstance(gone, LeaseLost | NotFound):
                 self._connection.untold.append(request)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
+from cachesvc_client.credentials import Credentials, credentials_from, open_remote
 from cachesvc_client.ctl.report import describe_bytes
 
 DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
@@ -26,6 +27,7 @@ def add_commands(commands: Any) -> None:
         ("status", "configuration, pools and counters", _status),
         ("models", "models, layouts and replicas", _models),
         ("leases", "who holds what", _leases),
+        ("tenants", "what each tenant holds and may hold", _tenants),
         ("sequences", "open sequences", _sequences),
         ("blocks", "resident blocks, the most recently used first; why tells more of one", _blocks),
         ("tickets", "transfers, the newest first", _tickets),
@@ -37,6 +39,7 @@ def add_commands(commands: Any) -> None:
     for name, text, show in rows:
         parser = commands.add_parser(name, help=text, description=text)
         parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
+        add_proof(parser)
         parser.add_argument("--json", action="store_true", help="print the answer as JSON")
         parser.set_defaults(command=_runner(show))
         if name in ("blocks", "tree", "evict"):
@@ -57,6 +60,22 @@ def add_commands(commands: Any) -> None:
             parser.add_argument("--blocks", type=int, default=0, metavar="N", help="0: all that can go (default)")
 
 
+def add_proof(parser: argparse.ArgumentParser) -> None:
+    """Add the flags by which an operator proves who calls."""
+    add = parser.add_argument
+    add("--address", default="", metavar="HOST:PORT", help="over TCP instead of the socket")
+    add("--token-file", metavar="FILE", help="file with the token (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
+    add("--tls-ca", default="", metavar="FILE", help="PEM roots that sign the daemon's certificate: TLS for --address")
+    add("--tls-certificate", default="", metavar="FILE", help="PEM certificate of one's own")
+    add("--tls-key", default="", metavar="FILE", help="its key")
+
+
+def proof_of(arguments: argparse.Namespace) -> Credentials:
+    """What those flags, or the environment, prove."""
+    found = credentials_from(None, arguments.token_file)
+    return replace(found, root_ca=arguments.tls_ca, certificate=arguments.tls_certificate, key=arguments.tls_key)
+
+
 def _hex(text: str) -> bytes:
     try:
         return bytes.fromhex(text)
@@ -66,7 +85,7 @@ def _hex(text: str) -> bytes:
 
 def _runner(show: Show) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
-        with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+        with open_remote(arguments.address or arguments.socket, proof_of(arguments)) as channel:
             message, text, code = show(Admin(channel), arguments)
         if arguments.json:
             print(json.dumps(MessageToDict(message, preserving_proto_field_name=True), indent=2))
@@ -187,6 +206,16 @@ def _leases(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
     ]
     head = ("lease", "engine", "model", "replica", "state", "silent s", "sequences", "private pages", "processes")
     return answer, table(head, rows), 0
+
+
+def _tenants(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
+    answer = admin.ListTenants(admin_pb2.ListTenantsRequest(), timeout=DEADLINE_SECONDS)
+    rows = [
+        (t.tenant or "(shared)", what, t.used.get(what, 0), t.limits.get(what, 0) or "-")
+        for t in answer.tenants
+        for what in sorted({*t.used, *t.limits})
+    ]
+    return answer, table(("tenant", "of what", "used", "limit"), rows), 0
 
 
 def _sequences(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:

@@ -49,6 +49,11 @@ class AdminServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.ListLeasesResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/kvcache.v1.AdminService/ListTenants',
+                request_serializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.ListSequences = channel.unary_unary(
                 '/kvcache.v1.AdminService/ListSequences',
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.ListSequencesRequest.SerializeToString,
@@ -114,6 +119,13 @@ class AdminServiceServicer(object):
 
     def ListLeases(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """What each tenant holds and may hold.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -196,6 +208,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListLeases,
                     request_deserializer=kvcache_dot_v1_dot_admin__pb2.ListLeasesRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
             ),
             'ListSequences': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSequences,
@@ -324,6 +341,33 @@ class AdminService(object):
             '/kvcache.v1.AdminService/ListLeases',
             kvcache_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/ListTenants',
+            kvcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            kvcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class AdminServiceStub:
     """Version, uptime, effective configuration, pools and counters."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelsRequest, _admin_pb2.ListModelsResponse]
     ListLeases: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLeasesRequest, _admin_pb2.ListLeasesResponse]
+    ListTenants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
+    """What each tenant holds and may hold."""
     ListSequences: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListSequencesRequest, _admin_pb2.ListSequencesResponse]
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListBlocksRequest, _admin_pb2.ListBlocksResponse]
     """Resident blocks, the most recently used first; or the blocks of given keys."""
@@ -59,6 +61,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Version, uptime, effective configuration, pools and counters."""
     ListModels: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelsRequest, _admin_pb2.ListModelsResponse]  # type: ignore[assignment]
     ListLeases: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLeasesRequest, _admin_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
+    """What each tenant holds and may hold."""
     ListSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListSequencesRequest, _admin_pb2.ListSequencesResponse]  # type: ignore[assignment]
     ListBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListBlocksRequest, _admin_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """Resident blocks, the most recently used first; or the blocks of given keys."""
@@ -98,6 +102,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListLeasesResponse, _abc.Awaitable[_admin_pb2.ListLeasesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListTenants(
+        self,
+        request: _admin_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
+        """What each tenant holds and may hold."""
 
     @_abc_1.abstractmethod
     def ListSequences(

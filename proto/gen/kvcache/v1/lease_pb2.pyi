@@ -25,12 +25,15 @@ class OpenRequest(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     PROCESS_TOKEN_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     replica: _builtins.int
     engine: _builtins.str
     """Shown to operators."""
     process_token: _builtins.bytes
     request_id: _builtins.int
+    namespace: _builtins.bytes
+    """What Register answered. Needed where the model was registered with a salt: who knows it knows the salt."""
     def __init__(
         self,
         *,
@@ -39,10 +42,11 @@ class OpenRequest(_message.Message):
         engine: _builtins.str = ...,
         process_token: _builtins.bytes = ...,
         request_id: _builtins.int = ...,
+        namespace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model_id", b"model_id", "process_token", b"process_token", "replica", b"replica", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "model_id", b"model_id", "namespace", b"namespace", "process_token", b"process_token", "replica", b"replica", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

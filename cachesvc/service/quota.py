@@ -1,0 +1,255 @@
+"""What a tenant may take: memory, leases, sequences, pages, and how much it may ask in a second.
+
+A quota of 0 is none. Memory is counted from the ledger itself: pools belong to one namespace and a namespace to one
+tenant, so what a tenant holds is what its pools count, and nothing has to be kept beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
+
+from cachesvc.flows.budget import Budget, pool_device_bytes, pool_host_bytes
+from cachesvc.flows.core import Core
+from cachesvc.ledger.leases import Lease
+from cachesvc.model.errors import InvalidRequest, QuotaExceeded
+from cachesvc.model.sizes import parse_size
+from cachesvc.model.words import PageState
+
+_SIZES = ("device_bytes", "host_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one tenant; 0: none. Raises InvalidRequest for a value that cannot be.
+
+    ``device_bytes``, ``host_bytes``: of all its pools, on all devices. ``private_pages``: granted and not published,
+    stock and quarantine included. ``calls_per_second`` counts messages of streams too; ``operations_per_second`` those
+    of steps one by one. Both may be saved up for one second.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    models: int = 0
+    leases: int = 0
+    sequences: int = 0
+    private_pages: int = 0
+    lease_sequences: int = 0
+    lease_private_pages: int = 0
+    calls_per_second: int = 0
+    operations_per_second: int = 0
+    calls_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidRequest(f"quota {each.name}: {value!r} is no whole number from 0 (no limit) up")
+
+
+NO_QUOTA = Quota()
+
+
+def parse_quota(table: Any, where: str) -> Quota:
+    """A quota from a table of names and numbers; sizes may have units. Raises InvalidRequest."""
+    known = {each.name for each in fields(Quota)}
+    if not isinstance(table, dict) or not set(table) <= known:
+        raise InvalidRequest(f"{where}: known quotas are {', '.join(sorted(known))}")
+    return Quota(**{name: parse_size(value) if name in _SIZES else value for name, value in table.items()})
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Up to ``per_second`` a second, of which one second's worth can be saved up.
+
+    Something larger than that goes through a full bucket and leaves it in debt.
+    """
+
+    per_second: int
+    left: float = field(init=False)
+    since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = float(self.per_second)
+        self.since = 0.0
+
+    def take(self, count: int, now: float) -> float:
+        """0 when ``count`` could be taken, else the seconds until it can."""
+        if self.since:
+            self.left = min(float(self.per_second), self.left + (now - self.since) * self.per_second)
+        self.since = now
+        wanted = min(count, self.per_second)
+        if self.left >= wanted:
+            self.left -= count
+            return 0.0
+        return (wanted - self.left) / self.per_second
+
+
+class Meter:
+    """What one tenant asks just now."""
+
+    def __init__(self, tenant: str, quota: Quota) -> None:
+        self.tenant = tenant
+        self.in_flight = 0
+        self.refused = 0
+        self.use(quota)
+
+    def use(self, quota: Quota) -> None:
+        """Count against this quota from now on."""
+        self.quota = quota
+        self.calls = Bucket(quota.calls_per_second) if quota.calls_per_second else None
+        self.operations = Bucket(quota.operations_per_second) if quota.operations_per_second else None
+
+    def admit(self, now: float) -> None:
+        """One call more. Raises QuotaExceeded."""
+        if self.calls is not None and (seconds := self.calls.take(1, now)):
+            raise self._too_fast("calls_per_second", self.calls.per_second, seconds)
+
+    def admit_operations(self, count: int, now: float) -> None:
+        """The operations of a step. Raises QuotaExceeded."""
+        if self.operations is not None and (seconds := self.operations.take(count, now)):
+            raise self._too_fast("operations_per_second", self.operations.per_second, seconds)
+
+    def _too_fast(self, what: str, limit: int, seconds: float) -> QuotaExceeded:
+        self.refused += 1
+        return QuotaExceeded(self.tenant, what, None, limit, f"try again in {seconds:.3f} s")
+
+
+class Quotas:
+    """The quotas of all tenants against what the ledger holds. ``of(tenant)`` may answer anew after a reload, as may
+    ``tenants()``, who are configured."""
+
+    def __init__(self, core: Core, of: Callable[[str], Quota], tenants: Callable[[], Iterable[str]] = tuple) -> None:
+        self._core = core
+        self._of = of
+        self._tenants = tenants
+        self._meters: dict[str, Meter] = {}
+
+    def meter(self, tenant: str) -> Meter:
+        """The tenant's meter, under the quota that it has now."""
+        quota = self._of(tenant)
+        meter = self._meters.get(tenant)
+        if meter is None:
+            meter = self._meters[tenant] = Meter(tenant, quota)
+        elif meter.quota is not quota:
+            meter.use(quota)
+        return meter
+
+    def quota_of(self, tenant: str) -> Quota:
+        """A tenant's quota now."""
+        return self._of(tenant)
+
+    def tenants(self) -> set[str]:
+        """Tenants that are configured."""
+        return set(self._tenants())
+
+    def budget(self, tenant: str) -> Budget:
+        """What its pools may take."""
+        quota = self._of(tenant)
+        return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models)
+
+    def check_open(self, tenant: str) -> None:
+        """Before a lease is opened. Raises QuotaExceeded."""
+        quota = self._of(tenant)
+        if quota.leases and len(held := self._leases(tenant)) >= quota.leases:
+            self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
+
+    def check_operation(self, lease_id: str, name: str, message: Any) -> None:
+        """Before an operation that takes something: Match, Allocate, Swap. Raises QuotaExceeded, LeaseLost, NotFound.
+
+        The lease's pages are counted over its sequences only where the tenant as a whole has more than a lease may.
+        """
+        lease = self._core.ledger.lease(lease_id)
+        tenant = self._core.ledger.models[lease.model].tenant
+        quota = self._of(tenant)
+        if quota is NO_QUOTA:
+            return
+        if name == "match":
+            self._check_sequences(tenant, quota, lease)
+            return
+        sequence = lease.sequences.get(message.sequence_id)
+        if sequence is None:
+            return
+        if name == "allocate":
+            fresh = message.blocks - max(sequence.blocks, sequence.hit_blocks)
+            self._check_pages(tenant, quota, lease, max(0, fresh) * lease.groups)
+        elif name == "swap" and sequence.swapped_out:
+            self._check_pages(tenant, quota, lease, len(sequence.swapped))
+
+    def cap_stock(self, lease: Lease, targets: tuple[int, ...]) -> tuple[int, ...]:
+        """Stock targets that the quotas leave room for: a stock that cannot be filled is no error."""
+        tenant = self._core.ledger.models[lease.model].tenant
+        quota = self._of(tenant)
+        if not (quota.private_pages or quota.lease_private_pages):
+            return targets
+        left = sum(targets)
+        if quota.private_pages:
+            left = min(left, quota.private_pages - self._private(tenant))
+        if quota.lease_private_pages:
+            left = min(left, quota.lease_private_pages - private_pages(lease))
+        capped = []
+        for group, target in enumerate(targets):
+            have = len(lease.stock[group])
+            more = max(0, min(target - have, left))
+            left -= more
+            capped.append(min(target, have + more))
+        return tuple(capped)
+
+    def _check_sequences(self, tenant: str, quota: Quota, lease: Lease) -> None:
+        if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
+            self._refuse(tenant, "lease_sequences", len(lease.sequences) + 1, quota.lease_sequences, "release some")
+        if quota.sequences:
+            count = sum(len(each.sequences) for each in self._leases(tenant))
+            if count >= quota.sequences:
+                self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
+
+    def _check_pages(self, tenant: str, quota: Quota, lease: Lease, more: int) -> None:
+        if not more or not (quota.private_pages or quota.lease_private_pages):
+            return
+        now = self._private(tenant)
+        if quota.private_pages and now + more > quota.private_pages:
+            self._refuse(tenant, "private_pages", now + more, quota.private_pages, "publish or release some")
+        if quota.lease_private_pages and now + more > quota.lease_private_pages:
+            own = private_pages(lease) + more
+            if own > quota.lease_private_pages:
+                self._refuse(tenant, "lease_private_pages", own, quota.lease_private_pages, "publish or release some")
+
+    def _refuse(self, tenant: str, what: str, got: int, limit: int, hint: str) -> NoReturn:
+        self.meter(tenant).refused += 1
+        raise QuotaExceeded(tenant, what, got, limit, hint)
+
+    def _leases(self, tenant: str) -> list[Lease]:
+        ledger = self._core.ledger
+        return [lease for lease in ledger.leases.values() if ledger.models[lease.model].tenant == tenant]
+
+    def _private(self, tenant: str) -> int:
+        return sum(
+            pool.counts[state]
+            for model in self._core.ledger.models.values()
+            if model.tenant == tenant
+            for replica in model.replicas
+            for pool in replica.place.pools
+            for state in (PageState.PRIVATE, PageState.QUARANTINED)
+        )
+
+    def use(self, tenant: str) -> dict[str, int]:
+        """What a tenant holds now, by the quotas' names."""
+        models = [model for model in self._core.ledger.models.values() if model.tenant == tenant]
+        leases = self._leases(tenant)
+        return {
+            "device_bytes": sum(pool_device_bytes(model) for model in models),
+            "host_bytes": sum(pool_host_bytes(model) for model in models),
+            "models": len(models),
+            "leases": len(leases),
+            "sequences": sum(len(lease.sequences) for lease in leases),
+            "private_pages": self._private(tenant),
+            "calls_in_flight": self.meter(tenant).in_flight,
+            "refused": self.meter(tenant).refused,
+        }
+
+
+def private_pages(lease: Lease) -> int:
+    """Pages that a lease holds for itself: its sequences' own, its stock, its quarantine."""
+    own = sum(len(pages) for sequence in lease.sequences.values() for pages in sequence.own)
+    return own + sum(map(len, lease.stock)) + len(lease.quarantine)

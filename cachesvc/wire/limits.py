@@ -1,0 +1,137 @@
+"""How long every text, every bytes and every list of a request may be: one table, held by the edge.
+
+A field that is not here may not be in a request: ``tests/unit/test_limits.py`` walks all protos. ``Where.EDGE`` is
+refused by ``check_fields`` before a handler looks at the message, ``Where.FLOW`` by the flow that reads it (because its
+limit is configured, or because reading it twice would cost), ``Where.CUT`` is shortened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from cachesvc.model.errors import LimitExceeded
+from cachesvc.model.layout import MAX_DIMS, MAX_GROUPS, MAX_NAME_BYTES, MAX_PLANES, MAX_RANKS
+
+
+class Where(Enum):
+    """Who holds a limit."""
+
+    EDGE = "edge"
+    FLOW = "flow"
+    CUT = "cut"
+
+
+class Bound(NamedTuple):
+    """Most characters of a text, bytes of a bytes field, or entries of a list; of entries, ``each`` may be so long."""
+
+    most: int
+    where: Where = Where.EDGE
+    each: int = 0
+
+
+ID = Bound(64)
+TOKEN = Bound(64)
+KEYS = Bound(65536 * 32, Where.FLOW)
+CELLS = Bound(4 * 65536)
+GROUPS = Bound(MAX_GROUPS * 4)
+NAME = Bound(MAX_NAME_BYTES, Where.FLOW)
+
+LIMITS: dict[str, Bound] = {
+    "RegisterRequest.model": Bound(512, Where.FLOW),
+    "RegisterRequest.tenant_salt": Bound(256, Where.FLOW),
+    "RegisterRequest.devices": Bound(MAX_RANKS, each=128),
+    "PageCounts.pages": GROUPS,
+    "Layout.groups": Bound(MAX_GROUPS, Where.FLOW),
+    "Layout.planes": Bound(MAX_PLANES, Where.FLOW),
+    "Plane.name": NAME,
+    "Plane.group": NAME,
+    "Plane.dtype": NAME,
+    "Plane.page_shape": Bound(MAX_DIMS, Where.FLOW),
+    "PlaneGroup.name": NAME,
+    "AttachRequest.lease_id": ID,
+    "AttachRequest.process_token": TOKEN,
+    "DetachRequest.lease_id": ID,
+    "DetachRequest.process_token": TOKEN,
+    "OpenRequest.engine": Bound(128, Where.CUT),
+    "OpenRequest.process_token": TOKEN,
+    "OpenRequest.namespace": Bound(32),
+    "KeepAliveRequest.lease_id": ID,
+    "CloseRequest.lease_id": ID,
+    "MatchRequest.lease_id": ID,
+    "MatchRequest.keys": KEYS,
+    "AllocateRequest.lease_id": ID,
+    "PublishRequest.lease_id": ID,
+    "PublishRequest.keys": KEYS,
+    "SwapRequest.lease_id": ID,
+    "RecycleRequest.lease_id": ID,
+    "RecycleRequest.pages": GROUPS,
+    "ReleaseRequest.lease_id": ID,
+    "PrefetchRequest.lease_id": ID,
+    "PrefetchRequest.keys": KEYS,
+    "WaitTicketsRequest.lease_id": ID,
+    "WaitTicketsRequest.tickets": Bound(1024, Where.FLOW),
+    "ExtendRequest.pages": GROUPS,
+    "GroupPages.pages": CELLS,
+    "GroupPages.generations": CELLS,
+    "StepRequest.lease_id": ID,
+    "StepRequest.operations": Bound(4096, Where.FLOW),
+    "StepRequest.stock_pages": Bound(MAX_GROUPS, Where.FLOW),
+    "ListSequencesRequest.lease_id": ID,
+    "ListBlocksRequest.keys": Bound(4096 * 32),
+    "GetTreeRequest.key": Bound(32),
+    "ExplainRequest.key_prefix": Bound(32, Where.FLOW),
+    "SubscribeRequest.namespace": Bound(32, Where.FLOW),
+    "EvictRequest.tier": Bound(16),
+}
+
+_APART = frozenset({"StepRequest.operations"})
+"""Messages that are checked one by one as they are served."""
+
+_Check = Callable[[Any], None]
+_CHECKS: dict[Any, tuple[tuple[str, Bound, str, str], ...]] = {}
+
+
+def has_length(field: FieldDescriptor) -> bool:
+    """True for a field that a caller can make long."""
+    return bool(field.is_repeated) or field.type in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+
+
+def check_fields(message: Any) -> None:
+    """Raises LimitExceeded for a field of the message, or of one within it, that is longer than the table says."""
+    kind = message.DESCRIPTOR
+    rows = _CHECKS.get(kind)
+    if rows is None:
+        rows = _CHECKS[kind] = _rows(kind)
+    for name, bound, shape, full_name in rows:
+        if shape == "one":
+            if message.HasField(name):
+                check_fields(getattr(message, name))
+            continue
+        value = getattr(message, name)
+        if bound.where is Where.EDGE and len(value) > bound.most:
+            raise LimitExceeded(full_name, len(value), bound.most)
+        if shape == "texts":
+            for each in value:
+                if len(each) > bound.each:
+                    raise LimitExceeded(f"{full_name}, an entry", len(each), bound.each)
+        elif shape == "messages":
+            for each in value:
+                check_fields(each)
+
+
+def _rows(kind: Descriptor) -> tuple[tuple[str, Bound, str, str], ...]:
+    """What is to be looked at in a message: name, bound, shape (length, texts, messages, one), and its whole name."""
+    rows = []
+    for field in kind.fields:
+        full_name = f"{kind.name}.{field.name}"
+        bound = LIMITS.get(full_name, Bound(0, Where.FLOW))
+        within = field.message_type is not None and full_name not in _APART and bool(_rows(field.message_type))
+        if within:
+            rows.append((field.name, bound, "messages" if field.is_repeated else "one", full_name))
+        elif bound.where is Where.EDGE:
+            rows.append((field.name, bound, "texts" if bound.each else "length", full_name))
+    return tuple(rows)

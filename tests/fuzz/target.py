@@ -1,0 +1,248 @@
+"""A whole daemon in this process, its servicers called without a socket: real flows, copies, host pool and timeline."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
+
+from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.leases import process_arrived, process_gone
+from cachesvc.ledger.conservation import audit
+from cachesvc.ledger.ledger import Ledger
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.shm import ShmBackend
+from cachesvc.model.words import PageState, WritePolicy
+from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.writing import WriteRule
+from cachesvc.service.admin_service import AdminService
+from cachesvc.service.auth import EVERYONE, set_caller
+from cachesvc.service.cache_service import CacheService
+from cachesvc.service.calls import CallGate
+from cachesvc.service.device_health import DeviceHealth, Serving
+from cachesvc.service.engine_service import EngineService
+from cachesvc.service.event_service import EventService
+from cachesvc.service.lease_service import LeaseService
+from cachesvc.service.node import Node
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.planner import LinkCosts
+from cachesvc.swap.vault import Vault
+from tests.fuzz.workload import registers
+
+DEVICE_BYTES = 16 << 20
+HOST_BYTES = 8 << 20
+WAIT_SECONDS = 0.05
+MODULES = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
+ANSWERS_READ = 4
+
+
+class Rpc(NamedTuple):
+    """One RPC by its descriptor."""
+
+    service: str
+    name: str
+    request: type[Message]
+    answer: type[Message]
+    takes_stream: bool
+    gives_stream: bool
+
+    @property
+    def path(self) -> str:
+        """As it is called on the wire."""
+        return f"/{self.service}/{self.name}"
+
+
+def list_rpcs() -> dict[str, Rpc]:
+    """Every RPC of our own services, by name."""
+    out: dict[str, Rpc] = {}
+    for module in MODULES:
+        services: Any = module.DESCRIPTOR.services_by_name
+        for service in services.values():
+            for method in service.methods:
+                request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+                out[method.name] = Rpc(
+                    service.full_name, method.name, request, answer, method.client_streaming, method.server_streaming
+                )
+    return out
+
+
+class CallContext:
+    """What a servicer sees of a call: how it ended is kept."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.code = grpc.StatusCode.OK
+        self.details = ""
+        self._seconds = seconds
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        self.code, self.details = code, details
+        raise grpc.aio.AbortError(details)
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """Not looked at: the status tells as much."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        return self._seconds
+
+    def peer(self) -> str:
+        return "unix:"
+
+
+class Target:
+    """Everything of a daemon but the server. ``call`` answers with the status; whatever breaks out is a crash."""
+
+    def __init__(self) -> None:
+        self.backend = ShmBackend(2, DEVICE_BYTES)
+        self.engine = SwapEngine(self.backend, self._landed, costs=LinkCosts())
+        self.core = Core(
+            Ledger(),
+            self.engine,
+            rank_rule("lru"),
+            WriteRule(WritePolicy("write_back"), 2),
+            Limits(blocks_per_sequence=64, sequences_per_lease=64, stock_pages_per_lease=16, leases=48, models=12),
+            new_name=partial(secrets.token_hex, 16),
+        )
+        self.node = Node(self.core, epoch=7, wait_seconds=WAIT_SECONDS, lease_seconds=3600.0)
+        self.host_pool = HostPool(HOST_BYTES, 4 << 20, 1, None, self.backend)
+        self.gate = CallGate(64)
+        self.statuses: Counter[str] = Counter()
+        self.crashes: list[str] = []
+        self._servicers: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Start memory, transfers and servicers."""
+        self.backend.start()
+        self.engine.start()
+        self.node.start(Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages))
+        self.host_pool.start()
+        node, gate = self.node, self.gate
+        shown = {"backend": "shm", "host_pool": str(HOST_BYTES), "host_chunk": str(4 << 20)}
+        self._servicers = {
+            "EngineService": EngineService(node, gate, self.backend),
+            "LeaseService": LeaseService(node, gate),
+            "CacheService": CacheService(node, gate, 256),
+            "EventService": EventService(node, 64),
+            "AdminService": AdminService(
+                node, gate, self.host_pool, shown, [], self._drained, DeviceHealth(self.backend, node, self._told), list
+            ),
+        }
+
+    async def close(self) -> None:
+        """End it all, in reverse."""
+        await self.node.close()
+        self.host_pool.close()
+        self.engine.close()
+        self.backend.close()
+
+    def _landed(self, ticket: int, error: Exception | None) -> None:
+        self.node.on_transfer_done(ticket, error)
+
+    async def _drained(self) -> None:
+        """A fuzzed Drain shall not end the run: the next messages want new sequences."""
+        asyncio.get_running_loop().call_soon(setattr, self.core.ledger, "draining", False)
+
+    async def _told(self, serving: Serving) -> None:
+        """Nobody asks a fuzzed daemon for its health."""
+
+    async def new_process(self) -> bytes:
+        """A process as the life socket would tell it."""
+        token = secrets.token_bytes(16)
+        process_arrived(self.core, token, 4242, 0)
+        return token
+
+    async def end_process(self, token: bytes) -> None:
+        """Its end."""
+        self.node.run(partial(process_gone, self.core, token))
+
+    async def call(self, rpc: Rpc, raw: list[bytes], seconds: float | None = None) -> tuple[grpc.StatusCode, list[Any]]:
+        """Parse and serve; messages that do not parse never reach a handler, as on the wire. Returns what came back."""
+        try:
+            requests = [rpc.request.FromString(one) for one in raw]
+        except Exception as refused:  # noqa: BLE001 - what gRPC's own deserializer answers with
+            self.statuses["does not parse"] += 1
+            del refused
+            return grpc.StatusCode.INVALID_ARGUMENT, []
+        context = CallContext(seconds)
+        set_caller(EVERYONE)
+        handler = getattr(self._servicers[rpc.service.rpartition(".")[2]], rpc.name)
+        answers: list[Any] = []
+        try:
+            if rpc.gives_stream:
+                stream = handler(_feed(requests) if rpc.takes_stream else requests[0], context)
+                async for answer in stream:
+                    answers.append(answer)
+                    if len(answers) >= ANSWERS_READ:
+                        break
+                await stream.aclose()
+            else:
+                answers.append(await handler(requests[0], context))
+            for answer in answers:
+                answer.SerializeToString()
+        except grpc.aio.AbortError:
+            pass  # the status says how
+        except Exception as broken:  # noqa: BLE001 - the finding of a fuzzer
+            self.crashes.append(f"{rpc.name}: {type(broken).__name__}: {broken}; {requests[0]!s:.300}")
+        if context.code is grpc.StatusCode.INTERNAL:
+            self.crashes.append(f"{rpc.name}: INTERNAL; {requests[0]!s:.300}")
+        self.statuses[context.code.name] += 1
+        return context.code, answers
+
+    async def open_lease(self, engine: str = "engine") -> str:
+        """A lease on a model of its own, by a process of its own: its id."""
+        rpcs = list_rpcs()
+        _, made = await self.call(rpcs["Register"], [registers()[0].SerializeToString()])
+        request = lease_pb2.OpenRequest(
+            model_id=made[0].model_id, replica=0, engine=engine, process_token=await self.new_process()
+        )
+        _, opened = await self.call(rpcs["Open"], [request.SerializeToString()])
+        return str(opened[0].lease_id)
+
+    async def problems(self) -> list[str]:
+        """What conservation finds wrong."""
+        return audit(self.core.ledger).problems
+
+    async def rest(self) -> dict[str, int]:
+        """Wait for what runs; then the pages that somebody holds or moves, over all pools, and the leases."""
+        while running := self.core.ledger.tickets.running:
+            await self.node.wait_any(list(running), 60.0)
+        pools = [
+            pool
+            for model in self.core.ledger.models.values()
+            for place in model.blocks.index.places
+            for pool in place.pools
+        ]
+        held = {
+            state.name.lower(): sum(pool.counts[state] for pool in pools)
+            for state in (PageState.PRIVATE, PageState.IN_FLIGHT, PageState.QUARANTINED)
+        }
+        return held | {"leases": len(self.core.ledger.leases)}
+
+    def usage(self) -> tuple[int, int, int]:
+        """As ``usage_of`` this process."""
+        gc.collect()
+        return usage_of("self")
+
+
+def usage_of(process: str) -> tuple[int, int, int]:
+    """Resident KiB, open descriptors and threads of a process."""
+    folder = Path("/proc") / process
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]), len(list((folder / "fd").iterdir())), int(status["Threads"])
+
+
+async def _feed(requests: list[Any]) -> AsyncIterator[Any]:
+    for request in requests:
+        yield request

@@ -1,0 +1,82 @@
+"""A short run of the fuzzer, and what longer ones have found."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from cachesvc_client.messages import build_extend
+from google.protobuf.message import Message
+from kvcache.v1 import cache_pb2
+
+from cachesvc.model.answers import GroupCells
+from tests.fuzz.__main__ import fuzz_socket, verdict
+from tests.fuzz.fuzzer import Fuzzer
+from tests.fuzz.messages import mutate
+from tests.fuzz.target import Target, list_rpcs
+
+RPCS = list_rpcs()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def target() -> Any:
+    made = Target()
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_some_thousand_messages_break_nothing(target: Target, seed: int) -> None:
+    found = await Fuzzer(target, seed).run(3000)
+    assert verdict(found, []) == []
+    assert found.messages >= 3000
+    assert min(found.sensible, found.mutated, found.random) > 300
+    assert set(found.rpcs) >= {"Match", "Step", "Publish", "Swap", "Open", "Register", "KeepAlive", "GetTree"}
+    assert found.statuses["OK"] > 1000, "most of it must get deep"
+
+
+def test_a_daemon_lives_through_a_thousand_messages_and_garbage_on_its_sockets() -> None:
+    found, broken = fuzz_socket(1000, 3)
+    assert verdict(found, broken) == []
+    assert found.statuses["OK"] > 200
+
+
+def test_mutations_change_bytes_and_are_the_same_under_one_seed() -> None:
+    raw = bytes(range(40))
+    changed = [mutate(random.Random(seed), raw) for seed in range(50)]
+    assert sum(each != raw for each in changed) > 40
+    assert changed == [mutate(random.Random(seed), raw) for seed in range(50)]
+
+
+async def ask(target: Target, name: str, request: Message) -> tuple[grpc.StatusCode, Any]:
+    code, answers = await target.call(RPCS[name], [request.SerializeToString()])
+    assert target.crashes == []
+    return code, answers[0] if answers else None
+
+
+async def test_one_request_id_for_two_operations_is_refused_though_their_bytes_are_equal(target: Target) -> None:
+    lease = await target.open_lease()
+    await ask(target, "Match", cache_pb2.MatchRequest(lease_id=lease, request_id=1, sequence_id=7))
+    release = cache_pb2.ReleaseRequest(lease_id=lease, request_id=2, sequence_id=7)
+    swap = cache_pb2.SwapRequest(lease_id=lease, request_id=2, sequence_id=7)
+    assert release.SerializeToString() == swap.SerializeToString()
+    code, answer = await ask(target, "Release", release)
+    assert (code, type(answer)) == (grpc.StatusCode.OK, cache_pb2.ReleaseResponse)
+    assert (await ask(target, "Swap", swap))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await ask(target, "Release", release))[0] is grpc.StatusCode.OK, "the first answer again"
+    step = cache_pb2.StepRequest(lease_id=lease, request_id=2)
+    code, answer = await ask(target, "Step", step)
+    assert answer.error.code == "INVALID"
+
+
+async def test_extend_refuses_a_group_beyond_the_layout(target: Target) -> None:
+    lease = await target.open_lease()
+    await ask(target, "Match", cache_pb2.MatchRequest(lease_id=lease, sequence_id=7))
+    step = cache_pb2.StepRequest(lease_id=lease, request_id=1)
+    step.operations.add().extend.CopyFrom(build_extend(7, [GroupCells(9, 0, (0,), (1,))]))
+    _, answer = await ask(target, "Step", step)
+    assert answer.results[0].error.code == "INVALID"
