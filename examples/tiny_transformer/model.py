@@ -159,7 +159,7 @@ class TinyTransformer:
                 write_rows(planes[group, index, name], reach, run.chunk, new_rows[heads])
                 cached[name] = gather_rows(self.arrays, planes[group, index, name], reach)
             mine = {name: query[heads] for name, query in queries.items()}
-            parts |= zip(heads, attention.mix(self.arrays, mine, cached, reach.hidden, weights), strict=True)
+            parts |= zip(heads, attention.mix(self.arrays, mine, cached, reach.hidden[None], weights), strict=True)
         mixed = xp.concatenate([parts[head] for head in sorted(parts)], axis=0)
         if self.exchange is not None:
             mixed = self.exchange(mixed)

@@ -39,7 +39,7 @@ def swiglu(xp: Any, x: Array, gate: Array, up: Array, down: Array) -> Array:
 
 
 def masked_softmax(xp: Any, scores: Array, hidden: Array) -> Array:
-    """Softmax over the last axis of [..., T, keys]; a key hidden [T, keys] weighs exactly 0.
+    """Softmax over the last axis of [..., T, keys]; a key that ``hidden`` marks, of a like shape, weighs exactly 0.
 
     Each row must see at least one key.
     """
