@@ -8,7 +8,8 @@ An iteration, as `BatchEngine._iterate` has it:
     compute  all that has its pages, layer by layer; what comes from the host is waited for by layer
 
 When the pool is full, the youngest request is swapped out to the host, and comes back, oldest first, once another one
-has ended. A request that was swapped out goes on where it was, in the very bits that it left.
+has ended. A request that was swapped out goes on where it was, in the very bits that it left. Where the host is full
+too, it is released instead, and computed again as far as its blocks are not found then: in the same bits.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class BatchEngine:
     def run(self, prompts: Sequence[Tokens], new_tokens: int) -> list[Request]:
         """Answer all prompts; the requests as they ended, in order.
 
-        Raises PoolExhausted when a request does not fit by itself, or the host has no room for one that must leave.
+        Raises PoolExhausted when a request does not fit by itself.
         """
         namespace = self._lease.registration.namespace
         self._requests = [
@@ -115,7 +116,7 @@ class BatchEngine:
         planned: dict[Request, int] = {}
         active = [each for each in self._requests if each.is_active and each.tokens_left]
         for request in sorted(active, key=lambda each: (each.tokens_ahead > 1, each.age)):
-            count = min(request.tokens_ahead, self._limits.chunk_tokens, budget)
+            count = min(request.chunk_ahead, self._limits.chunk_tokens, budget)
             if count:
                 planned[request] = count
                 budget -= count
@@ -159,13 +160,23 @@ class BatchEngine:
 
     def _send_away(self, victim: Request, step: Step) -> None:
         """Swap a request out; one that has nothing yet but its hit matches again later."""
+        sequence = victim.open_sequence
+
+        def left(result: Any) -> None:
+            if isinstance(result, PoolExhausted):  # of the host
+                sequence.release()
+                victim.restart()
+                self.counters.recomputed += 1
+            else:
+                _require_done(result)
+                self.counters.swapped_out += 1
+
         if victim.phase is Phase.MATCHED:
-            step.add(step.batch.release(victim.open_sequence), _require_done)
-            victim.move(Phase.WAITING)
+            step.add(step.batch.release(sequence), _require_done)
+            victim.restart()
         else:
-            step.add(step.batch.swap_out(victim.open_sequence), _require_done)
+            step.add(step.batch.swap_out(sequence), left)
             victim.move(Phase.SWAPPED)
-            self.counters.swapped_out += 1
 
     def _reserve(self, request: Request, count: int, step: Step) -> None:
         """Pages for what is planned: out of the stock where it has them, else by the step."""
@@ -208,7 +219,7 @@ class BatchEngine:
                 return
             _require_done(result)
             request.move(Phase.RUNNING)
-            planned[request] = min(request.tokens_ahead, self._limits.chunk_tokens)
+            planned[request] = min(request.chunk_ahead, self._limits.chunk_tokens)
             self.counters.swapped_in += 1
             self._has_room = True
 
@@ -244,7 +255,7 @@ class BatchEngine:
     def _takes_draft(self, request: Request, count: int) -> bool:
         """True for a decode of a model with a draft layer, unless one token is all that is wanted."""
         has_draft = self._worker.model.config.draft is not None
-        return has_draft and bool(request.answer) and request.tokens_ahead == count and request.tokens_left > 1
+        return has_draft and bool(request.answer) and request.tokens_ahead == count == 1 and request.tokens_left > 1
 
     def _needed_blocks(self, request: Request, count: int) -> int:
         end = request.computed + count + self._takes_draft(request, count)

@@ -154,4 +154,6 @@ def torch_arrays(device: str) -> TorchArrays:
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
+    if device == "cpu":
+        torch.set_num_threads(1)  # as digest.ONE_BLAS_THREAD
     return TorchArrays(torch, device)
