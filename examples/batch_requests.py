@@ -37,12 +37,16 @@ LEGAL_MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """``stock_blocks`` are kept at hand for growth; an iteration computes at most ``token_budget`` tokens."""
+    """``stock_blocks`` are kept at hand for growth; an iteration computes at most ``token_budget`` tokens.
+
+    Without ``recycles`` the pages behind a window stay until their request ends.
+    """
 
     requests: int = 8
     token_budget: int = 64
     chunk_tokens: int = 32
     stock_blocks: int = 2
+    recycles: bool = True
 
 
 @dataclass(slots=True)

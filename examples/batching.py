@@ -60,17 +60,18 @@ class BatchEngine:
         self._block_tokens = worker.model.config.block_tokens
         self._requests: list[Request] = []
         self._starving: tuple[Request, PoolExhausted] | None = None  # the oldest request that got no pages
-        self._has_room = False  # a request has ended since a swap in found none
+        self._has_room = True  # a request has ended since somebody got no pages
 
-    def run(self, prompts: Sequence[Tokens], new_tokens: int) -> list[Request]:
-        """Answer all prompts; the requests as they ended, in order.
+    def run(self, prompts: Sequence[Tokens], new_tokens: int | Sequence[int]) -> list[Request]:
+        """Answer all prompts, each with so many tokens; the requests as they ended, in order.
 
         Raises PoolExhausted when a request does not fit by itself.
         """
         namespace = self._lease.registration.namespace
+        counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         self._requests = [
-            Request(age, prompt, new_tokens, BlockHasher(namespace, self._block_tokens))
-            for age, prompt in enumerate(prompts)
+            Request(age, prompt, count, BlockHasher(namespace, self._block_tokens))
+            for age, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
         ]
         with self._lease.step(self._limits.stock_blocks) as steps:
             while any(request.phase is not Phase.ENDED for request in self._requests):
@@ -148,7 +149,8 @@ class BatchEngine:
             if not sequence.is_swapped_out:
                 counters.recycled_cells += _count_holes(sequence) - holes_before
 
-        step.add(step.batch.recycle(sequence, request.computed), recycled)
+        reached = request.computed if self._limits.recycles else 0  # with 0 spares alone are given back
+        step.add(step.batch.recycle(sequence, reached), recycled)
 
         def ended(result: Any) -> None:
             _require_done(result)
@@ -191,6 +193,7 @@ class BatchEngine:
 
         def allocated(result: Any) -> None:
             if isinstance(result, PoolExhausted):
+                self._has_room = False
                 if self._starving is None or request.age < self._starving[0].age:
                     self._starving = (request, result)
                 return
@@ -202,26 +205,26 @@ class BatchEngine:
             step.add(step.batch.allocate(sequence, max(needed, sequence.hit_blocks)), allocated)
 
     def _bring_in(self, planned: dict[Request, int], step: Step) -> None:
-        """Swap in the oldest once there may be room, and admit new ones while nobody is swapped out."""
+        """Once there may be room, swap in the oldest, or admit a new one while nobody is swapped out."""
         away = next((each for each in self._requests if each.phase is Phase.SWAPPED), None)
         waiting = next((each for each in self._requests if each.phase is Phase.WAITING), None)
         active = sum(each.is_active for each in self._requests)
+        if active and (not self._has_room or active >= self._limits.requests):
+            return
         if away is not None:
-            if self._has_room or not active:
-                self._has_room = False
-                step.add(step.batch.swap_in(away.open_sequence), self._returner(away, planned, is_alone=not active))
-        elif waiting is not None and active < self._limits.requests:
+            step.add(step.batch.swap_in(away.open_sequence), self._returner(away, planned, is_alone=not active))
+        elif waiting is not None:
             step.add(step.batch.match(reusable_keys(waiting.hasher, len(waiting.tokens))), self._admitter(waiting))
 
     def _returner(self, request: Request, planned: dict[Request, int], *, is_alone: bool) -> Handler:
         def returned(result: Any) -> None:
             if isinstance(result, PoolExhausted) and not is_alone:
+                self._has_room = False
                 return
             _require_done(result)
             request.move(Phase.RUNNING)
             planned[request] = min(request.chunk_ahead, self._limits.chunk_tokens)
             self.counters.swapped_in += 1
-            self._has_room = True
 
         return returned
 
