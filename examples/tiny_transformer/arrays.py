@@ -13,6 +13,9 @@ from gpu_ops.reference_numbers import MAX_E4M3, decode_e4m3, encode_e4m3, narrow
 
 Array = Any  # a NumPy array, or a torch tensor of the same shape and dtype
 
+GPU_LANES = 16
+GPU_STEP_BLOCKS = 8
+
 FP8_VALUES = decode_e4m3(np.arange(256, dtype=np.uint8))
 
 
@@ -36,6 +39,8 @@ class Arrays:
     """
 
     xp: Any = np
+    lanes: int = 1  # how many chunks are computed side by side, empty ones among them
+    step_blocks: int = 1  # what a chunk gathers is filled up to a multiple of it, so that chunks find their like
 
     @property
     def label(self) -> str:
@@ -97,7 +102,7 @@ class TorchArrays(Arrays):
     @property
     def label(self) -> str:
         """Two devices round differently."""
-        return f"torch {self.xp.__version__} {self.device}"
+        return f"torch {self.xp.__version__} {self.device} {self.lanes} {self.step_blocks}"
 
     def put(self, array: npt.NDArray[Any]) -> Array:
         """A tensor on the device."""
@@ -150,10 +155,14 @@ NUMPY = Arrays()
 
 
 def torch_arrays(device: str) -> TorchArrays:
-    """torch on a device, in full float32. Raises ImportError where torch is not installed."""
+    """torch on a device, in full float32; on a GPU chunks run side by side, since there a launch is what costs.
+
+    Raises ImportError where torch is not installed.
+    """
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
     if device == "cpu":
         torch.set_num_threads(1)  # as digest.ONE_BLAS_THREAD
-    return TorchArrays(torch, device)
+        return TorchArrays(torch, device=device)
+    return TorchArrays(torch, GPU_LANES, GPU_STEP_BLOCKS, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 from examples.tiny_transformer.arrays import NUMPY, Arrays, torch_arrays
 from examples.tiny_transformer.digest import digest_model
-from examples.tiny_transformer.generate import generate
-from examples.tiny_transformer.model import build_model, make_planes
+from examples.tiny_transformer.generate import generate, pick_byte
+from examples.tiny_transformer.model import Work, build_model, make_planes
 from examples.tiny_transformer.packing import pack_index_key, pack_latent, scale_fp8, unpack_latent
 from tests.unit.tiny_rig import PACKED, SMALL, make_prompt, wait_for_nothing, with_blocks
 
@@ -66,6 +67,34 @@ def test_torch_gives_its_own_bits_in_chunks_too(name: str, cut: int) -> None:
     np.testing.assert_array_equal(logits, expected)
     for key, pages in planes.items():
         np.testing.assert_array_equal(as_bytes(pages.numpy()), as_bytes(whole[key].numpy()))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_chunks_side_by_side_give_the_same_tokens(name: str) -> None:
+    """Lanes, full and empty ones, as a GPU has them; three requests at once, whose prefills are cut."""
+    config = with_blocks(name, 16)
+    lanes = replace(torch_arrays(CPU), lanes=3, step_blocks=4)
+    plain, model = build_model(config, torch_arrays(CPU)), build_model(config, lanes)
+    prompts = [make_prompt(length, seed=length) for length in (61, 17, 40)]
+    planes = make_planes(model, 24)
+    tables = [{group.name: np.arange(at, at + 8, dtype=np.int32) for group in config.groups} for at in (0, 8, 16)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    starts = [0] * len(prompts)
+    for _ in range(14):
+        known = [np.append(prompt, np.array(new, np.int32)) for prompt, new in zip(prompts, tokens, strict=True)]
+        works = [
+            Work(all_tokens[start : start + 23].astype(np.int32), start, table)
+            for all_tokens, start, table in zip(known, starts, tables, strict=True)
+        ]
+        for at, logits in enumerate(model.compute(works, planes, wait_for_nothing)):
+            starts[at] = works[at].end_position
+            if starts[at] == len(known[at]):
+                tokens[at].append(pick_byte(logits[-1]))
+    for prompt, new in zip(prompts, tokens, strict=True):
+        own, table = make_planes(plain, 8), {group.name: np.arange(8, dtype=np.int32) for group in config.groups}
+        stream = generate(plain, prompt, 0, 14, lambda *_, t=table: t, own, wait_for_nothing)
+        assert len(new) > 10
+        assert new == list(stream)[: len(new)]
 
 
 def test_another_module_is_another_namespace() -> None:
