@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,8 @@ from examples.tiny_transformer.config import Bool, Group
 
 PageIds = npt.NDArray[np.int32]
 Index = npt.NDArray[np.int64]
+
+SIGHTS = 256  # remembered: at most 32 MiB where a prompt has 8,192 tokens in blocks of 16
 
 
 class PageMissing(Exception):
@@ -94,25 +98,20 @@ def find_reach(group: Group, chunk: Chunk, block_tokens: int, table: PageIds, st
     step_blocks: see ``_gathered_blocks``.
     """
     block_start = chunk.block * block_tokens
-    blocks = _gathered_blocks(group, chunk.block, block_tokens, step_blocks)
-    keys = (blocks[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)
-    first_query, end_query = block_start + chunk.first_row, block_start + chunk.end_row
-    live = keys < end_query
-    queries = np.arange(block_start, block_start + block_tokens)[:, None]
-    hidden = keys > queries
+    sight = _find_sight(group, chunk.block, block_tokens, step_blocks)
+    live = sight.keys < block_start + chunk.end_row
     if group.window_tokens is not None:
-        is_sink = keys < group.sink_tokens
-        live &= is_sink | (keys > first_query - group.window_tokens)
-        hidden |= ~is_sink & (keys <= queries - group.window_tokens)
+        first_query = block_start + chunk.first_row
+        live &= (sight.keys < group.sink_tokens) | (sight.keys > first_query - group.window_tokens)
     live_slots = np.flatnonzero(live.reshape(-1, block_tokens).any(axis=1))
-    live_blocks = blocks[live_slots]
+    live_blocks = sight.blocks[live_slots]
     for block in live_blocks:
         if block >= len(table) or table[block] < 0:
             raise PageMissing(group.name, int(block))
     live_pages = table[live_blocks].astype(np.int64)
     # a chunk sees its own block, so the last page that it reads is the one that it writes
     own_slot = int(live_slots[-1])
-    return Reach(int(live_pages[-1]), own_slot, live_slots, live_pages, ~live.reshape(-1, block_tokens), hidden)
+    return Reach(int(live_pages[-1]), own_slot, live_slots, live_pages, ~live.reshape(-1, block_tokens), sight.hidden)
 
 
 def stack_rows(arrays: Arrays, chunks: Sequence[Chunk], block_tokens: int) -> Rows:
@@ -167,6 +166,25 @@ def gather_rows(arrays: Arrays, pages: Array, reach: StackedReach) -> Array:
     gathered.swapaxes(1, 2)[reach.dead_rows] = 0
     lanes = gathered.reshape(arrays.lanes, -1, page_heads, block_tokens, width).swapaxes(1, 2)
     return lanes.reshape(arrays.lanes * page_heads, -1, width)
+
+
+class _Sight(NamedTuple):
+    """What the rows of one block may see: the same for all its chunks."""
+
+    blocks: Index
+    keys: Index  # the positions in those blocks
+    hidden: Bool  # [T, keys]
+
+
+@lru_cache(SIGHTS)
+def _find_sight(group: Group, block: int, block_tokens: int, step_blocks: int) -> _Sight:
+    blocks = _gathered_blocks(group, block, block_tokens, step_blocks)
+    keys = (blocks[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)
+    queries = np.arange(block * block_tokens, (block + 1) * block_tokens)[:, None]
+    hidden = keys > queries
+    if group.window_tokens is not None:
+        hidden |= (keys >= group.sink_tokens) & (keys <= queries - group.window_tokens)
+    return _Sight(blocks, keys, hidden)
 
 
 def _gathered_blocks(group: Group, block: int, block_tokens: int, step_blocks: int) -> Index:
