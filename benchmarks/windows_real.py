@@ -258,6 +258,7 @@ def measure(socket: str, backend: str, model: TinyTransformer, scale: Scale, cas
         "output_tokens": output_tokens,
         "full_pages": pages[0],
         "window_pages": pages[1],
+        "page_bytes": sum(count * layout.page_bytes(group) for group, count in enumerate(pages)),
     }
     return Run(figures, [each.answer for each in requests])
 

@@ -60,6 +60,10 @@ class Arrays:
         """Zeros of another array's dtype and place."""
         return np.zeros(shape, dtype=like.dtype)
 
+    def blank(self, pages: Array, where: Array) -> None:
+        """Write zeros into the rows of [n, heads, T, width] that ``where`` [n, T] marks."""
+        pages.swapaxes(1, 2)[where] = 0
+
     def stable_order(self, values: Array) -> Array:
         """Indices that sort each row of the last axis upwards; equal ones stay in their order."""
         return np.argsort(values, axis=-1, kind="stable")
@@ -116,6 +120,10 @@ class TorchArrays(Arrays):
     def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
         """Zeros of a tensor's dtype on its device."""
         return like.new_zeros(shape)
+
+    def blank(self, pages: Array, where: Array) -> None:
+        """Write zeros into the rows of [n, heads, T, width] that ``where`` [n, T] marks. Waits for nothing."""
+        pages.masked_fill_(where[:, None, :, None], 0)
 
     def stable_order(self, values: Array) -> Array:
         """Indices that sort each row of the last axis upwards; equal ones stay in their order."""

@@ -189,9 +189,9 @@ class TinyTransformer:
             normed, turn = rms_norm(xp, x, weights["attention_gain"]), stack.rows.positions
             stack.queries, rows = attention.project(self.arrays, normed, weights, cos[turn], sin[turn])
             for group in dict.fromkeys(layer.head_groups):
-                heads, reach = list(layer.heads_of(group)), stack.reaches[group]
+                mine, reach = _as_index(layer.heads_of(group)), stack.reaches[group]
                 for name, new_rows in rows.items():
-                    write_rows(planes[group, index, name], reach, stack.rows, new_rows[heads])
+                    write_rows(planes[group, index, name], reach, stack.rows, new_rows[mine])
         for stack, x in zip(stacks, xs, strict=True):
             mixed = self._attend(index, layer, stack, planes)
             if self.exchange is not None:
@@ -205,9 +205,9 @@ class TinyTransformer:
         arrays, attention = self.arrays, layer.attention
         parts: dict[int, Array] = {}
         for group in dict.fromkeys(layer.head_groups):
-            heads, reach = list(layer.heads_of(group)), stack.reaches[group]
+            heads, reach = layer.heads_of(group), stack.reaches[group]
             cached = {name: gather_rows(arrays, planes[group, index, name], reach) for name in layer.attention.rows()}
-            mine = {name: lanes_first(arrays, query[heads]) for name, query in stack.queries.items()}
+            mine = {name: lanes_first(arrays, query[_as_index(heads)]) for name, query in stack.queries.items()}
             hidden = hidden_of_heads(arrays, reach.hidden, len(heads))
             mixed = attention.mix(arrays, mine, cached, hidden, self.weights.layers[index])
             parts |= zip(heads, lanes_last(arrays, mixed), strict=True)
@@ -244,6 +244,12 @@ class TinyTransformer:
             np.concatenate([found[run][each] for run, each in _wanted(work, runs, block_tokens).items()])
             for work, runs in zip(works, batch, strict=True)
         ]
+
+
+def _as_index(heads: tuple[int, ...]) -> slice | list[int]:
+    """A slice where heads are neighbours: a list has to be sent to a GPU first."""
+    is_run = heads[-1] - heads[0] == len(heads) - 1
+    return slice(heads[0], heads[-1] + 1) if is_run else list(heads)
 
 
 def _wanted(work: Work, runs: list[_Run], block_tokens: int) -> dict[_Run, slice]:

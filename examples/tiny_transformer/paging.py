@@ -163,7 +163,7 @@ def gather_rows(arrays: Arrays, pages: Array, reach: StackedReach) -> Array:
     _, page_heads, block_tokens, width = pages.shape
     gathered = arrays.zeros((len(reach.dead_rows), page_heads, block_tokens, width), pages)
     gathered[reach.live_slots] = pages[reach.live_pages]
-    gathered.swapaxes(1, 2)[reach.dead_rows] = 0
+    arrays.blank(gathered, reach.dead_rows)
     lanes = gathered.reshape(arrays.lanes, -1, page_heads, block_tokens, width).swapaxes(1, 2)
     return lanes.reshape(arrays.lanes * page_heads, -1, width)
 
