@@ -4,6 +4,9 @@ The example engine, with a share of each layer's kv heads in a window, serves re
 daemon whose pool is too small for them: the same bytes with and without recycling, prefix caching on. ``benchmarks.
 windows`` has the sizes of real models, in modelled time; here the model is small and time is time. Whoever is preempted
 is computed again, for the host has no pages. The answers with and without recycling must be the same, to the token.
+
+On a GPU the chunks of an iteration run side by side in lanes of one shape, as many as 32, so that a step takes about as
+long whoever is in it; on NumPy they run one after another, and requests in flight gain nothing but fewer preemptions.
 """
 
 from __future__ import annotations
@@ -313,6 +316,7 @@ def result_of(backend: str, arrays: Arrays, scale: Scale, rows: list[dict[str, o
             "head_dim": scale.head_dim,
             "d_model": scale.d_model,
             "preemption": "recompute",
+            "lanes": arrays.lanes,
         },
         "machine": {**describe_machine(), **(describe_gpu() if backend == "cuda" else {})},
     }
