@@ -30,18 +30,23 @@ LEGAL_MOVES = {
     (Phase.MATCHED, Phase.RUNNING),
     (Phase.RUNNING, Phase.SWAPPED),
     (Phase.SWAPPED, Phase.RUNNING),
+    (Phase.SWAPPED, Phase.WAITING),  # the host had no room for it
     (Phase.RUNNING, Phase.ENDED),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """``stock_blocks`` are kept at hand for growth; an iteration computes at most ``token_budget`` tokens."""
+    """``stock_blocks`` are kept at hand for growth; an iteration computes at most ``token_budget`` tokens.
+
+    Without ``recycles`` the pages behind a window stay until their request ends.
+    """
 
     requests: int = 8
     token_budget: int = 64
     chunk_tokens: int = 32
     stock_blocks: int = 2
+    recycles: bool = True
 
 
 @dataclass(slots=True)
@@ -52,6 +57,7 @@ class BatchCounters:
     mixed_iterations: int = 0  # with prefills and decodes in one call
     swapped_out: int = 0
     swapped_in: int = 0
+    recomputed: int = 0  # preempted without a swap, because the host was full
     grown_blocks: int = 0  # from stock
     published_blocks: int = 0
     recycled_cells: int = 0  # of window groups
@@ -81,6 +87,12 @@ class Request:
         assert (self.phase, target) in LEGAL_MOVES, f"{self.phase} to {target}"
         self.phase = target
 
+    def restart(self) -> None:
+        """Its pages are gone: wait to be matched again, with all tokens that are known."""
+        self.move(Phase.WAITING)
+        self.sequence = None
+        self.computed = 0
+
     @property
     def answer(self) -> list[int]:
         """The new tokens so far."""
@@ -95,6 +107,12 @@ class Request:
     def tokens_ahead(self) -> int:
         """Known tokens whose rows are not in the pages: 1 in decoding, more in a prefill."""
         return len(self.tokens) - self.computed
+
+    @property
+    def chunk_ahead(self) -> int:
+        """As many of them as one call may take. What was decoded once ends in a call of one token, as it did then, so
+        that the same drafts are made of it."""
+        return self.tokens_ahead - 1 if self.answer and self.tokens_ahead > 1 else self.tokens_ahead
 
     @property
     def open_sequence(self) -> CacheSequence:

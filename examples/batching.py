@@ -8,7 +8,8 @@ An iteration, as `BatchEngine._iterate` has it:
     compute  all that has its pages, layer by layer; what comes from the host is waited for by layer
 
 When the pool is full, the youngest request is swapped out to the host, and comes back, oldest first, once another one
-has ended. A request that was swapped out goes on where it was, in the very bits that it left.
+has ended. A request that was swapped out goes on where it was, in the very bits that it left. Where the host is full
+too, it is released instead, and computed again as far as its blocks are not found then: in the same bits.
 """
 
 from __future__ import annotations
@@ -59,17 +60,18 @@ class BatchEngine:
         self._block_tokens = worker.model.config.block_tokens
         self._requests: list[Request] = []
         self._starving: tuple[Request, PoolExhausted] | None = None  # the oldest request that got no pages
-        self._has_room = False  # a request has ended since a swap in found none
+        self._has_room = True  # a request has ended since somebody got no pages
 
-    def run(self, prompts: Sequence[Tokens], new_tokens: int) -> list[Request]:
-        """Answer all prompts; the requests as they ended, in order.
+    def run(self, prompts: Sequence[Tokens], new_tokens: int | Sequence[int]) -> list[Request]:
+        """Answer all prompts, each with so many tokens; the requests as they ended, in order.
 
-        Raises PoolExhausted when a request does not fit by itself, or the host has no room for one that must leave.
+        Raises PoolExhausted when a request does not fit by itself.
         """
         namespace = self._lease.registration.namespace
+        counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         self._requests = [
-            Request(age, prompt, new_tokens, BlockHasher(namespace, self._block_tokens))
-            for age, prompt in enumerate(prompts)
+            Request(age, prompt, count, BlockHasher(namespace, self._block_tokens))
+            for age, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
         ]
         with self._lease.step(self._limits.stock_blocks) as steps:
             while any(request.phase is not Phase.ENDED for request in self._requests):
@@ -115,7 +117,7 @@ class BatchEngine:
         planned: dict[Request, int] = {}
         active = [each for each in self._requests if each.is_active and each.tokens_left]
         for request in sorted(active, key=lambda each: (each.tokens_ahead > 1, each.age)):
-            count = min(request.tokens_ahead, self._limits.chunk_tokens, budget)
+            count = min(request.chunk_ahead, self._limits.chunk_tokens, budget)
             if count:
                 planned[request] = count
                 budget -= count
@@ -147,7 +149,8 @@ class BatchEngine:
             if not sequence.is_swapped_out:
                 counters.recycled_cells += _count_holes(sequence) - holes_before
 
-        step.add(step.batch.recycle(sequence, request.computed), recycled)
+        reached = request.computed if self._limits.recycles else 0  # with 0 spares alone are given back
+        step.add(step.batch.recycle(sequence, reached), recycled)
 
         def ended(result: Any) -> None:
             _require_done(result)
@@ -159,13 +162,23 @@ class BatchEngine:
 
     def _send_away(self, victim: Request, step: Step) -> None:
         """Swap a request out; one that has nothing yet but its hit matches again later."""
+        sequence = victim.open_sequence
+
+        def left(result: Any) -> None:
+            if isinstance(result, PoolExhausted):  # of the host
+                sequence.release()
+                victim.restart()
+                self.counters.recomputed += 1
+            else:
+                _require_done(result)
+                self.counters.swapped_out += 1
+
         if victim.phase is Phase.MATCHED:
-            step.add(step.batch.release(victim.open_sequence), _require_done)
-            victim.move(Phase.WAITING)
+            step.add(step.batch.release(sequence), _require_done)
+            victim.restart()
         else:
-            step.add(step.batch.swap_out(victim.open_sequence), _require_done)
+            step.add(step.batch.swap_out(sequence), left)
             victim.move(Phase.SWAPPED)
-            self.counters.swapped_out += 1
 
     def _reserve(self, request: Request, count: int, step: Step) -> None:
         """Pages for what is planned: out of the stock where it has them, else by the step."""
@@ -180,6 +193,7 @@ class BatchEngine:
 
         def allocated(result: Any) -> None:
             if isinstance(result, PoolExhausted):
+                self._has_room = False
                 if self._starving is None or request.age < self._starving[0].age:
                     self._starving = (request, result)
                 return
@@ -191,26 +205,26 @@ class BatchEngine:
             step.add(step.batch.allocate(sequence, max(needed, sequence.hit_blocks)), allocated)
 
     def _bring_in(self, planned: dict[Request, int], step: Step) -> None:
-        """Swap in the oldest once there may be room, and admit new ones while nobody is swapped out."""
+        """Once there may be room, swap in the oldest, or admit a new one while nobody is swapped out."""
         away = next((each for each in self._requests if each.phase is Phase.SWAPPED), None)
         waiting = next((each for each in self._requests if each.phase is Phase.WAITING), None)
         active = sum(each.is_active for each in self._requests)
+        if active and (not self._has_room or active >= self._limits.requests):
+            return
         if away is not None:
-            if self._has_room or not active:
-                self._has_room = False
-                step.add(step.batch.swap_in(away.open_sequence), self._returner(away, planned, is_alone=not active))
-        elif waiting is not None and active < self._limits.requests:
+            step.add(step.batch.swap_in(away.open_sequence), self._returner(away, planned, is_alone=not active))
+        elif waiting is not None:
             step.add(step.batch.match(reusable_keys(waiting.hasher, len(waiting.tokens))), self._admitter(waiting))
 
     def _returner(self, request: Request, planned: dict[Request, int], *, is_alone: bool) -> Handler:
         def returned(result: Any) -> None:
             if isinstance(result, PoolExhausted) and not is_alone:
+                self._has_room = False
                 return
             _require_done(result)
             request.move(Phase.RUNNING)
-            planned[request] = min(request.tokens_ahead, self._limits.chunk_tokens)
+            planned[request] = min(request.chunk_ahead, self._limits.chunk_tokens)
             self.counters.swapped_in += 1
-            self._has_room = True
 
         return returned
 
@@ -244,7 +258,7 @@ class BatchEngine:
     def _takes_draft(self, request: Request, count: int) -> bool:
         """True for a decode of a model with a draft layer, unless one token is all that is wanted."""
         has_draft = self._worker.model.config.draft is not None
-        return has_draft and bool(request.answer) and request.tokens_ahead == count and request.tokens_left > 1
+        return has_draft and bool(request.answer) and request.tokens_ahead == count == 1 and request.tokens_left > 1
 
     def _needed_blocks(self, request: Request, count: int) -> int:
         end = request.computed + count + self._takes_draft(request, count)

@@ -81,10 +81,10 @@ class Attention(Protocol):
         hidden: Array,
         weights: dict[str, Array],
     ) -> Array:
-        """Queries of some kv heads over their rows [those kv heads, keys, width], as they lie in the pages, to
-        [those kv heads, query heads of each, T, value width].
+        """Queries of n kv heads over their rows [n, keys, width], as they lie in the pages, to
+        [n, query heads of each, T, value width].
 
-        hidden: [T, keys], True where a query may not see a key.
+        hidden: [n or 1, T, keys], True where a query may not see a key.
         """
         ...
 

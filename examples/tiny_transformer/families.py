@@ -46,7 +46,8 @@ class Gqa:
         """[T, d_model] to query [kv_heads, heads of each, T, head_dim] and rows of `k` and `v`."""
         query = rotate(arrays.xp, x @ weights["query"], cos, sin)
         grouped = query.reshape(self.kv_heads, -1, *query.shape[1:])
-        return {"query": grouped}, {"k": rotate(arrays.xp, x @ weights["key"], cos, sin), "v": x @ weights["value"]}
+        key = rotate(arrays.xp, x @ weights["key"], cos, sin)
+        return {"query": grouped}, self.store(arrays, key, x @ weights["value"])
 
     def mix(
         self,
@@ -57,8 +58,17 @@ class Gqa:
         weights: dict[str, Array],  # noqa: ARG002
     ) -> Array:
         """Each query head by itself over its kv head's rows."""
-        scores = queries["query"] @ cached["k"].swapaxes(1, 2)[:, None] * self.head_dim**-0.5
-        return masked_softmax(arrays.xp, scores, hidden) @ cached["v"][:, None]
+        key, value = self.read(arrays, cached)
+        scores = queries["query"] @ key.swapaxes(1, 2)[:, None] * self.head_dim**-0.5
+        return masked_softmax(arrays.xp, scores, hidden[:, None]) @ value[:, None]
+
+    def store(self, arrays: Arrays, key: Array, value: Array) -> dict[str, Array]:  # noqa: ARG002
+        """New rows [kv_heads, T, head_dim] as they lie in the pages."""
+        return {"k": key, "v": value}
+
+    def read(self, arrays: Arrays, cached: dict[str, Array]) -> tuple[Array, Array]:  # noqa: ARG002
+        """float32 keys and values [n, keys, head_dim] of rows as they lie in the pages."""
+        return cached["k"], cached["v"]
 
     def shard(self, ranks: int) -> Gqa:
         """Each rank has its part of the kv heads, and of the query heads that share them."""
@@ -116,7 +126,7 @@ class Mla:
         down = x @ weights["latent_down"]
         latent = rms_norm(xp, down[:, : self.kv_lora_rank], weights["latent_gain"])
         rope_key = rotate(xp, down[:, self.kv_lora_rank :], cos, sin)
-        rows = self.store(xp.concatenate((latent, rope_key), axis=-1))
+        rows = self.store(arrays, xp.concatenate((latent, rope_key), axis=-1))
         return {"query": xp.concatenate((absorbed, rotated), axis=-1)[None]}, rows
 
     def mix(
@@ -127,19 +137,19 @@ class Mla:
         hidden: Array,
         weights: dict[str, Array],
     ) -> Array:
-        """Each head by itself over the shared latent; gives [1, heads, T, value_dim]."""
-        latent = self.read(cached)
-        scores = queries["query"][0] @ latent.swapaxes(0, 1) * (self.nope_dim + self.rope_dim) ** -0.5
-        mixed = masked_softmax(arrays.xp, scores, hidden) @ latent[:, : self.kv_lora_rank]
-        return (mixed @ weights["value_up"])[None]
+        """Each head by itself over the shared latent."""
+        latent = self.read(arrays, cached)[:, None]
+        scores = queries["query"] @ latent.swapaxes(2, 3) * (self.nope_dim + self.rope_dim) ** -0.5
+        mixed = masked_softmax(arrays.xp, scores, hidden[:, None]) @ latent[..., : self.kv_lora_rank]
+        return mixed @ weights["value_up"]
 
-    def store(self, latent_and_rope_key: Array) -> dict[str, Array]:
+    def store(self, arrays: Arrays, latent_and_rope_key: Array) -> dict[str, Array]:  # noqa: ARG002
         """New rows [T, rank + rope_dim] as they lie in the pages."""
         return {"latent": latent_and_rope_key[None]}
 
-    def read(self, cached: dict[str, Array]) -> Array:
-        """float32 rows [keys, rank + rope_dim] of rows as they lie in the pages."""
-        return cached["latent"][0]
+    def read(self, arrays: Arrays, cached: dict[str, Array]) -> Array:  # noqa: ARG002
+        """float32 rows [n, keys, rank + rope_dim] of rows as they lie in the pages."""
+        return cached["latent"]
 
     def shard(self, ranks: int) -> Mla:
         """Each rank has its part of the query heads, and all of the latent."""

@@ -4,7 +4,8 @@ Bit-identical by construction: a position's rows and logits are the same bytes h
 into calls, whatever was cached and whoever else is in the call. Each position is computed in its block's chunk,
 always block_tokens rows in one shape and on its own row; the keys that the chunk gathers follow from the block's
 index alone (paging.py); no operation mixes rows, heads are computed one by one; and a hidden key weighs exactly 0.
-Decoding is the same path with one computed row.
+Decoding is the same path with one computed row. Where chunks run side by side, in lanes, a row may be in any of them:
+that needs arithmetic that gives a row the same bits wherever it stands, as a GPU's does in matrices of one shape.
 """
 
 from __future__ import annotations
@@ -16,14 +17,26 @@ import numpy as np
 
 from examples.tiny_transformer.arrays import NUMPY, Array, Arrays
 from examples.tiny_transformer.config import F32, HIDDEN_PLANE, Layer, TinyConfig, list_planes
-from examples.tiny_transformer.ops import join_heads, rms_norm, rope_tables, swiglu
+from examples.tiny_transformer.ops import (
+    hidden_of_heads,
+    join_heads,
+    lanes_first,
+    lanes_last,
+    rms_norm,
+    rope_tables,
+    swiglu,
+)
 from examples.tiny_transformer.paging import (
     Chunk,
     PageIds,
     Reach,
+    Rows,
+    StackedReach,
     cut_into_chunks,
     find_reach,
     gather_rows,
+    stack_reaches,
+    stack_rows,
     write_rows,
 )
 from examples.tiny_transformer.tokens import PAD, Tokens
@@ -50,14 +63,25 @@ class Work:
         return self.start_position + len(self.tokens)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Run:
-    """A chunk on its way through the layers."""
+    """A chunk of a work, and where its rows are found: in a lane of a stack."""
 
     chunk: Chunk
     reaches: dict[str, Reach]
-    token_rows: Array  # [block_tokens, d_model]; rows that are not computed hold PAD's embedding
+    tokens: Tokens  # [block_tokens]; those of rows that are not computed are PAD
+
+
+@dataclass(eq=False)
+class _Stack:
+    """Chunks of one shape on their way through the layers, one in each of the first lanes."""
+
+    runs: list[_Run]
+    rows: Rows
+    reaches: dict[str, StackedReach]
+    token_rows: Array  # [lanes * block_tokens, d_model]
     hidden: Array = field(init=False)
+    queries: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
         self.hidden = self.token_rows
@@ -90,19 +114,18 @@ class TinyTransformer:
         planes that do not fit the config; pages are then untouched.
         """
         batch = self._begin(works, planes)
-        runs = [run for each in batch for run in each]
+        stacks = self._stack([run for runs in batch for run in runs])
         for index, layer in enumerate(self.config.layers):
             wait_layer(index)
-            for run in runs:
-                run.hidden = self._run_layer(index, layer, run.hidden, run, planes)
+            self._run_layer(index, layer, stacks, [stack.hidden for stack in stacks], planes)
+        hidden = [stack.hidden for stack in stacks]
         if self.config.draft is not None:
             wait_layer(len(self.config.layers))
             place = (self.config.draft.hidden_group, len(self.config.layers), HIDDEN_PLANE)
-            for run in runs:
-                write_rows(planes[place], run.reaches[place[0]], run.chunk, run.hidden[None])
-            for run in runs:
-                self._run_draft(run, planes)
-        return [self._logits(work, each) for work, each in zip(works, batch, strict=True)]
+            for stack in stacks:
+                write_rows(planes[place], stack.reaches[place[0]], stack.rows, stack.hidden[None])
+            self._run_draft(stacks, planes)
+        return self._logits(works, batch, stacks, hidden)  # on a GPU, all has been written once they are here
 
     def guess(self, works: Sequence[Work], planes: Planes, wait_layer: WaitLayer) -> list[F32]:
         """Run the draft layer alone for tokens that follow what was computed: logits of what may come after each.
@@ -111,11 +134,10 @@ class TinyTransformer:
         ``compute``.
         """
         batch = self._begin(works, planes)
+        stacks = self._stack([run for runs in batch for run in runs])
         wait_layer(len(self.config.layers))
-        for runs in batch:
-            for run in runs:
-                run.hidden = self._run_draft(run, planes)
-        return [self._logits(work, each) for work, each in zip(works, batch, strict=True)]
+        self._run_draft(stacks, planes)
+        return self._logits(works, batch, stacks, [stack.hidden for stack in stacks])
 
     def _begin(self, works: Sequence[Work], planes: Planes) -> list[list[_Run]]:
         config = self.config
@@ -125,77 +147,118 @@ class TinyTransformer:
         batch = []
         for work in works:
             chunks = cut_into_chunks(work.start_position, len(work.tokens), config.block_tokens)
-            reaches = [self._reaches(work, chunk) for chunk in chunks]
-            batch.append(list(map(_Run, chunks, reaches, self._embed(work.tokens, chunks))))
+            tokens = np.full((len(chunks), config.block_tokens), PAD)
+            first = chunks[0].first_row
+            tokens.reshape(-1)[first : first + len(work.tokens)] = work.tokens
+            batch.append(list(map(_Run, chunks, [self._reaches(work, chunk) for chunk in chunks], tokens)))
         return batch
 
     def _reaches(self, work: Work, chunk: Chunk) -> dict[str, Reach]:
         """By group."""
-        block_tokens = self.config.block_tokens
+        block_tokens, step_blocks = self.config.block_tokens, self.arrays.step_blocks
         return {
-            group.name: find_reach(group, chunk, block_tokens, work.tables[group.name]).on(self.arrays)
+            group.name: find_reach(group, chunk, block_tokens, work.tables[group.name], step_blocks)
             for group in self.config.groups
         }
 
-    def _embed(self, tokens: Tokens, chunks: list[Chunk]) -> list[Array]:
-        ids = np.full((len(chunks), self.config.block_tokens), PAD)
-        first = chunks[0].first_row
-        ids.reshape(-1)[first : first + len(tokens)] = tokens
-        return [self.weights.embedding[self.arrays.put(row)] for row in ids]
+    def _stack(self, runs: list[_Run]) -> list[_Stack]:
+        """Chunks that gather as much in every group, as many together as there are lanes."""
+        alike: dict[tuple[int, ...], list[_Run]] = {}
+        for run in runs:
+            alike.setdefault(tuple(len(reach.dead_rows) for reach in run.reaches.values()), []).append(run)
+        lanes = self.arrays.lanes
+        return [self._lay(some[at : at + lanes]) for some in alike.values() for at in range(0, len(some), lanes)]
 
-    def _run_layer(self, index: int, layer: Layer, x: Array, run: _Run, planes: Planes) -> Array:
-        """A chunk [block_tokens, d_model] through one layer: write its rows, then attend to the pages."""
+    def _lay(self, runs: list[_Run]) -> _Stack:
+        arrays, block_tokens = self.arrays, self.config.block_tokens
+        chunks = [run.chunk for run in runs]
+        tokens = np.full((arrays.lanes, block_tokens), PAD)
+        tokens[: len(runs)] = [run.tokens for run in runs]
+        reaches = {
+            name: stack_reaches(arrays, chunks, [run.reaches[name] for run in runs], block_tokens)
+            for name in runs[0].reaches
+        }
+        token_rows = self.weights.embedding[arrays.put(tokens.reshape(-1))]
+        return _Stack(runs, stack_rows(arrays, chunks, block_tokens), reaches, token_rows)
+
+    def _run_layer(self, index: int, layer: Layer, stacks: list[_Stack], xs: list[Array], planes: Planes) -> None:
+        """Rows ``xs`` of stacks through one layer: write what all of them leave, then attend to the pages."""
         xp, weights, attention = self.arrays.xp, self.weights.layers[index], layer.attention
-        start = run.chunk.block * self.config.block_tokens
-        turn = slice(start, start + self.config.block_tokens)
         cos, sin = self.turns[attention.rope_dim]
-        normed = rms_norm(xp, x, weights["attention_gain"])
-        queries, rows = attention.project(self.arrays, normed, weights, cos[turn], sin[turn])
+        for stack, x in zip(stacks, xs, strict=True):
+            normed, turn = rms_norm(xp, x, weights["attention_gain"]), stack.rows.positions
+            stack.queries, rows = attention.project(self.arrays, normed, weights, cos[turn], sin[turn])
+            for group in dict.fromkeys(layer.head_groups):
+                mine, reach = _as_index(layer.heads_of(group)), stack.reaches[group]
+                for name, new_rows in rows.items():
+                    write_rows(planes[group, index, name], reach, stack.rows, new_rows[mine])
+        for stack, x in zip(stacks, xs, strict=True):
+            mixed = self._attend(index, layer, stack, planes)
+            if self.exchange is not None:
+                mixed = self.exchange(mixed)
+            attended = x + join_heads(mixed) @ weights["attention_out"]
+            normed = rms_norm(xp, attended, weights["ff_gain"])
+            stack.hidden = attended + swiglu(xp, normed, weights["gate"], weights["up"], weights["down"])
+
+    def _attend(self, index: int, layer: Layer, stack: _Stack, planes: Planes) -> Array:
+        """What all heads of a layer make of the pages: [heads, lanes * T, width]."""
+        arrays, attention = self.arrays, layer.attention
         parts: dict[int, Array] = {}
         for group in dict.fromkeys(layer.head_groups):
-            heads, reach = list(layer.heads_of(group)), run.reaches[group]
-            cached = {}
-            for name, new_rows in rows.items():
-                write_rows(planes[group, index, name], reach, run.chunk, new_rows[heads])
-                cached[name] = gather_rows(self.arrays, planes[group, index, name], reach)
-            mine = {name: query[heads] for name, query in queries.items()}
-            parts |= zip(heads, attention.mix(self.arrays, mine, cached, reach.hidden, weights), strict=True)
-        mixed = xp.concatenate([parts[head] for head in sorted(parts)], axis=0)
-        if self.exchange is not None:
-            mixed = self.exchange(mixed)
-        x = x + join_heads(mixed) @ weights["attention_out"]
-        normed = rms_norm(xp, x, weights["ff_gain"])
-        return x + swiglu(xp, normed, weights["gate"], weights["up"], weights["down"])
+            heads, reach = layer.heads_of(group), stack.reaches[group]
+            cached = {name: gather_rows(arrays, planes[group, index, name], reach) for name in layer.attention.rows()}
+            mine = {name: lanes_first(arrays, query[_as_index(heads)]) for name, query in stack.queries.items()}
+            hidden = hidden_of_heads(arrays, reach.hidden, len(heads))
+            mixed = attention.mix(arrays, mine, cached, hidden, self.weights.layers[index])
+            parts |= zip(heads, lanes_last(arrays, mixed), strict=True)
+        return arrays.xp.concatenate([parts[head] for head in sorted(parts)], axis=0)
 
-    def _run_draft(self, run: _Run, planes: Planes) -> Array:
-        """The draft layer over a chunk: each token beside the hidden row of the position before it."""
+    def _run_draft(self, stacks: list[_Stack], planes: Planes) -> None:
+        """The draft layer over chunks: each token beside the hidden row of the position before it."""
         draft, index = self.config.draft, len(self.config.layers)
         if draft is None:
             raise ValueError(f"{self.config.name} has no draft layer")
-        xp, weights = self.arrays.xp, self.weights.layers[index]
-        rows = gather_rows(
-            self.arrays, planes[draft.hidden_group, index, HIDDEN_PLANE], run.reaches[draft.hidden_group]
-        )
-        block_tokens, width = self.config.block_tokens, rows.shape[-1]
-        before = self.arrays.zeros((1, width), rows)  # nothing stands before position 0
-        own = rows[0][-block_tokens - 1 :] if run.chunk.block else xp.concatenate((before, rows[0]), axis=0)
-        previous = self.arrays.zeros((block_tokens, width), rows)
-        computed = slice(run.chunk.first_row, run.chunk.end_row)
-        previous[computed] = own[computed]
-        x = run.token_rows + rms_norm(xp, previous, weights["draft_gain"]) @ weights["draft_mix"]
-        return self._run_layer(index, draft.layer, x, run, planes)
+        weights, xs = self.weights.layers[index], []
+        for stack in stacks:
+            reach = stack.reaches[draft.hidden_group]
+            rows = gather_rows(self.arrays, planes[draft.hidden_group, index, HIDDEN_PLANE], reach)
+            previous = self.arrays.zeros(tuple(stack.token_rows.shape), rows)  # nothing stands before position 0
+            previous[stack.rows.follower_rows] = rows.reshape(-1, rows.shape[-1])[reach.previous_keys]
+            normed = rms_norm(self.arrays.xp, previous, weights["draft_gain"])
+            xs.append(stack.token_rows + normed @ weights["draft_mix"])
+        self._run_layer(index, draft.layer, stacks, xs, planes)
 
-    def _logits(self, work: Work, runs: list[_Run]) -> F32:
-        """[wanted, vocab]; each chunk's rows are multiplied in one shape."""
-        wanted: list[F32] = []
+    def _logits(
+        self, works: Sequence[Work], batch: list[list[_Run]], stacks: list[_Stack], hidden: list[Array]
+    ) -> list[F32]:
+        """[wanted, vocab] for each work, of stacks' hidden rows; each stack's are multiplied in one shape."""
         block_tokens = self.config.block_tokens
-        for run in runs:
-            start = run.chunk.block * block_tokens
-            first = max(work.end_position - work.wanted - start, run.chunk.first_row)
-            if first < run.chunk.end_row:
-                normed = rms_norm(self.arrays.xp, run.hidden, self.weights.final_gain)
-                wanted.append(self.arrays.get(normed @ self.weights.unembedding)[first : run.chunk.end_row])
-        return np.concatenate(wanted)
+        found: dict[_Run, F32] = {}
+        wanting = {run for work, runs in zip(works, batch, strict=True) for run in _wanted(work, runs, block_tokens)}
+        for stack, rows in zip(stacks, hidden, strict=True):
+            if not wanting.isdisjoint(stack.runs):
+                normed = rms_norm(self.arrays.xp, rows, self.weights.final_gain)
+                logits = self.arrays.get(normed @ self.weights.unembedding)
+                found |= zip(stack.runs, logits.reshape(self.arrays.lanes, block_tokens, -1), strict=False)
+        return [
+            np.concatenate([found[run][each] for run, each in _wanted(work, runs, block_tokens).items()])
+            for work, runs in zip(works, batch, strict=True)
+        ]
+
+
+def _as_index(heads: tuple[int, ...]) -> slice | list[int]:
+    """A slice where heads are neighbours: a list has to be sent to a GPU first."""
+    is_run = heads[-1] - heads[0] == len(heads) - 1
+    return slice(heads[0], heads[-1] + 1) if is_run else list(heads)
+
+
+def _wanted(work: Work, runs: list[_Run], block_tokens: int) -> dict[_Run, slice]:
+    """The rows of chunks whose logits are wanted."""
+    first = work.end_position - work.wanted
+    rows = {
+        run: slice(max(first - run.chunk.block * block_tokens, run.chunk.first_row), run.chunk.end_row) for run in runs
+    }
+    return {run: each for run, each in rows.items() if each.start < each.stop}
 
 
 def build_model(config: TinyConfig, arrays: Arrays = NUMPY) -> TinyTransformer:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.tiny_transformer.arrays import Array
+from examples.tiny_transformer.arrays import Array, Arrays
 from examples.tiny_transformer.config import F32
 
 NORM_EPSILON = 1e-5
@@ -39,7 +39,7 @@ def swiglu(xp: Any, x: Array, gate: Array, up: Array, down: Array) -> Array:
 
 
 def masked_softmax(xp: Any, scores: Array, hidden: Array) -> Array:
-    """Softmax over the last axis of [..., T, keys]; a key hidden [T, keys] weighs exactly 0.
+    """Softmax over the last axis of [..., T, keys]; a key that ``hidden`` marks, of a like shape, weighs exactly 0.
 
     Each row must see at least one key.
     """
@@ -51,3 +51,23 @@ def masked_softmax(xp: Any, scores: Array, hidden: Array) -> Array:
 def join_heads(x: Array) -> Array:
     """[heads, T, width] to [T, heads * width]."""
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+
+
+def lanes_first(arrays: Arrays, queries: Array) -> Array:
+    """[n, query heads, lanes * T, width] to [lanes * n, query heads, T, width]."""
+    heads, each, rows, width = queries.shape
+    lanes = queries.reshape(heads, each, arrays.lanes, rows // arrays.lanes, width)
+    return arrays.xp.moveaxis(lanes, 2, 0).reshape(arrays.lanes * heads, each, -1, width)
+
+
+def lanes_last(arrays: Arrays, mixed: Array) -> Array:
+    """The way back: [lanes * n, query heads, T, width] to [n, query heads, lanes * T, width]."""
+    lanes_heads, each, rows, width = mixed.shape
+    lanes = mixed.reshape(arrays.lanes, lanes_heads // arrays.lanes, each, rows, width)
+    return arrays.xp.moveaxis(lanes, 0, 2).reshape(lanes_heads // arrays.lanes, each, -1, width)
+
+
+def hidden_of_heads(arrays: Arrays, hidden: Array, heads: int) -> Array:
+    """[lanes, T, keys] for each of the heads that one lane has: [lanes * heads, T, keys]."""
+    lanes, rows, keys = hidden.shape
+    return arrays.xp.broadcast_to(hidden[:, None], (lanes, heads, rows, keys)).reshape(-1, rows, keys)

@@ -1,16 +1,34 @@
-"""The attention families whose rows are bytes: MLA over packed fp8 rows, and DSA, which adds an indexer."""
+"""The attention families whose rows are bytes: GQA in fp8 with scales, MLA over packed rows, and DSA's indexer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from examples.tiny_transformer.arrays import Array, Arrays
-from examples.tiny_transformer.config import F32, Bool, Row, Shape
-from examples.tiny_transformer.families import Mla
-from examples.tiny_transformer.packing import decode_fp8, pack_index_key, pack_latent, packed_width, unpack_latent
+from examples.tiny_transformer.config import Row, Shape
+from examples.tiny_transformer.families import Gqa, Mla
+from examples.tiny_transformer.packing import pack_index_key, pack_latent, packed_width, scale_fp8, unpack_latent
+
+
+@dataclass(frozen=True)
+class ScaledGqa(Gqa):
+    """GQA over fp8 rows with a scale for each head and token. As cached, so computed: own rows are read back too."""
+
+    def rows(self) -> dict[str, Row]:
+        """`k` (rotated) and `v` in fp8, then their scales."""
+        scales = dict.fromkeys(("k_scale", "v_scale"), Row(1))
+        return {**dict.fromkeys(("k", "v"), Row(self.head_dim, "uint8")), **scales}
+
+    def store(self, arrays: Arrays, key: Array, value: Array) -> dict[str, Array]:
+        """New rows [kv_heads, T, head_dim] as they lie in the pages."""
+        k, k_scale = scale_fp8(arrays, key)
+        v, v_scale = scale_fp8(arrays, value)
+        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+
+    def read(self, arrays: Arrays, cached: dict[str, Array]) -> tuple[Array, Array]:
+        """float32 keys and values [n, keys, head_dim]."""
+        key, value = (arrays.from_fp8(cached[name]) * cached[f"{name}_scale"] for name in ("k", "v"))
+        return key, value
 
 
 @dataclass(frozen=True)
@@ -21,14 +39,14 @@ class PackedMla(Mla):
         """`latent`: fp8 tiles, their scales, and the rotated key in bf16."""
         return {"latent": Row(packed_width(self.kv_lora_rank, self.rope_dim), "uint8")}
 
-    def store(self, latent_and_rope_key: Array) -> dict[str, Array]:
+    def store(self, arrays: Arrays, latent_and_rope_key: Array) -> dict[str, Array]:
         """New rows [T, rank + rope_dim] as they lie in the pages."""
-        rank = self.kv_lora_rank
-        return {"latent": pack_latent(latent_and_rope_key[:, :rank], latent_and_rope_key[:, rank:])[None]}
+        latent, rope_key = latent_and_rope_key[:, : self.kv_lora_rank], latent_and_rope_key[:, self.kv_lora_rank :]
+        return {"latent": pack_latent(arrays, latent, rope_key)[None]}
 
-    def read(self, cached: dict[str, Array]) -> Array:
-        """float32 rows [keys, rank + rope_dim] of packed ones."""
-        return unpack_latent(cached["latent"][0], self.kv_lora_rank)
+    def read(self, arrays: Arrays, cached: dict[str, Array]) -> Array:
+        """float32 rows [n, keys, rank + rope_dim] of packed ones."""
+        return unpack_latent(arrays, cached["latent"], self.kv_lora_rank)
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,7 @@ class Dsa(PackedMla):
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """MLA's; and the indexer's queries [1, index_heads, T, index_dim], gates [1, index_heads, T, 1] and rows."""
         queries, rows = super().project(arrays, x, weights, cos, sin)
-        codes, scales = pack_index_key(x @ weights["index_key"])
+        codes, scales = pack_index_key(arrays, x @ weights["index_key"])
         rows |= {"index_key": codes[None], "index_scale": scales[None]}
         queries["index_query"] = (x @ weights["index_query"])[None]
         queries["index_gate"] = (x @ weights["index_gate"]).T[None, ..., None]
@@ -76,16 +94,13 @@ class Dsa(PackedMla):
         weights: dict[str, Array],
     ) -> Array:
         """MLA over the keys that the indexer picks, of cached and new ones alike."""
-        keys = decode_fp8(cached["index_key"][0]) * cached["index_scale"][0]
-        products = np.maximum(queries["index_query"][0] @ keys.T, 0)
-        scores = (products * queries["index_gate"][0]).sum(axis=0)
-        return super().mix(arrays, queries, cached, hidden | ~best_keys(scores, hidden, self.top_k), weights)
+        keys = arrays.from_fp8(cached["index_key"]) * cached["index_scale"]
+        products = arrays.xp.clip(queries["index_query"] @ keys.swapaxes(1, 2)[:, None], 0, None)
+        scores = (products * queries["index_gate"]).sum(1)
+        return super().mix(arrays, queries, cached, hidden | ~best_keys(arrays, scores, hidden, self.top_k), weights)
 
 
-def best_keys(scores: F32, hidden: Bool, top_k: int) -> Bool:
-    """[T, keys], True for each query's ``top_k`` best visible keys; of equal ones the earlier."""
-    keys = scores.shape[-1]
-    order: npt.NDArray[np.intp] = np.argsort(np.where(hidden, np.inf, -scores), axis=-1, kind="stable")
-    best = np.zeros(scores.shape, dtype=np.bool_)
-    np.put_along_axis(best, order[:, : min(top_k, keys)], True, axis=-1)
-    return best
+def best_keys(arrays: Arrays, scores: Array, hidden: Array, top_k: int) -> Array:
+    """[n, T, keys], True for each query's ``top_k`` best visible keys; of equal ones the earlier."""
+    order = arrays.stable_order(arrays.xp.where(hidden, float("inf"), -scores))
+    return arrays.stable_order(order) < top_k  # a permutation's order is its inverse: each key's rank

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from examples.tiny_transformer.config import Attention, Bool, Group, Layer, TinyConfig
 from examples.tiny_transformer.families import Gqa, Mla
 from examples.tiny_transformer.model import TinyTransformer
-from examples.tiny_transformer.packed import Dsa, PackedMla
+from examples.tiny_transformer.packed import Dsa, PackedMla, ScaledGqa
 from examples.tiny_transformer.tokens import BYTE_COUNT, Tokens
 
 F64 = npt.NDArray[np.float64]
@@ -81,9 +81,7 @@ def _visible(group: Group, count: int) -> Bool:
 
 def _best(family: Dsa, x: F64, weights: LayerWeights, visible: Bool) -> Bool:
     """What is left of the visible keys: each query's top_k by the indexer's score."""
-    keys = x @ weights["index_key"]
-    scale = np.maximum(np.abs(keys).max(axis=1, keepdims=True), 1e-4) / 448
-    keys = nearest_fp8(keys / scale) * scale
+    keys = _round_rows(x @ weights["index_key"], least_largest=1e-4)
     best = np.zeros_like(visible)
     for query in range(len(x)):
         gates = x[query] @ weights["index_gate"]
@@ -99,8 +97,10 @@ def _heads(family: Attention, theta: float, x: F64, weights: LayerWeights) -> It
     if isinstance(family, Gqa):
         for index, query in enumerate(weights["query"]):
             shared = index * family.kv_heads // family.heads
-            key = _rotate(x @ weights["key"][shared], theta)
-            yield shared, _rotate(x @ query, theta), key, x @ weights["value"][shared]
+            key, value = _rotate(x @ weights["key"][shared], theta), x @ weights["value"][shared]
+            if isinstance(family, ScaledGqa):
+                key, value = _round_rows(key), _round_rows(value)
+            yield shared, _rotate(x @ query, theta), key, value
     elif isinstance(family, Mla):
         yield from _mla_heads(family, theta, x, weights)
     else:
@@ -113,9 +113,7 @@ def _mla_heads(family: Mla, theta: float, x: F64, weights: LayerWeights) -> Iter
     latent = _norm(down[:, : family.kv_lora_rank], weights["latent_gain"])
     rope_key = _rotate(down[:, family.kv_lora_rank :], theta)
     if isinstance(family, PackedMla):
-        tiles = latent.reshape(len(x), -1, 128)
-        scale = np.abs(tiles).max(axis=-1, keepdims=True) / 448
-        latent = (nearest_fp8(tiles / scale) * scale).reshape(latent.shape)
+        latent = _round_rows(latent.reshape(len(x), -1, 128)).reshape(latent.shape)
         rope_key = _round_mantissa(rope_key, 8)
     for index, weight in enumerate(weights["query"]):
         query = x @ weight
@@ -141,6 +139,13 @@ def nearest_fp8(values: F64) -> F64:
     for place, value in np.ndenumerate(values):
         nearest[place] = np.copysign(grid[np.argmin(np.abs(grid - abs(value)))], value)
     return nearest
+
+
+def _round_rows(rows: F64, least_largest: float = 0.0) -> F64:
+    """What is left of rows [..., n] that go to fp8, each with a scale of its own."""
+    scale = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), least_largest) / 448
+    rounded: F64 = nearest_fp8(rows / scale) * scale
+    return rounded
 
 
 def _round_mantissa(values: F64, bits: int) -> F64:

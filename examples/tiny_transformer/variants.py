@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from examples.tiny_transformer.config import Draft, Group, TinyConfig, alike, head_wise
 from examples.tiny_transformer.families import Gqa, Mla
-from examples.tiny_transformer.packed import Dsa, PackedMla
+from examples.tiny_transformer.packed import Dsa, PackedMla, ScaledGqa
 
 FULL = Group("full")
 WINDOW = Group("window", window_tokens=128, sink_tokens=4)
@@ -16,6 +16,14 @@ WIDE_MLA = Mla(heads=8, kv_lora_rank=128, rope_dim=32, nope_dim=64, value_dim=64
 SIZES_656 = {"heads": 4, "kv_lora_rank": 512, "rope_dim": 64, "nope_dim": 32, "value_dim": 32}  # rows of 656 bytes
 
 GQA = TinyConfig(name="tiny-gqa", groups=(FULL,), layers=alike(WIDE_GQA, ("full",) * 8))
+
+SCALED_GQA = TinyConfig(
+    name="tiny-gqa-fp8",
+    groups=(FULL,),
+    layers=alike(ScaledGqa(heads=8, kv_heads=2, head_dim=64), ("full",) * 4),
+    d_model=256,
+    ff_dim=512,
+)
 
 MLA = TinyConfig(name="tiny-mla", groups=(LATENT,), layers=alike(WIDE_MLA, ("full",) * 8))
 
@@ -61,4 +69,4 @@ MTP = TinyConfig(
 )
 
 DEMO = {config.name: config for config in (GQA, MLA, WINDOWED_GQA)}
-VARIANTS = {**DEMO, **{config.name: config for config in (DSA, MLA_SWA, HEAD_WISE, MTP)}}
+VARIANTS = {**DEMO, **{config.name: config for config in (SCALED_GQA, DSA, MLA_SWA, HEAD_WISE, MTP)}}

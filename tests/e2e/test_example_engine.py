@@ -22,7 +22,7 @@ from examples.workers import PoolWorker, RankWorkers
 from tests.e2e.rig import Node, running_node, wait_until
 from tests.unit.tiny_rig import make_prompt, with_blocks
 
-WINDOWED = ("window", "sinks", "mla-window", "mla-swa", "head-wise")
+WINDOWED = ("gqa-fp8", "window", "sinks", "mla-window", "mla-swa", "head-wise")
 VARIANTS = ("gqa", "mla", "dsa", "mtp", *WINDOWED)
 NEW_TOKENS = 24
 LIMITS = BatchLimits(requests=4, token_budget=40, chunk_tokens=24, stock_blocks=2)
@@ -47,7 +47,14 @@ def model(request: pytest.FixtureRequest) -> TinyTransformer:
 
 @contextmanager
 def leased(
-    node: Node, model: TinyTransformer, name: str, pages: int, *, ranks: int = 1, devices: Sequence[str] = ()
+    node: Node,
+    model: TinyTransformer,
+    name: str,
+    pages: int,
+    *,
+    ranks: int = 1,
+    devices: Sequence[str] = (),
+    host_pages: int = 64,
 ) -> Iterator[Lease]:
     layout = layout_of(model.config, ranks)
     with CacheClient(node.socket, engine="example") as client:
@@ -56,7 +63,7 @@ def leased(
             layout,
             devices=devices,
             device_pages=[pages] * len(layout.groups),
-            host_pages=[64] * len(layout.groups),
+            host_pages=[host_pages] * len(layout.groups),
         )
         with client.open_lease(registration) as lease:
             yield lease
@@ -103,6 +110,15 @@ def test_a_batch_in_a_small_pool_answers_like_requests_one_by_one(
         assert [outcome(each) for each in again.requests] == [outcome(each) for each in served.requests]
         assert again.counters.hit_tokens > served.counters.hit_tokens
         assert (sum(each.drafts.accepted for each in served.requests) > 0) == (model.config.name == "mtp")
+
+
+def test_preempted_while_the_host_is_full_too_they_are_computed_again(shared: Node, model: TinyTransformer) -> None:
+    """Nobody can be swapped out for long: what was released comes to the same tokens, and the same drafts' luck."""
+    with leased(shared, model, f"full host {model.config.name}", pages=17, host_pages=2) as lease:
+        served = serve(lease, model)
+        assert [outcome(each) for each in served.requests] == [alone(model, prompt) for prompt in make_prompts()]
+        assert served.counters.recomputed > 0
+        assert served.counters.swapped_out == served.counters.swapped_in
 
 
 def test_a_request_that_never_fits_is_told(shared: Node) -> None:
@@ -237,7 +253,7 @@ def test_a_replica_goes_on_from_what_another_one_computed(name: str) -> None:
         assert node.counters()["peer_blocks"] == 4
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "window", "head-wise", "mtp"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_torch_computes_in_the_same_pages(shared: Node, name: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     config = with_blocks(name, 16, max_positions=256)

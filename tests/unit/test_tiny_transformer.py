@@ -19,6 +19,7 @@ from examples.tiny_transformer.reference import dense_generate, dense_guess, den
 from examples.tiny_transformer.tokens import VOCAB_SIZE
 from examples.tiny_transformer.variants import DEMO, VARIANTS
 from tests.unit.tiny_rig import (
+    PACKED,
     SMALL,
     Pool,
     assert_same_bits,
@@ -29,7 +30,6 @@ from tests.unit.tiny_rig import (
     with_blocks,
 )
 
-PACKED = {"dsa", "mla-swa", "tiny-dsa", "tiny-mla-swa"}
 TOLERANCE = {True: 3e-2, False: 2e-4}
 """Of logits around 1. Where rows are fp8 a value beside a rounding border may fall to its other side in float64."""
 

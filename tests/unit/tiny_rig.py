@@ -11,7 +11,7 @@ import numpy.typing as npt
 from examples.tiny_transformer.config import F32, Draft, Group, TinyConfig, alike, head_wise, list_planes
 from examples.tiny_transformer.families import Gqa, Mla
 from examples.tiny_transformer.model import TinyTransformer
-from examples.tiny_transformer.packed import Dsa, PackedMla
+from examples.tiny_transformer.packed import Dsa, PackedMla, ScaledGqa
 from examples.tiny_transformer.paging import PageIds
 from examples.tiny_transformer.tokens import VOCAB_SIZE, Tokens
 
@@ -25,10 +25,12 @@ SINKS = Group("window", 7, 5)
 LATENT = Group("full", is_replicated=True)
 LATENT_WINDOW = Group("window", 11, is_replicated=True)
 SMALL_GQA = Gqa(heads=4, kv_heads=2, head_dim=6)
+SMALL_SCALED = ScaledGqa(heads=4, kv_heads=2, head_dim=6)
 SMALL_MLA = Mla(heads=3, kv_lora_rank=10, rope_dim=4, nope_dim=6, value_dim=5)
 PACKED_SIZES = {"heads": 2, "kv_lora_rank": 128, "rope_dim": 4, "nope_dim": 6, "value_dim": 5}
 SMALL_PACKED = PackedMla(**PACKED_SIZES)
 SMALL_DSA = Dsa(**PACKED_SIZES, index_heads=2, index_dim=8, top_k=9)
+PACKED = ("gqa-fp8", "dsa", "mla-swa")  # their rows are bytes
 MIXED = ("window", "full", "window")
 
 
@@ -40,6 +42,7 @@ SMALL = {
     config.name: config
     for config in (
         make_small("gqa", (FULL,), alike(SMALL_GQA, ("full",) * 3)),
+        make_small("gqa-fp8", (FULL, WINDOW), alike(SMALL_SCALED, MIXED)),
         make_small("mla", (LATENT,), alike(SMALL_MLA, ("full",) * 3)),
         make_small("window", (FULL, WINDOW), alike(SMALL_GQA, MIXED)),
         make_small("narrow", (FULL, Group("window", 3)), alike(SMALL_GQA, MIXED)),
