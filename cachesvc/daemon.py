@@ -131,7 +131,7 @@ class Daemon:
         cache = CacheService(node, gate, config.operations_per_step, quotas)
         access = Access(gate, cache, quotas, keyring)
         port = await self._start_server(node, access, backend, host_pool, devices, telemetry)
-        facts = Facts(__version__, backend.name, config.device_pool, config.host_pool, config.host_chunk)
+        facts = _facts(config, backend)
         metrics_port = telemetry.start_metrics(Gatherer(facts, node, engine, gate, telemetry.watch, cache, host_pool))
         events.event("config", **config.shown())
         events.event(
@@ -289,6 +289,10 @@ def _core(config: Config, engine: SwapEngine) -> Core:
         limits,
         new_name=partial(secrets.token_hex, 16),
     )
+
+
+def _facts(config: Config, backend: Backend) -> Facts:
+    return Facts(__version__, backend.name, config.device_pool, config.host_pool, config.host_chunk)
 
 
 def make_way_for_life(path: str) -> None:

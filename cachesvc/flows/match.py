@@ -107,7 +107,7 @@ def pin_hit(core: Core, model: Model, place: Place, sequence: Sequence, hit: Hit
     sequence.sealed = hit.device_blocks
     sequence.hit_blocks = hit.blocks
     if hit.device_row != NO_ROW:
-        place.used[hit.device_row] = 1
+        place.used[hit.device_row] |= sequence.id >= 0  # a prefetch is no use
         blocks.index.touch(hit.device_row, stamp)
         blocks.pin(place, hit.device_row)
         sequence.anchor = hit.device_row
