@@ -25,7 +25,8 @@ from cachesvc_client.event_batch import Batch, BlockMirror, Kind, Part, Run, Spo
 from cachesvc_client.methods import SUBSCRIBE
 from cachesvc_client.settings import ChannelOptions
 
-DEFAULT_OPTIONS = ChannelOptions()
+DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
+"""gRPC gives a connection no longer than the first pause: 50 ms are too few on a busy node."""
 
 __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
 

@@ -204,9 +204,11 @@ def test_there_is_a_limit_and_who_leaves_makes_room() -> None:
     with running_node(["--event-subscribers", "2"]) as node, Engine(node.socket, host_pages=0) as engine:
         namespace = engine.registration.namespace
         with EventSubscriber(node.socket, namespace) as first, EventSubscriber(node.socket, namespace) as second:
-            held = [next(each.subscribe()) for each in (first, second)]
-            assert [batch.part for batch in held] == [Part.FIRST, Part.FIRST]
+            held = [each.subscribe() for each in (first, second)]
+            assert [next(batches).part for batches in held] == [Part.FIRST, Part.FIRST]
             assert node.counters()["event_subscribers"] == 2
+            with pytest.raises(LimitExceeded):
+                next(first.subscribe())
         with EventSubscriber(node.socket, namespace) as third:
             wait_until(lambda: can_subscribe(third), "those who left are forgotten")
 

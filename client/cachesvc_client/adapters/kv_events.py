@@ -14,6 +14,7 @@ Dynamo passes it over.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,26 +67,29 @@ def hash_of(key: bytes) -> int:
 
 
 class KnownTokens:
-    """The tokens of the last ``limit`` blocks that this process hashed. Not safe for several threads at once."""
+    """The tokens of the last ``limit`` blocks that this process hashed. One thread may learn while others ask."""
 
     def __init__(self, limit: int = 65_536) -> None:
         self._limit = limit
         self._tokens: OrderedDict[bytes, npt.NDArray[np.uint32]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def learn(self, keys: bytes, tokens: Sequence[int] | npt.NDArray[np.integer], block_tokens: int) -> None:
         """``keys``: packed keys of the full blocks of ``tokens``, from the first on, as ``block_keys`` gives them."""
         flat = np.asarray(tokens, np.uint32)
-        for block in range(len(keys) // KEY_BYTES):
-            key = keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
-            if key not in self._tokens:
-                self._tokens[key] = flat[block * block_tokens : (block + 1) * block_tokens].copy()
-            self._tokens.move_to_end(key)
-        while len(self._tokens) > self._limit:
-            self._tokens.popitem(last=False)
+        with self._lock:
+            for block in range(len(keys) // KEY_BYTES):
+                key = keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+                if key not in self._tokens:
+                    self._tokens[key] = flat[block * block_tokens : (block + 1) * block_tokens].copy()
+                self._tokens.move_to_end(key)
+            while len(self._tokens) > self._limit:
+                self._tokens.popitem(last=False)
 
     def of(self, key: bytes) -> list[int] | None:
         """One block's tokens; None where they are not known."""
-        tokens = self._tokens.get(key)
+        with self._lock:
+            tokens = self._tokens.get(key)
         return None if tokens is None else tokens.tolist()
 
 
