@@ -124,7 +124,7 @@ def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
         return
     if lease.state is LeaseState.LIVE:
         lose(core, lease, "it was closed")
-    if quiesced and lease_id in core.ledger.leases:  # one that had nothing to wait for is gone already
+    if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
         free_quarantine(core, lease)
 
 
@@ -153,7 +153,7 @@ def lose(core: Core, lease: Lease, why: str) -> None:
             lease.quarantine.append((group, page))
         pages.clear()
     core.count("leases_lost")
-    if not lease.processes or not lease.quarantine:  # nobody, or nothing, to wait for
+    if not lease.processes:
         free_quarantine(core, lease)
 
 
