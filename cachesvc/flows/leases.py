@@ -124,7 +124,7 @@ def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
         return
     if lease.state is LeaseState.LIVE:
         lose(core, lease, "it was closed", "closed")
-    if quiesced and lease_id in core.ledger.leases:  # one that had nothing to wait for is gone already
+    if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
         free_quarantine(core, lease)
 
 
@@ -154,7 +154,7 @@ def lose(core: Core, lease: Lease, why: str, cause: str = "other") -> None:
         pages.clear()
     core.count("leases_lost")
     core.count(f"leases_ended_{cause}")
-    if not lease.processes or not lease.quarantine:  # nobody, or nothing, to wait for
+    if not lease.processes:
         free_quarantine(core, lease)
 
 
