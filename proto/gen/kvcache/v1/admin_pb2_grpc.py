@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvcache.v1 import admin_pb2 as kvcache_dot_v1_dot_admin__pb2
+from kvcache.v1 import inspect_pb2 as kvcache_dot_v1_dot_inspect__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -84,52 +85,61 @@ class AdminServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.DumpIndex = channel.unary_stream(
+                '/kvcache.v1.AdminService/DumpIndex',
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """Version, uptime, effective configuration, pools and counters.
+        """Begin here: what needs attention, how full the pools are, what hits were worth, who holds pages, what is moving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Models with their layouts, replicas and numbers of blocks. Other calls want a model_id from here.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Engines that hold something, and for how long each was silent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Open sequences (one a request that an engine runs) and what they hold.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """Resident blocks, the most recently used first; or the blocks of given keys.
+        """Resident blocks, the most recently used or the most often hit first; or the blocks of given keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTree(self, request, context):
-        """The index below a key (or the root), to a depth.
+        """The prefix index below a key (or the root), to a depth, the biggest branches first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTickets(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Transfers: those that run, then those that ended, the newest first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -149,7 +159,15 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Checks conservation: every page is in exactly one place, every count adds up.
+        """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
+        of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpIndex(self, request, context):
+        """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,6 +225,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvcache_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'DumpIndex': grpc.unary_stream_rpc_method_handler(
+                    servicer.DumpIndex,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -479,6 +502,33 @@ class AdminService(object):
             '/kvcache.v1.AdminService/Verify',
             kvcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcache.v1.AdminService/DumpIndex',
+            kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,
