@@ -7,7 +7,7 @@ import asyncio
 import gc
 import sys
 
-from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, Config, load_config
+from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LOG_LEVELS, Config, load_config
 from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
@@ -80,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--eviction", choices=sorted(RANK_RULES), help="default lru")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
+    add("--checksums", choices=CHECKSUMS, help="of sealed pages, for `cachesvc verify --checksums` (default off)")
+    add("--checksum-limit", metavar="SIZE", help="bytes per second read for checksums (default 256MiB)")
+    add("--web-listen", metavar="HOST:PORT", help="serve a read-only page on loopback (default: none)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
     return parser
 

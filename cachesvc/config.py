@@ -17,6 +17,7 @@ _UNITS |= {"t": 1 << 40, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, 
 BACKENDS = ("auto", "shm", "cuda")
 DEVICE_MEMORY = ("ipc", "vmm")
 CALIBRATION = ("start", "never")
+CHECKSUMS = ("off", "sample", "all")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -38,7 +39,9 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
-    ``allow_uids``: empty: its own and root.
+    ``allow_uids``: empty: its own and root. ``checksums``: of which sealed pages they are taken, for Verify;
+    ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the read-only page on
+    loopback, or empty.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -69,6 +72,9 @@ class Config:
     operations_per_step: int = 4096
     calls_in_flight: int = 1024
     allow_uids: tuple[int, ...] = ()
+    checksums: str = "off"
+    checksum_limit: int = 256 << 20
+    web_listen: str = ""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -77,6 +83,7 @@ class Config:
         _one_of("device_memory", self.device_memory, DEVICE_MEMORY)
         _one_of("calibration", self.calibration, CALIBRATION)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("checksums", self.checksums, CHECKSUMS)
         if not self.socket or len(self.socket.encode()) > 100:
             raise InvalidRequest(f"socket must be a path of at most 100 bytes (a unix socket's limit): {self.socket!r}")
         for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
@@ -86,11 +93,13 @@ class Config:
         for name in ("operations_per_step", "calls_in_flight"):
             _positive(name, getattr(self, name))
         _positive("slice_bytes", self.slice_bytes)
+        _positive("checksum_limit", self.checksum_limit)
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _check_listen(self)
+        _check_web(self.web_listen)
 
     def shown(self) -> dict[str, str]:
         """The effective configuration as text, for the log and for operators; nothing in it is a secret."""
@@ -114,7 +123,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 
 
-SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes")
+SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes", "checksum_limit")
 
 
 def _coerce(name: str, value: Any) -> Any:
@@ -158,4 +167,13 @@ def _check_listen(config: Config) -> None:
     if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise InvalidRequest(
             f"listen: {host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost or [::1]"
+        )
+
+
+def _check_web(web_listen: str) -> None:
+    host, _, port = web_listen.rpartition(":")
+    if web_listen and (host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdigit() or int(port) > 65535):
+        raise InvalidRequest(
+            f"web_listen: {web_listen!r} is not 127.0.0.1:PORT, localhost:PORT or [::1]:PORT; the page has no login, "
+            "so it is served on loopback alone"
         )

@@ -33,12 +33,15 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.admin_service import AdminService, DeviceLine
 from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
+from cachesvc.service.checksums import Checksums
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
+from cachesvc.service.inspection import Inspection
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
+from cachesvc.service.web import WebPage
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
@@ -197,12 +200,17 @@ class Daemon:
         host_pool.start()
         self._stack.callback(host_pool.close)
         self._start_life(node, vault, epoch)
-        port = await self._start_server(node, backend, host_pool, devices)
+        checksums = Checksums(node, engine.page_bytes, config.checksums, config.checksum_limit)
+        checksums.start()
+        self._stack.push_async_callback(checksums.close)
+        inspection = Inspection(node, checksums, config.eviction)
+        port = await self._start_server(node, backend, host_pool, devices, inspection)
         events.event("config", **config.shown())
         events.event(
             "ready",
             socket=config.socket,
             port=port,
+            web_port=await self._start_web(node, backend),
             backend=backend.name,
             devices=backend.devices(),
             epoch=epoch,
@@ -223,7 +231,16 @@ class Daemon:
         life.start()
         self._stack.callback(life.close)
 
-    async def _start_server(self, node: Node, backend: Backend, host_pool: HostPool, devices: list[DeviceLine]) -> int:
+    async def _start_web(self, node: Node, backend: Backend) -> int:
+        if not self._config.web_listen:
+            return 0
+        page = WebPage(node, self._config.web_listen, backend.name)
+        self._stack.push_async_callback(page.close)
+        return await page.start()
+
+    async def _start_server(
+        self, node: Node, backend: Backend, host_pool: HostPool, devices: list[DeviceLine], inspection: Inspection
+    ) -> int:
         config = self._config
         gate = CallGate(config.calls_in_flight)
         shown = {**config.shown(), "backend": backend.name}
@@ -232,7 +249,7 @@ class Daemon:
             lease=LeaseService(node, gate),
             cache=CacheService(node, gate, config.operations_per_step),
             event=EventService(),
-            admin=AdminService(node, gate, host_pool, shown, devices, self._not_serving),
+            admin=AdminService(node, gate, host_pool, inspection, shown, devices, self._not_serving),
         )
         listening = Listening(config.socket, config.listen, config.tls_certificate, config.tls_key)
         server = Server(services, listening)

@@ -201,8 +201,13 @@ def tree_lines(core: Core, model_id: int, rows: list[TreeRow]) -> list[TreeLine]
     index = model.blocks.index
     return [
         TreeLine(
-            key, index.depth[node.row], node.depth, index.children[node.row], _tiers(model, node.row),
-            node.descendants, index.hits[node.row],
+            key,
+            index.depth[node.row],
+            node.depth,
+            index.children[node.row],
+            _tiers(model, node.row),
+            node.descendants,
+            index.hits[node.row],
         )
         for node in rows
         if (key := index.keys[node.row]) is not None

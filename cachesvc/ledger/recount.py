@@ -119,9 +119,7 @@ class _Holds:
         self.where = f"model {model.id}"
         self.names = [place.name for place in index.places]
         self.pins = [int32s(place.pins) for place in index.places]
-        self.windows = [
-            {group: int32s(pins) for group, pins in place.window_pins.items()} for place in index.places
-        ]
+        self.windows = [{group: int32s(pins) for group, pins in place.window_pins.items()} for place in index.places]
         self.flights: Any = uint16s(index.flights)
         self.pinned: list[list[int]] = [[] for _ in index.places]
         self.windowed: dict[tuple[int, int], list[int]] = {}
@@ -167,4 +165,3 @@ def told(rows: Any, say: Callable[[int], str]) -> list[str]:
     if len(rows) > MOST_TOLD:
         out.append(f"{say(int(rows[MOST_TOLD]))} (and {len(rows) - MOST_TOLD - 1} more like it)")
     return out
-

@@ -38,7 +38,7 @@ class Leaves:
 def leaf_parts(model: Model) -> list[tuple[str, Callable[[], Leaves], Callable[[Leaves], list[str]]]]:
     """A part for each heap."""
     blocks = model.blocks
-    out = []
+    out: list[tuple[str, Callable[[], Leaves], Callable[[Leaves], list[str]]]] = []
     for place in blocks.index.places:
         heaps: list[tuple[LeafHeap, int | None]] = [(place.leaves, None)]
         if place is not blocks.host:

@@ -33,7 +33,9 @@ def walk_keys(model: Model) -> Iterator[list[str]]:
 
 def walk_tables(ledger: Ledger, model: Model) -> Iterator[list[str]]:
     """A sequence on the device has, at every sealed position, the page of its block there. A step is one sequence."""
-    known = [(lease.id, number) for lease in ledger.leases.values() if lease.model == model.id for number in lease.sequences]
+    known = [
+        (lease.id, number) for lease in ledger.leases.values() if lease.model == model.id for number in lease.sequences
+    ]
     for lease_id, number in known:
         lease = ledger.leases.get(lease_id)
         sequence = lease.sequences.get(number) if lease is not None else None
