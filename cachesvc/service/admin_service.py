@@ -49,10 +49,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._evictions: dict[int, int] = {}
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        return await self._gate.serve(context, self._status)
+        return await self._gate.serve(context, partial(self._status, request))
 
-    async def _status(self) -> admin_pb2.GetStatusResponse:
-        return status_to_proto(self._node, self._config, self._host_pool, self._devices)
+    async def _status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
+        shown = status_to_proto(self._node, self._config, self._host_pool, self._devices)
+        if request.brief:
+            shown.ClearField("config")
+            shown.ClearField("counters")
+        return shown
 
     async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> admin_pb2.ListModelsResponse:
         return await self._gate.serve(context, self._models)

@@ -53,7 +53,7 @@ def add_commands(commands: Any) -> None:
         if name in ("sequences", "blocks", "tickets", "tree"):
             parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
         if name == "tree":
-            parser.add_argument("--key", type=_hex, default="", metavar="HEX", help="start at this block")
+            parser.add_argument("--key", type=_hex, metavar="HEX", help="start at this block")
             parser.add_argument("--depth", type=int, default=6, metavar="N", help="levels at most (default 6)")
         if name == "evict":
             parser.add_argument("--tier", choices=("device", "host"), default="device")
@@ -283,7 +283,7 @@ def _tickets(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str,
 
 def _tree(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
     request = admin_pb2.GetTreeRequest(
-        model_id=arguments.model, key_hex=arguments.key, depth=arguments.depth, limit=arguments.limit
+        model_id=arguments.model, key_hex=arguments.key or "", depth=arguments.depth, limit=arguments.limit
     )
     answer = admin.GetTree(request, timeout=DEADLINE_SECONDS)
     lines = [

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import grpc
 
 from cachesvc.model.errors import CacheError
-from cachesvc_client.ctl import calibrate, dumping, inspect, layout, replaying, top
+from cachesvc_client.ctl import calibrate, describe, dumping, inspect, layout, replaying, top
 from cachesvc_client.ctl.daemon_process import DaemonFailed
+from cachesvc_client.ctl.describe import UnknownSymbol
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.index_file import IndexFileError
 from cachesvc_client.ctl.replay import ReplayFailed
@@ -18,7 +19,7 @@ from cachesvc_client.ctl.trace import TraceError
 from cachesvc_client.errors import CacheClientError, DaemonUnavailable, error_of
 
 Command = Callable[[argparse.Namespace], int]
-FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError)
+FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol)
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     replaying.add_commands(commands)
     inspect.add_commands(commands)
     top.add_command(commands)
+    describe.add_command(commands)
     dumping.add_commands(commands)
     calibrate.add_command(commands)
     layout.add_command(commands)

@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 import grpc
-from kvcache.v1 import admin_pb2_grpc, common_pb2
+from kvcache.v1 import admin_pb2_grpc
 
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.inspect import DEFAULT_SOCKET, describe_hits, describe_transfers, table
-from cachesvc_client.ctl.watching import Look, pool_line, take_look
+from cachesvc_client.ctl.watching import Look, hot_rows, lease_rows, pool_line, take_look
 
 BAR = 24
 
@@ -63,45 +63,3 @@ def as_text(look: Look) -> str:
         table(("hottest prefix", "blocks", "hits", "places"), hot_rows(look)),
     ]
     return "\n".join(parts)
-
-
-def lease_rows(look: Look) -> list[tuple[object, ...]]:
-    """Leases, those that are silent for longest first."""
-    return [
-        (
-            lease.engine,
-            lease.lease_id[:12],
-            f"{lease.silent_seconds:.1f}" if lease.state == "live" else lease.state,
-            lease.sequences,
-            lease.private_pages,
-            lease.pinned_blocks,
-        )
-        for lease in sorted(look.leases, key=lambda lease: -lease.silent_seconds)
-    ]
-
-
-def hot_rows(look: Look) -> list[tuple[object, ...]]:
-    """The ends of the prefixes that were hit most."""
-    return [
-        (
-            f"{model} {block.key_hex[:12]}",
-            block.position + 1,
-            block.hits,
-            ", ".join(dict.fromkeys(copy.place for copy in block.copies)),
-        )
-        for model, block in look.hottest
-    ]
-
-
-def ticket_rows(look: Look) -> list[tuple[object, ...]]:
-    """The newest transfers."""
-    return [
-        (
-            ticket.id,
-            ticket.direction,
-            common_pb2.TicketState.Name(ticket.state).removeprefix("TICKET_STATE_").lower(),
-            ticket.blocks,
-            f"{ticket.size_bytes / 2**20:.1f} MiB",
-        )
-        for ticket in look.tickets
-    ]

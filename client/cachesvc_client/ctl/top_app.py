@@ -16,17 +16,19 @@ from textual.worker import get_current_worker
 
 from cachesvc_client.ctl.inspect import describe_hits
 from cachesvc_client.ctl.report import describe_bytes
-from cachesvc_client.ctl.top import hot_rows, lease_rows, ticket_rows
 from cachesvc_client.ctl.watching import (
     MARKS,
     History,
     Look,
     Rates,
     bar,
+    hot_rows,
+    lease_rows,
     per_second,
     percent,
     spark,
     take_look,
+    ticket_rows,
 )
 from cachesvc_client.errors import error_of
 
@@ -55,6 +57,7 @@ class TopApp(App[None]):
         Binding("p", "pause", "Pause"),
     ]
     TITLE = "cachesvc top"
+    ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, socket: str, every: float) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class History:
 
 def take_look(admin: admin_pb2_grpc.AdminServiceStub) -> Look:
     """Ask the daemon. Raises grpc.RpcError."""
-    status = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=LOOK_DEADLINE_SECONDS)
+    status = admin.GetStatus(admin_pb2.GetStatusRequest(brief=True), timeout=LOOK_DEADLINE_SECONDS)
     leases = admin.ListLeases(admin_pb2.ListLeasesRequest(), timeout=LOOK_DEADLINE_SECONDS).leases
     tickets = admin.ListTickets(admin_pb2.ListTicketsRequest(limit=HOTTEST), timeout=LOOK_DEADLINE_SECONDS).tickets
     hottest: list[tuple[int, admin_pb2.BlockStatus]] = []
@@ -128,8 +128,8 @@ def percent(share: float | None) -> str:
 
 
 def per_second(bytes_per_second: float) -> str:
-    """GB/s, the unit of links."""
-    return f"{bytes_per_second / 1e9:.2f} GB/s"
+    """GB/s, the unit of links, or MB/s where that would be nothing."""
+    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:.1f} MB/s"
 
 
 def pool_line(pool: admin_pb2.PoolStatus, width: int) -> str:
@@ -137,3 +137,45 @@ def pool_line(pool: admin_pb2.PoolStatus, width: int) -> str:
     name = f"{pool.model_id} {pool.place}/{pool.group}"
     used = 1 - pool.free / pool.capacity if pool.capacity else 0.0
     return f"{name:<20.20} [{bar(pool, width)}] {used:4.0%} of {pool.capacity:,} x {describe_bytes(pool.page_bytes)}"
+
+
+def lease_rows(look: Look) -> list[tuple[object, ...]]:
+    """Leases, those that are silent for longest first."""
+    return [
+        (
+            lease.engine,
+            lease.lease_id[:12],
+            f"{lease.silent_seconds:.1f}" if lease.state == "live" else lease.state,
+            lease.sequences,
+            lease.private_pages,
+            lease.pinned_blocks,
+        )
+        for lease in sorted(look.leases, key=lambda lease: -lease.silent_seconds)
+    ]
+
+
+def hot_rows(look: Look) -> list[tuple[object, ...]]:
+    """The ends of the prefixes that were hit most."""
+    return [
+        (
+            f"{model} {block.key_hex[:12]}",
+            block.position + 1,
+            block.hits,
+            ", ".join(dict.fromkeys(copy.place for copy in block.copies)),
+        )
+        for model, block in look.hottest
+    ]
+
+
+def ticket_rows(look: Look) -> list[tuple[object, ...]]:
+    """The newest transfers."""
+    return [
+        (
+            ticket.id,
+            ticket.direction,
+            common_pb2.TicketState.Name(ticket.state).removeprefix("TICKET_STATE_").lower(),
+            ticket.blocks,
+            f"{ticket.size_bytes / 2**20:.1f} MiB",
+        )
+        for ticket in look.tickets
+    ]
