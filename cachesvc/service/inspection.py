@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -10,7 +11,7 @@ from kvcache.v1 import admin_pb2, inspect_pb2
 
 from cachesvc import __version__
 from cachesvc.flows import dump, study, verify
-from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.node import Node
 from cachesvc.service.turns import Turns
@@ -18,6 +19,8 @@ from cachesvc.service.turns import Turns
 MOST_PROBLEMS = 1024
 MESSAGE_BLOCKS = 8192
 MESSAGE_BLOCKS_MAX = 65536
+DUMPS_MAX = 2
+"""Each holds a copy of the index's columns, some 60 bytes a block, until its caller has read all of it."""
 
 
 class Inspection:
@@ -27,6 +30,8 @@ class Inspection:
         self._node = node
         self._checksums = checksums
         self._eviction = eviction
+        self._verifying = asyncio.Lock()
+        self._dumps = 0
 
     async def blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         """Raises NotFound, InvalidRequest."""
@@ -72,7 +77,11 @@ class Inspection:
         return key
 
     async def verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
-        """Piece by piece; then, if asked for, checksums. Raises NotFound for an unknown model."""
+        """Piece by piece; then, if asked for, checksums. One call at a time. Raises NotFound for an unknown model."""
+        async with self._verifying:
+            return await self._verify(request)
+
+    async def _verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
         core, turns, began = self._node.core, Turns(), time.monotonic()
         problems: list[str] = []
         checks: list[str] = []
@@ -98,7 +107,17 @@ class Inspection:
         return response
 
     async def dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
-        """The head, then the rows. Raises NotFound, InvalidRequest."""
+        """The head, then the rows. Raises NotFound, InvalidRequest, LimitExceeded."""
+        if self._dumps >= DUMPS_MAX:
+            raise LimitExceeded("dumps at a time", self._dumps + 1, DUMPS_MAX)
+        self._dumps += 1
+        try:
+            async for part in self._dump(request):
+                yield part
+        finally:
+            self._dumps -= 1
+
+    async def _dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
         size = request.blocks_per_message or MESSAGE_BLOCKS
         if size > MESSAGE_BLOCKS_MAX:
             raise InvalidRequest(f"blocks_per_message is {size}; at most {MESSAGE_BLOCKS_MAX}")
