@@ -105,7 +105,8 @@ bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results
 
 lock: $(UV) ## Pin the newest packages that pyproject.toml allows
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --python $(PYTHON) \
-		--fork-strategy fewest --extra server --extra replay --extra dev --extra gpucheck --extra numa --extra cuda13 \
+		--fork-strategy fewest --extra server --extra web --extra top --extra replay --extra dev --extra gpucheck \
+		--extra numa --extra cuda13 \
 		--no-annotate --custom-compile-command "make lock" --output-file $(LOCK) pyproject.toml
 
 clean: ## Remove caches and build outputs; .venv and .tools stay
@@ -122,7 +123,7 @@ $(SETUP): pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		rm -rf $(VENV); echo "python3 lacks venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) editables hatchling
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,replay,dev,gpucheck]'
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,web,top,replay,dev,gpucheck]'
 	@touch $@
 
 # npm, from a wheel where the system has none.

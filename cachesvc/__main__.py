@@ -9,7 +9,7 @@ import resource
 import sys
 from functools import partial
 
-from cachesvc.config import BACKENDS, CALIBRATION, DEVICE_MEMORY, LOG_LEVELS, load_config
+from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LOG_LEVELS, load_config
 from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
@@ -98,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--otlp-endpoint", metavar="URL", help="push metrics and traces to an OTLP collector (default: not)")
     add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
     add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
+    add("--checksums", choices=CHECKSUMS, help="of sealed pages, for `cachesvc verify --checksums` (default off)")
+    add("--checksum-limit", metavar="SIZE", help="bytes per second read for checksums (default 256MiB)")
+    add("--web-listen", metavar="HOST:PORT", help="serve a read-only page on loopback (default: none)")
     add("--log-level", choices=LOG_LEVELS, help="default info")
     add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
     return parser

@@ -19,6 +19,7 @@ CALIBRATION = ("start", "never")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
+CHECKSUMS = ("off", "sample", "all")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -38,8 +39,10 @@ class Config:
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
     empty: its own user and root. ``tokens``: file that says who may call and what; empty: whoever may open the socket.
-    ``tls_client_ca``: clients on TCP need a certificate that it signed. ``fault_copies``: share of copies that are made
-    to fail, for tests; a flag that no file may set, for the shm backend alone.
+    ``tls_client_ca``: clients on TCP need a certificate that it signed. ``checksums``: of which sealed pages they are
+    taken, for Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the
+    read-only page on loopback, or empty. ``fault_copies``: share of copies that are made to fail, for tests; a flag
+    that no file may set, for the shm backend alone.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -77,6 +80,9 @@ class Config:
     event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
     allow_gids: tuple[int, ...] = ()
+    checksums: str = "off"
+    checksum_limit: int = 256 << 20
+    web_listen: str = ""
     log_level: str = "info"
     metrics_listen: str = ""
     otlp_endpoint: str = ""
@@ -88,6 +94,7 @@ class Config:
         _one_of("device_memory", self.device_memory, DEVICE_MEMORY)
         _one_of("calibration", self.calibration, CALIBRATION)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("checksums", self.checksums, CHECKSUMS)
         if not self.socket or len(self.socket.encode()) > 100:
             raise InvalidRequest(f"socket must be a path of at most 100 bytes (a unix socket's limit): {self.socket!r}")
         for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
@@ -101,7 +108,7 @@ class Config:
                 f"slice_bytes must be at least {MIN_SLICE_BYTES} (1 MiB), got {self.slice_bytes}: smaller slices cost "
                 "more to choose and submit than to copy"
             )
-        for name in ("event_subscribers", "event_history"):
+        for name in ("event_subscribers", "event_history", "checksum_limit"):
             _positive(name, getattr(self, name))
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
@@ -111,6 +118,12 @@ class Config:
             raise InvalidRequest("fault_copies is a share from 0 to 1, and for --backend shm alone")
         _check_listen(self)
         _check_telemetry(self)
+        _check_web(self.web_listen)
+        if self.web_listen and self.tokens:
+            raise InvalidRequest(
+                "web_listen has no login and shows every tenant's models to any user of the node: not with tokens; "
+                "use cachesvc top"
+            )
 
     def attaching_uids(self, own: int) -> frozenset[int]:
         """Users who may attach: those that were named, or else ``own`` and root."""
@@ -140,7 +153,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 
 
-SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes")
+SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes", "checksum_limit")
 
 
 def _coerce(name: str, value: Any) -> Any:
@@ -207,4 +220,13 @@ def _check_telemetry(config: Config) -> None:
         raise InvalidRequest(
             f"otlp_endpoint: {config.otlp_endpoint!r} is not http://HOST:PORT or https://HOST:PORT; "
             "credentials go into OTEL_EXPORTER_OTLP_HEADERS"
+        )
+
+
+def _check_web(web_listen: str) -> None:
+    host, _, port = web_listen.rpartition(":")
+    if web_listen and (host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdigit() or int(port) > 65535):
+        raise InvalidRequest(
+            f"web_listen: {web_listen!r} is not 127.0.0.1:PORT, localhost:PORT or [::1]:PORT; the page has no login, "
+            "so it is served on loopback alone"
         )

@@ -30,10 +30,12 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.admin_service import AdminService, DeviceLine
 from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
+from cachesvc.service.checksums import Checksums
 from cachesvc.service.device_health import DeviceHealth, Serving
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
 from cachesvc.service.gather import Facts, Gatherer
+from cachesvc.service.inspection import Inspection
 from cachesvc.service.keyring import Keyring
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.life import LifeServer
@@ -43,6 +45,7 @@ from cachesvc.service.reload import Reloader, live_settings
 from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
 from cachesvc.service.socket_files import open_to_group
 from cachesvc.service.telemetry import Telemetry
+from cachesvc.service.web import WebPage
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -130,7 +133,11 @@ class Daemon:
         gate = CallGate(config.calls_in_flight, quotas)
         cache = CacheService(node, gate, config.operations_per_step, quotas)
         access = Access(gate, cache, quotas, keyring)
-        port = await self._start_server(node, access, backend, host_pool, devices, telemetry)
+        checksums = Checksums(node, engine.page_bytes, config.checksums, config.checksum_limit)
+        checksums.start()
+        self._stack.push_async_callback(checksums.close)
+        inspection = Inspection(node, checksums, config.eviction)
+        port = await self._start_server(node, access, backend, host_pool, devices, inspection, telemetry)
         facts = _facts(config, backend)
         metrics_port = telemetry.start_metrics(Gatherer(facts, node, engine, gate, telemetry.watch, cache, host_pool))
         events.event("config", **config.shown())
@@ -139,6 +146,7 @@ class Daemon:
             socket=config.socket,
             port=port,
             metrics_port=metrics_port,
+            web_port=await self._start_web(node, backend),
             backend=backend.name,
             devices=backend.devices(),
             epoch=epoch,
@@ -161,6 +169,13 @@ class Daemon:
         self._stack.callback(life.close)
         open_to_group(self._config.socket + LIFE_SUFFIX, self._config.socket_group)
 
+    async def _start_web(self, node: Node, backend: Backend) -> int:
+        if not self._config.web_listen:
+            return 0
+        page = WebPage(node, self._config.web_listen, backend.name)
+        self._stack.push_async_callback(page.close)
+        return await page.start()
+
     async def _start_server(
         self,
         node: Node,
@@ -168,6 +183,7 @@ class Daemon:
         backend: Backend,
         host_pool: HostPool,
         devices: list[DeviceLine],
+        inspection: Inspection,
         telemetry: Telemetry,
     ) -> int:
         config = self._config
@@ -182,7 +198,16 @@ class Daemon:
             cache=cache,
             event=following,
             admin=AdminService(
-                node, gate, host_pool, shown, devices, self._not_serving, health, reloader.reload, quotas
+                node,
+                gate,
+                host_pool,
+                inspection,
+                shown,
+                devices,
+                self._not_serving,
+                health,
+                reloader.reload,
+                quotas,
             ),
         )
         listening = Listening(

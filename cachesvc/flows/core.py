@@ -65,6 +65,7 @@ class Core:
     """Made once by the composition root; tests make their own.
 
     ``new_name`` gives lease ids. ``stillborn``: tickets that the mover refused, to be landed once the flow is through.
+    ``on_sealed``: told ``(model, replica, row of the last, count)`` once for each Publish that sealed blocks.
     """
 
     ledger: Ledger
@@ -76,6 +77,7 @@ class Core:
     next_model: int = 1
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     stillborn: list[tuple[int, str]] = field(default_factory=list)
+    on_sealed: Callable[[int, int, int, int], None] | None = None
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter that operators see."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cachesvc.flows.admin import BlockLine, block_line
 from cachesvc.flows.core import Core
+from cachesvc.flows.study import BlockLine, block_line
 from cachesvc.ledger.journal import Cause, Event
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW

@@ -56,6 +56,8 @@ def publish(
     if fresh_rows and core.writing.copies_when_sealed:
         back_up(core, model, replica, fresh_rows)
     model.reuse.published += len(fresh_rows) + len(doubles)
+    if core.on_sealed is not None and tip != NO_ROW:
+        core.on_sealed(model.id, replica.id, tip, sequence.sealed - first)
     core.count("published_blocks", len(fresh_rows))
     core.count("duplicate_blocks", len(doubles))
     return _answer(sequence, doubles, spares, pending)

@@ -47,6 +47,10 @@ class LeafHeap:
                 heapq.heappush(heap, (now, entry[1]))
         return None
 
+    def entries(self) -> list[tuple[Rank, int]]:
+        """A copy of all entries, in no order."""
+        return list(self._heap)
+
     def lowest(self) -> dict[int, Rank]:
         """The lowest entry of each row, for audits."""
         return {row: rank for rank, row in sorted(self._heap, reverse=True)}

@@ -119,6 +119,15 @@ class PagePool:
                 out.append(f"{self.name}: {seen} pages are {state.name}, {expected} are counted")
         return out
 
+    def free_runs(self) -> tuple[list[int], list[int]]:
+        """First pages and lengths of all runs of free pages."""
+        return list(self._count_at), list(self._count_at.values())
+
+    @property
+    def added(self) -> bytearray:
+        """1 for each page that has come. Not to be written."""
+        return self._added
+
     def _give_back(self, start: int, count: int) -> None:
         after = self._count_at.get(start + count)
         if after is not None:

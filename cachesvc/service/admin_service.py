@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol
 
-from kvcache.v1 import admin_pb2, admin_pb2_grpc
+from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
-from cachesvc import __version__
 from cachesvc.flows import admin
 from cachesvc.flows.core import ticket_view
-from cachesvc.ledger.conservation import audit
+from cachesvc.flows.study import MAX_LISTED
 from cachesvc.memory.host_pool import HostPool
-from cachesvc.model.words import PageState
-from cachesvc.service.auth import EVERYONE, caller
-from cachesvc.service.calls import CallGate, Context
+from cachesvc.model.errors import CacheError
+from cachesvc.service.calls import CallGate, Context, refuse
 from cachesvc.service.device_health import DeviceHealth
-from cachesvc.service.explain import block_status, explain
+from cachesvc.service.device_line import DeviceLine
+from cachesvc.service.explain import explain
+from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
 from cachesvc.service.owners import (
     is_visible,
@@ -31,79 +29,14 @@ from cachesvc.service.owners import (
 )
 from cachesvc.service.quota import Quotas
 from cachesvc.service.reload import Change
+from cachesvc.service.status_view import lease_to_proto, shown_leases, status_to_proto
 from cachesvc.service.tenants import list_tenants
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
+__all__ = ["AdminService", "DeviceLine"]
+
 DEFAULT_LISTED = 1024
-
-
-class Link(Protocol):
-    """What was measured of a device's link."""
-
-    @property
-    def load_bytes_per_us(self) -> float:
-        """Host -> device."""
-
-    @property
-    def store_bytes_per_us(self) -> float:
-        """Device -> host."""
-
-    @property
-    def both_bytes_per_us(self) -> float:
-        """Both at once, together."""
-
-    @property
-    def per_copy_us(self) -> float:
-        """What a copy costs beside its rows and bytes."""
-
-    @property
-    def per_row_ns(self) -> float:
-        """What a row costs beside its bytes."""
-
-    @property
-    def per_step_us(self) -> float:
-        """What a step costs beside its copies."""
-
-    @property
-    def narrow_plane_bytes(self) -> int:
-        """Planes narrower than this load at less than half of the link's speed."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLine:
-    """One device as operators see it. ``link`` is None where it was not measured."""
-
-    uuid: str
-    name: str
-    pool_bytes: int
-    context_bytes: int
-    link: Link | None
-
-    def logged(self) -> dict[str, object]:
-        """For the log, whose events have a name of their own."""
-        known = self.shown()
-        return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
-
-    def shown(self) -> dict[str, object]:
-        """By the names of DeviceStatus."""
-        known: dict[str, object] = {
-            "uuid": self.uuid,
-            "name": self.name,
-            "pool_bytes": self.pool_bytes,
-            "context_bytes": self.context_bytes,
-        }
-        if self.link is None:
-            return known
-        return known | {
-            "load_gb_per_second": round(self.link.load_bytes_per_us / 1e3, 2),
-            "store_gb_per_second": round(self.link.store_bytes_per_us / 1e3, 2),
-            "both_gb_per_second": round(self.link.both_bytes_per_us / 1e3, 2),
-            "copy_us": round(self.link.per_copy_us, 2),
-            "row_ns": round(self.link.per_row_ns, 1),
-            "step_us": round(self.link.per_step_us, 2),
-            "narrow_plane_bytes": self.link.narrow_plane_bytes,
-        }
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -114,6 +47,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         node: Node,
         gate: CallGate,
         host_pool: HostPool,
+        inspection: Inspection,
         config: dict[str, str],
         devices: Sequence[DeviceLine],
         on_drain: Callable[[], Awaitable[None]],
@@ -124,6 +58,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._node = node
         self._gate = gate
         self._host_pool = host_pool
+        self._inspection = inspection
         self._config = config
         self._devices = devices
         self._on_drain = on_drain
@@ -133,55 +68,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._evictions: dict[int, int] = {}
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        return await self._gate.serve(context, self._status)
+        return await self._gate.serve(context, partial(self._status, request))
 
-    async def _status(self) -> admin_pb2.GetStatusResponse:
-        node = self._node
-        core = node.core
-        serving, faults = self._health.serving(), self._health.faults()
-        who = caller()
-        models = visible_models(core)
-        counters = dict(core.counters) if who.sees_all else {}
-        counters["tickets_running"] = sum(is_visible(core, ticket) for ticket in core.ledger.tickets.running.values())
-        counters["blocks"] = sum(len(model.blocks.index) for model in models)
-        for tier in ("device", "host", "storage"):
-            counters[f"hit_blocks_{tier}"] = sum(model.hit_blocks[tier] for model in models)
-        return admin_pb2.GetStatusResponse(
-            version=__version__,
-            epoch=node.epoch,
-            uptime_seconds=node.now() - node.started,
-            backend=self._config["backend"],
-            draining=core.ledger.draining,
-            config=self._config,
-            pools=[
-                admin_pb2.PoolStatus(
-                    model_id=line.model,
-                    place=line.place,
-                    group=line.group,
-                    capacity=line.capacity,
-                    free=line.counts[PageState.FREE],
-                    private=line.counts[PageState.PRIVATE],
-                    sealed=line.counts[PageState.SEALED],
-                    in_flight=line.counts[PageState.IN_FLIGHT],
-                    quarantined=line.counts[PageState.QUARANTINED],
-                    page_bytes=line.page_bytes,
-                )
-                for line in admin.pools(core)
-                if who.sees(core.ledger.models[line.model].tenant)
-            ],
-            counters=counters,
-            caller=who.name,
-            scopes=sorted(scope.value for scope in who.scopes),
-            tenant=who.tenant or "",
-            tokens=who is not EVERYONE,
-            devices=[_device(line, faults.get(line.uuid, "")) for line in self._devices],
-            ready=serving.ready,
-            live=serving.live,
-            host_pool_bytes=int(self._config["host_pool"]),
-            host_pool_ready_bytes=min(
-                int(self._config["host_pool"]), self._host_pool.ready_chunks * int(self._config["host_chunk"])
-            ),
-        )
+    async def _status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
+        shown = status_to_proto(self._node, self._config, self._host_pool, self._devices, self._health)
+        if request.brief:
+            shown.ClearField("config")
+            shown.ClearField("counters")
+        return shown
 
     async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> admin_pb2.ListModelsResponse:
         return await self._gate.serve(context, self._models)
@@ -205,6 +99,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     model_id=model.id,
                     model=model.name,
                     namespace=shown_namespace(model),
+                    namespace_hex=shown_namespace(model).hex(),
                     layout=layout_to_proto(model.layout),
                     replicas=replicas,
                     blocks=len(model.blocks.index),
@@ -218,31 +113,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._gate.serve(context, self._leases)
 
     async def _leases(self) -> admin_pb2.ListLeasesResponse:
-        ledger = self._node.core.ledger
-        now = self._node.now()
-        leases = []
-        for lease in visible_leases(self._node.core):
-            private = sum(len(own) for sequence in lease.sequences.values() for own in sequence.own)
-            private += sum(len(pages) for pages in lease.stock) + len(lease.quarantine)
-            pids = [ledger.processes[token].pid for token in lease.processes if token in ledger.processes]
-            leases.append(
-                admin_pb2.LeaseStatus(
-                    lease_id=shown_lease(self._node.core, lease),
-                    engine=lease.engine,
-                    model_id=lease.model,
-                    replica=lease.replica,
-                    state=lease.state.value,
-                    silent_seconds=now - lease.last_heard,
-                    sequences=len(lease.sequences),
-                    private_pages=private,
-                    process_ids=sorted(pids),
-                )
-            )
-        return admin_pb2.ListLeasesResponse(leases=leases)
+        return admin_pb2.ListLeasesResponse(leases=[lease_to_proto(line) for line in shown_leases(self._node)])
 
     async def ListTenants(
-        self, request: admin_pb2.ListTenantsRequest, context: Context
-    ) -> admin_pb2.ListTenantsResponse:
+        self, request: inspect_pb2.ListTenantsRequest, context: Context
+    ) -> inspect_pb2.ListTenantsResponse:
         return await self._gate.serve(context, partial(list_tenants, self._node.core, self._quotas))
 
     async def ListSequences(
@@ -251,7 +126,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._gate.serve(context, partial(self._sequences, request), request)
 
     async def _sequences(self, request: admin_pb2.ListSequencesRequest) -> admin_pb2.ListSequencesResponse:
-        limit = min(request.limit or DEFAULT_LISTED, admin.MAX_LISTED)
+        limit = min(request.limit or DEFAULT_LISTED, MAX_LISTED)
         core = self._node.core
         every = (
             (shown_lease(core, lease), sequence)
@@ -276,23 +151,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListSequencesResponse(sequences=lines, truncated=len(listed) > limit)
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
-        return await self._gate.serve(context, partial(self._blocks, request), request)
+        return await self._gate.serve(context, partial(self._inspection.blocks, request), request)
 
-    async def _blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
-        visible_model(self._node.core, request.model_id)
-        lines, more = admin.blocks(self._node.core, request.model_id, request.keys, request.limit)
-        return admin_pb2.ListBlocksResponse(blocks=[block_status(line) for line in lines], truncated=more)
-
-    async def Explain(self, request: admin_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
-        return await self._gate.serve(context, partial(explain, self._node, request))
+    async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
+        return await self._gate.serve(context, partial(explain, self._node, request), request)
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
-        return await self._gate.serve(context, partial(self._tree, request), request)
-
-    async def _tree(self, request: admin_pb2.GetTreeRequest) -> admin_pb2.GetTreeResponse:
-        visible_model(self._node.core, request.model_id)
-        lines, more = admin.tree(self._node.core, request.model_id, request.key, request.depth, request.limit)
-        return admin_pb2.GetTreeResponse(nodes=[admin_pb2.TreeNode(**line._asdict()) for line in lines], truncated=more)
+        return await self._gate.serve(context, partial(self._inspection.tree, request), request)
 
     async def ListTickets(
         self, request: admin_pb2.ListTicketsRequest, context: Context
@@ -303,7 +168,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         book = self._node.core.ledger.tickets
         every = chain(book.running.values(), reversed(book.ended.values()))
         newest_first = (ticket for ticket in every if is_visible(self._node.core, ticket))
-        limit = min(request.limit or 64, admin.MAX_LISTED)
+        limit = min(request.limit or 64, MAX_LISTED)
         return admin_pb2.ListTicketsResponse(
             tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in islice(newest_first, limit)]
         )
@@ -334,25 +199,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.EvictResponse(evicted=evicted)
 
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
-        return await self._gate.serve(context, self._verify)
+        return await self._gate.serve(context, partial(self._inspection.verify, request))
 
-    async def _verify(self) -> admin_pb2.VerifyResponse:
-        found = audit(self._node.core.ledger)
-        return admin_pb2.VerifyResponse(
-            ok=not found.problems,
-            problems=found.problems[:DEFAULT_LISTED],
-            pages_checked=found.pages,
-            blocks_checked=found.blocks,
-        )
-
-    async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
+    async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
         return await self._gate.serve(context, self._reload)
 
-    async def _reload(self) -> admin_pb2.ReloadResponse:
-        changes = [admin_pb2.SettingChange(**change._asdict()) for change in self._reload_config()]
-        return admin_pb2.ReloadResponse(changes=changes)
+    async def _reload(self) -> inspect_pb2.ReloadResponse:
+        changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_config()]
+        return inspect_pb2.ReloadResponse(changes=changes)
 
-
-def _device(line: DeviceLine, fault: str) -> admin_pb2.DeviceStatus:
-    known: dict[str, Any] = line.shown()
-    return admin_pb2.DeviceStatus(**known, healthy=not fault, fault=fault)
+    async def DumpIndex(
+        self, request: inspect_pb2.DumpIndexRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
+        try:
+            async for part in self._inspection.dump(request):
+                yield part
+        except CacheError as error:
+            await refuse(context, error)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc.flows.admin import BlockLine
 from cachesvc.flows.explain import Holder, Story, story
 from cachesvc.ledger.journal import Event
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import Tier
+from cachesvc.service.inspection import block_to_proto
 from cachesvc.service.node import Node
 from cachesvc.service.owners import shown_lease, visible_model, visible_models
 
@@ -24,7 +24,7 @@ LOOKED_AT_ONCE = 8192
 """Keys that are compared before others may run: under a millisecond."""
 
 
-async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+async def explain(node: Node, request: inspect_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
     """The stories of up to ``STORIES_MAX`` blocks. Raises InvalidRequest, NotFound (the model)."""
     prefix = request.key_prefix
     if not PREFIX_BYTES_MIN <= len(prefix) <= KEY_BYTES:
@@ -80,20 +80,12 @@ async def _events_of(model: Model, prefix: bytes) -> dict[bytes, list[Event]]:
     return found
 
 
-def block_status(line: BlockLine) -> admin_pb2.BlockStatus:
-    """One block of the index as a message."""
-    return admin_pb2.BlockStatus(
-        copies=[admin_pb2.BlockCopy(**copy._asdict()) for copy in line.copies],
-        **{name: value for name, value in line._asdict().items() if name != "copies"},
-    )
-
-
 def _message(node: Node, told: Story) -> admin_pb2.BlockStory:
     return admin_pb2.BlockStory(
         model_id=told.model.id,
         model=told.model.name,
         key=told.key,
-        block=None if told.block is None else block_status(told.block),
+        block=None if told.block is None else block_to_proto(told.block),
         holders=[_holder(node, holder) for holder in told.holders],
         holders_truncated=told.holders_truncated,
         tickets=told.tickets,
@@ -103,9 +95,9 @@ def _message(node: Node, told: Story) -> admin_pb2.BlockStory:
     )
 
 
-def _holder(node: Node, holder: Holder) -> admin_pb2.BlockHolder:
+def _holder(node: Node, holder: Holder) -> inspect_pb2.BlockHolder:
     lease = node.core.ledger.leases[holder.lease]
-    return admin_pb2.BlockHolder(
+    return inspect_pb2.BlockHolder(
         lease_id=shown_lease(node.core, lease),
         engine=holder.engine,
         sequence_id=holder.sequence,
@@ -115,8 +107,8 @@ def _holder(node: Node, holder: Holder) -> admin_pb2.BlockHolder:
     )
 
 
-def _event(node: Node, model: Model, event: Event) -> admin_pb2.BlockEvent:
-    return admin_pb2.BlockEvent(
+def _event(node: Node, model: Model, event: Event) -> inspect_pb2.BlockEvent:
+    return inspect_pb2.BlockEvent(
         sequence_number=event.number,
         age_seconds=node.now() - event.seconds,
         kind=event.kind.name.lower(),

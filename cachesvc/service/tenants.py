@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows.core import Core
 from cachesvc.service.auth import caller
 from cachesvc.service.quota import NO_QUOTA, Quotas
 
 
-async def list_tenants(core: Core, quotas: Quotas | None) -> admin_pb2.ListTenantsResponse:
+async def list_tenants(core: Core, quotas: Quotas | None) -> inspect_pb2.ListTenantsResponse:
     """Every tenant that has models or is named by the tokens' file, as far as the caller may see it."""
     known = Quotas(core, lambda _: NO_QUOTA) if quotas is None else quotas
     names = {model.tenant for model in core.ledger.models.values()} | known.tenants()
     who = caller()
-    return admin_pb2.ListTenantsResponse(
+    return inspect_pb2.ListTenantsResponse(
         tenants=[
-            admin_pb2.TenantStatus(
+            inspect_pb2.TenantStatus(
                 tenant=name,
                 used=known.use(name),
                 limits={what: limit for what, limit in asdict(known.quota_of(name)).items() if limit},

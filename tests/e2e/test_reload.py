@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from cachesvc_client import LimitExceeded
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2
 
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.refusals import refusal_of
@@ -34,7 +34,7 @@ def node(file: Path) -> Iterator[Node]:
 
 
 def reload(node: Node) -> dict[str, tuple[str, str]]:
-    changes = node.admin.Reload(admin_pb2.ReloadRequest()).changes
+    changes = node.admin.Reload(inspect_pb2.ReloadRequest()).changes
     return {change.name: (change.before, change.after) for change in changes}
 
 

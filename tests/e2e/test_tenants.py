@@ -9,7 +9,16 @@ import grpc
 import pytest
 from cachesvc_client import CacheClient, Credentials, NotFound, QuotaExceeded, Timeouts, open_remote
 from cachesvc_client.errors import error_of
-from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc, lease_pb2
+from kvcache.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    inspect_pb2,
+    lease_pb2,
+)
 from kvcache.v1.lease_pb2_grpc import LeaseServiceStub
 
 from tests.e2e.engine import PLAIN, WAIT_SECONDS, Engine, prompt
@@ -81,7 +90,7 @@ def test_listings_show_a_tenant_its_own_alone_and_readers_no_key_to_a_lease() ->
             assert {pool.model_id for pool in status.pools} == {mine}
             assert status.counters["blocks"] == 2
             assert "match_requests" not in status.counters, "what is counted over all tenants"
-            assert [t.tenant for t in viewer.ListTenants(admin_pb2.ListTenantsRequest()).tenants] == ["a"]
+            assert [t.tenant for t in viewer.ListTenants(inspect_pb2.ListTenantsRequest()).tenants] == ["a"]
             for call in (
                 lambda: viewer.ListBlocks(admin_pb2.ListBlocksRequest(model_id=other)),
                 lambda: viewer.GetTree(admin_pb2.GetTreeRequest(model_id=other)),
@@ -192,7 +201,7 @@ def test_quotas_name_what_was_too_much() -> None:
         for sequence in free:
             sequence.release()
         with channel_of(socket, "operator") as channel:
-            tenants = admin_pb2_grpc.AdminServiceStub(channel).ListTenants(admin_pb2.ListTenantsRequest()).tenants
+            tenants = admin_pb2_grpc.AdminServiceStub(channel).ListTenants(inspect_pb2.ListTenantsRequest()).tenants
         told = {tenant.tenant: tenant for tenant in tenants}
         assert (told["a"].limits["sequences"], told["a"].used["leases"], told["a"].used["refused"]) == (3, 2, 4)
         assert not told["b"].limits

@@ -29,9 +29,11 @@ from cachesvc.service.admin_service import AdminService
 from cachesvc.service.auth import EVERYONE, set_caller
 from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
+from cachesvc.service.checksums import Checksums
 from cachesvc.service.device_health import DeviceHealth, Serving
 from cachesvc.service.engine_service import EngineService
 from cachesvc.service.event_service import EventService
+from cachesvc.service.inspection import Inspection
 from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.node import Node
 from cachesvc.swap.engine import SwapEngine
@@ -130,13 +132,15 @@ class Target:
         self.host_pool.start()
         node, gate = self.node, self.gate
         shown = {"backend": "shm", "host_pool": str(HOST_BYTES), "host_chunk": str(4 << 20)}
+        health = DeviceHealth(self.backend, node, self._told)
+        inspection = Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1), "lru")
         self._servicers = {
             "EngineService": EngineService(node, gate, self.backend),
             "LeaseService": LeaseService(node, gate),
             "CacheService": CacheService(node, gate, 256),
             "EventService": EventService(node, 64),
             "AdminService": AdminService(
-                node, gate, self.host_pool, shown, [], self._drained, DeviceHealth(self.backend, node, self._told), list
+                node, gate, self.host_pool, inspection, shown, [], self._drained, health, list
             ),
         }
 

@@ -16,6 +16,7 @@ from cachesvc.flows.models import PoolWish, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.flows.transfers import land
+from cachesvc.flows.verify import verify_at_once
 from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
@@ -166,6 +167,7 @@ class Rig:
 
     def check(self) -> None:
         assert audit(self.core.ledger).problems == []
+        assert verify_at_once(self.core) == [], "in pieces it must add up too"
 
     def place(self, replica: int = 0) -> Place:
         return self.model.replicas[replica].place

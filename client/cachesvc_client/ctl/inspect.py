@@ -10,13 +10,14 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inspect_pb2
 
 from cachesvc_client.credentials import Credentials, credentials_from, open_remote
 from cachesvc_client.ctl.report import describe_bytes
 
 DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
 DEADLINE_SECONDS = 30.0
+VERIFY_DEADLINE_SECONDS = 600.0
 Admin = admin_pb2_grpc.AdminServiceStub
 Show = Callable[[Admin, argparse.Namespace], tuple[Message, str, int]]
 
@@ -24,17 +25,17 @@ Show = Callable[[Admin, argparse.Namespace], tuple[Message, str, int]]
 def add_commands(commands: Any) -> None:
     """Add them to the parser."""
     rows: list[tuple[str, str, Show]] = [
-        ("status", "configuration, pools and counters", _status),
+        ("status", "what needs attention, pools, hits, transfers, counters and settings", _status),
         ("models", "models, layouts and replicas", _models),
         ("leases", "who holds what", _leases),
         ("tenants", "what each tenant holds and may hold", _tenants),
         ("sequences", "open sequences", _sequences),
-        ("blocks", "resident blocks, the most recently used first; why tells more of one", _blocks),
+        ("blocks", "resident blocks, the most recently used or most often hit first; why tells more of one", _blocks),
         ("tickets", "transfers, the newest first", _tickets),
         ("tree", "the prefix index as a tree, the biggest branches first", _tree),
         ("evict", "drop unpinned blocks from a tier", _evict),
         ("drain", "open nothing new from now on", _drain),
-        ("verify", "check that every page and count adds up; exit code 1 if not", _verify),
+        ("verify", "check that every page, count and (on demand) checksum adds up; exit code 1 if not", _verify),
     ]
     for name, text, show in rows:
         parser = commands.add_parser(name, help=text, description=text)
@@ -44,16 +45,18 @@ def add_commands(commands: Any) -> None:
         parser.set_defaults(command=_runner(show))
         if name in ("blocks", "tree", "evict"):
             parser.add_argument("--model", type=int, default=1, metavar="ID", help="default 1")
+        if name == "verify":
+            parser.add_argument("--model", type=int, default=0, metavar="ID", help="default 0: every model")
+            parser.add_argument(
+                "--checksums", action="store_true", help="also compare sealed pages with their checksums"
+            )
+        if name == "blocks":
+            parser.add_argument("--order", choices=("recent", "hits"), default="recent", help="default recent")
+            parser.add_argument("--key", type=_hex, action="append", default=[], metavar="HEX", help="only this block")
         if name in ("sequences", "blocks", "tickets", "tree"):
             parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
         if name == "tree":
-            parser.add_argument(
-                "--key",
-                type=_hex,
-                default=b"",
-                metavar="HEX",
-                help="start below this block (how its key begins will do)",
-            )
+            parser.add_argument("--key", type=_hex, metavar="HEX", help="start at this block")
             parser.add_argument("--depth", type=int, default=6, metavar="N", help="levels at most (default 6)")
         if name == "evict":
             parser.add_argument("--tier", choices=("device", "host"), default="device")
@@ -76,11 +79,11 @@ def proof_of(arguments: argparse.Namespace) -> Credentials:
     return replace(found, root_ca=arguments.tls_ca, certificate=arguments.tls_certificate, key=arguments.tls_key)
 
 
-def _hex(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal") from error
+def _hex(text: str) -> str:
+    """A key, or its first digits."""
+    if not text or set(text.lower()) - set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal")
+    return text.lower()
 
 
 def _runner(show: Show) -> Callable[[argparse.Namespace], int]:
@@ -123,6 +126,26 @@ def describe_device(d: admin_pb2.DeviceStatus) -> str:
     )
 
 
+def describe_hits(h: admin_pb2.HitStatus) -> str:
+    """One line: what of the blocks that engines asked for was there."""
+    if not h.looked_up_blocks:
+        return "hits: nothing was looked up yet"
+    return (
+        f"hits: {h.looked_up_blocks:,} blocks looked up, {h.device_ratio:.1%} in place, {h.host_ratio:.1%} loaded from "
+        f"the host, {h.missed_blocks / h.looked_up_blocks:.1%} computed"
+    )
+
+
+def describe_transfers(t: admin_pb2.TransferStatus) -> str:
+    """One line: what moves now, and what has moved."""
+    return (
+        f"transfers: {t.running_loads} loads and {t.running_stores} stores run ({t.awaited} awaited, "
+        f"{describe_bytes(t.running_bytes)}); {t.done:,} done, {t.failed:,} failed; "
+        f"{describe_bytes(t.loaded_bytes)} in, {describe_bytes(t.stored_bytes)} out, "
+        f"{describe_bytes(t.peer_bytes)} between replicas"
+    )
+
+
 def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
     answer = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=DEADLINE_SECONDS)
     head = (
@@ -131,6 +154,7 @@ def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
         f"host pool: {describe_bytes(answer.host_pool_ready_bytes)} of {describe_bytes(answer.host_pool_bytes)} ready"
     )
     devices = "".join(f"\n{describe_device(device)}" for device in answer.devices)
+    attention = "".join(f"\n! {line}" for line in answer.attention)
     pools = table(
         ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page"),
         [
@@ -151,7 +175,8 @@ def _status(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
     )
     counters = table(("counter", "value"), sorted(answer.counters.items()))
     config = table(("setting", "value"), sorted(answer.config.items()))
-    return answer, f"{head}{devices}\n\n{pools}\n\n{counters}\n\n{config}", 0
+    use = f"{describe_hits(answer.hits)}\n{describe_transfers(answer.transfers)}"
+    return answer, f"{head}{devices}{attention}\n{use}\n\n{pools}\n\n{counters}\n\n{config}", 0
 
 
 def _models(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
@@ -200,16 +225,28 @@ def _leases(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
             f"{le.silent_seconds:.1f}",
             le.sequences,
             le.private_pages,
+            le.pinned_blocks,
             " ".join(map(str, le.process_ids)),
         )
         for le in answer.leases
     ]
-    head = ("lease", "engine", "model", "replica", "state", "silent s", "sequences", "private pages", "processes")
+    head = (
+        "lease",
+        "engine",
+        "model",
+        "replica",
+        "state",
+        "silent s",
+        "sequences",
+        "private pages",
+        "pinned",
+        "processes",
+    )
     return answer, table(head, rows), 0
 
 
 def _tenants(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
-    answer = admin.ListTenants(admin_pb2.ListTenantsRequest(), timeout=DEADLINE_SECONDS)
+    answer = admin.ListTenants(inspect_pb2.ListTenantsRequest(), timeout=DEADLINE_SECONDS)
     rows = [
         (t.tenant or "(shared)", what, t.used.get(what, 0), t.limits.get(what, 0) or "-")
         for t in answer.tenants
@@ -238,7 +275,10 @@ def _sequences(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, st
 
 
 def _blocks(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
-    request = admin_pb2.ListBlocksRequest(model_id=arguments.model, limit=arguments.limit)
+    order = admin_pb2.BLOCK_ORDER_HITS if arguments.order == "hits" else admin_pb2.BLOCK_ORDER_RECENT
+    request = admin_pb2.ListBlocksRequest(
+        model_id=arguments.model, limit=arguments.limit, key_hex=arguments.key, order=order
+    )
     answer = admin.ListBlocks(request, timeout=DEADLINE_SECONDS)
     rows = [
         (
@@ -277,7 +317,7 @@ def _tickets(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str,
 
 def _tree(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
     request = admin_pb2.GetTreeRequest(
-        model_id=arguments.model, key=arguments.key, depth=arguments.depth, limit=arguments.limit
+        model_id=arguments.model, key_hex=arguments.key or "", depth=arguments.depth, limit=arguments.limit
     )
     answer = admin.GetTree(request, timeout=DEADLINE_SECONDS)
     lines = [
@@ -299,12 +339,32 @@ def _drain(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
     return answer, f"draining; {answer.live_leases} leases are still live", 0
 
 
-def _verify(admin: Admin, _: argparse.Namespace) -> tuple[Message, str, int]:
-    answer = admin.Verify(admin_pb2.VerifyRequest(), timeout=DEADLINE_SECONDS)
-    looked = f"{answer.pages_checked:,} pages and {answer.blocks_checked:,} blocks checked"
-    if answer.ok:
-        return answer, f"ok: {looked}", 0
-    return answer, f"NOT ok: {looked}\n" + "\n".join(answer.problems), 1
+def _verify(admin: Admin, arguments: argparse.Namespace) -> tuple[Message, str, int]:
+    request = admin_pb2.VerifyRequest(checksums=arguments.checksums, model_id=arguments.model)
+    answer = admin.Verify(request, timeout=VERIFY_DEADLINE_SECONDS)
+    looked = (
+        f"{answer.pages_checked:,} pages and {answer.blocks_checked:,} blocks checked in {answer.seconds:.2f} s, "
+        f"in {len(answer.checks)} parts of which none kept calls waiting for more than {answer.longest_pause_ms:.1f} ms"
+    )
+    lines = [looked, *(_checksums(answer.checksums) if arguments.checksums else [])]
+    return answer, f"{'ok' if answer.ok else 'NOT ok'}: " + "\n".join([*lines, *answer.problems]), int(not answer.ok)
+
+
+def _checksums(c: inspect_pb2.ChecksumStatus) -> list[str]:
+    if c.mode == "off":
+        return ["no checksums are taken: start the daemon with --checksums sample or --checksums all"]
+    read = (
+        f"{c.pages_checked:,} pages of {c.known_blocks:,} blocks read ({describe_bytes(c.bytes_read)}) and compared "
+        f"with their checksums; {c.pages_skipped:,} skipped, {c.passed_over_blocks:,} blocks have none"
+    )
+    return [
+        read,
+        *(
+            f"model {m.model_id}, {m.place}, group {m.group}, rank {m.rank}, page {m.page}: the bytes of block "
+            f"{m.key_hex} changed since they were published ({m.published} then, {m.found} now)"
+            for m in c.mismatches
+        ),
+    ]
 
 
 def _more(truncated: bool) -> str:

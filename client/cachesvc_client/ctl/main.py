@@ -9,14 +9,17 @@ from collections.abc import Callable
 import grpc
 
 from cachesvc.model.errors import CacheError
-from cachesvc_client.ctl import calibrate, events, inspect, layout, replaying, why
+from cachesvc_client.ctl import calibrate, describe, dumping, events, inspect, layout, replaying, top, why
 from cachesvc_client.ctl.daemon_process import DaemonFailed
+from cachesvc_client.ctl.describe import UnknownSymbol
 from cachesvc_client.ctl.extras import MissingExtraError
+from cachesvc_client.ctl.index_file import IndexFileError
 from cachesvc_client.ctl.replay import ReplayFailed
 from cachesvc_client.ctl.trace import TraceError
 from cachesvc_client.errors import CacheClientError, DaemonUnavailable, error_of
 
 Command = Callable[[argparse.Namespace], int]
+FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol)
 
 
 def main() -> None:
@@ -27,13 +30,16 @@ def main() -> None:
     inspect.add_commands(commands)
     why.add_command(commands)
     events.add_command(commands)
+    top.add_command(commands)
+    describe.add_command(commands)
+    dumping.add_commands(commands)
     calibrate.add_command(commands)
     layout.add_command(commands)
     arguments = parser.parse_args()
     command: Command = arguments.command
     try:
         sys.exit(command(arguments))
-    except (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, CacheError, CacheClientError, OSError) as error:
+    except (*FAILURES, CacheError, CacheClientError, OSError) as error:
         _fail(str(error))
     except grpc.RpcError as error:
         mapped = error_of(error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
-from kvcache.v1 import admin_pb2, admin_pb2_grpc
+from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET, table
 
@@ -37,7 +37,7 @@ def _prefix(text: str) -> bytes:
 
 def why(arguments: argparse.Namespace) -> int:
     """Exit code 1 where no block, past or present, begins so."""
-    request = admin_pb2.ExplainRequest(model_id=arguments.model, key_prefix=arguments.key, events=arguments.events)
+    request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=arguments.key, events=arguments.events)
     with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
         answer = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=DEADLINE_SECONDS)
     if arguments.json:

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvcache.v1 import admin_pb2 as kvcache_dot_v1_dot_admin__pb2
+from kvcache.v1 import inspect_pb2 as kvcache_dot_v1_dot_inspect__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -51,8 +52,8 @@ class AdminServiceStub(object):
                 _registered_method=True)
         self.ListTenants = channel.unary_unary(
                 '/kvcache.v1.AdminService/ListTenants',
-                request_serializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
-                response_deserializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
         self.ListSequences = channel.unary_unary(
                 '/kvcache.v1.AdminService/ListSequences',
@@ -91,13 +92,18 @@ class AdminServiceStub(object):
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/kvcache.v1.AdminService/Explain',
-                request_serializer=kvcache_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
         self.Reload = channel.unary_unary(
                 '/kvcache.v1.AdminService/Reload',
-                request_serializer=kvcache_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
-                response_deserializer=kvcache_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.ReloadResponse.FromString,
+                _registered_method=True)
+        self.DumpIndex = channel.unary_stream(
+                '/kvcache.v1.AdminService/DumpIndex',
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.FromString,
                 _registered_method=True)
 
 
@@ -105,20 +111,22 @@ class AdminServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """Version, uptime, effective configuration, pools and counters.
+        """Begin here: what needs attention, how full the pools are, what hits were worth, who holds pages, what is moving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Models with their layouts, replicas and numbers of blocks. Other calls want a model_id from here.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Engines that hold something, and for how long each was silent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -131,27 +139,29 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Open sequences (one a request that an engine runs) and what they hold.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """Resident blocks, the most recently used first; or the blocks of given keys.
+        """Resident blocks, the most recently used or the most often hit first; or the blocks of given keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTree(self, request, context):
-        """The index below a key (or the root), to a depth.
+        """The prefix index below a key (or the root), to a depth, the biggest branches first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTickets(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Transfers: those that run, then those that ended, the newest first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -171,7 +181,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Checks conservation: every page is in exactly one place, every count adds up.
+        """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
+        of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,6 +197,13 @@ class AdminServiceServicer(object):
 
     def Reload(self, request, context):
         """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpIndex(self, request, context):
+        """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,8 +229,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
             ),
             'ListTenants': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTenants,
-                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
-                    response_serializer=kvcache_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.ListTenantsRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.ListTenantsResponse.SerializeToString,
             ),
             'ListSequences': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSequences,
@@ -251,13 +269,18 @@ def add_AdminServiceServicer_to_server(servicer, server):
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.ExplainRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
             'Reload': grpc.unary_unary_rpc_method_handler(
                     servicer.Reload,
-                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
-                    response_serializer=kvcache_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.ReloadRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.ReloadResponse.SerializeToString,
+            ),
+            'DumpIndex': grpc.unary_stream_rpc_method_handler(
+                    servicer.DumpIndex,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,8 +389,8 @@ class AdminService(object):
             request,
             target,
             '/kvcache.v1.AdminService/ListTenants',
-            kvcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
-            kvcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            kvcache_dot_v1_dot_inspect__pb2.ListTenantsRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -582,7 +605,7 @@ class AdminService(object):
             request,
             target,
             '/kvcache.v1.AdminService/Explain',
-            kvcache_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.ExplainRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
@@ -609,8 +632,35 @@ class AdminService(object):
             request,
             target,
             '/kvcache.v1.AdminService/Reload',
-            kvcache_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
-            kvcache_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+            kvcache_dot_v1_dot_inspect__pb2.ReloadRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcache.v1.AdminService/DumpIndex',
+            kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,228 @@
+"""Checksums of sealed pages: taken in the background soon after they are published, compared when an operator asks.
+
+Pages are read through the memory seam, off the event loop and at a limited rate. A page may be evicted while it is
+read, so what was read counts only where the page is the same one, of the same grant, before and after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from kvcache.v1 import inspect_pb2
+
+from cachesvc.flows import sealed
+from cachesvc.flows.sealed import SealedPage
+from cachesvc.model.errors import CacheError
+from cachesvc.service.node import Node
+from cachesvc.service.turns import Turns
+from cachesvc.telemetry import events
+
+ReadPage = Callable[[int, int | None, int, int, int], bytes]
+"""``(model, replica or None for the host, rank, group, page)``: a page's bytes. Raises CacheError, RuntimeError."""
+
+WAITING_MAX = 4096
+"""Publishes whose blocks wait for their checksums; more are passed over."""
+
+PAGES_AT_ONCE = 32
+SAMPLE = 16
+"""With ``sample``, one block of so many."""
+
+MOST_MISMATCHES = 1024
+
+
+class Sums(NamedTuple):
+    """A page's checksums, one for each rank that keeps bytes of its own; None where it could not be read."""
+
+    page: SealedPage
+    ranks: tuple[int | None, ...]
+    size_bytes: int
+
+
+class Checksums:
+    """``mode``: off, sample or all. ``bytes_per_second``: what the background reads at most."""
+
+    def __init__(self, node: Node, read: ReadPage, mode: str, bytes_per_second: int) -> None:
+        self._node = node
+        self._read = read
+        self.mode = mode
+        self._rate = bytes_per_second
+        self._sum = _digest()
+        self._known: dict[tuple[int, bytes], list[Sums]] = {}
+        self._waiting: deque[tuple[int, int, int, int]] = deque()
+        self._passed_over = 0
+        self._news = asyncio.Event()
+        self._ended = asyncio.Condition()
+        self._taken = self._is_taking = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to listen for publishes, unless it is off."""
+        if self.mode != "off":
+            self._node.core.on_sealed = self._on_sealed
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop."""
+        self._node.core.on_sealed = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    # -- taking ------------------------------------------------------------------------------------------------
+
+    def _on_sealed(self, model: int, replica: int, tip: int, count: int) -> None:
+        if len(self._waiting) < WAITING_MAX:
+            self._waiting.append((model, replica, tip, count))
+            self._news.set()
+            return
+        self._passed_over += count
+        for key in sealed.lately_sealed(self._node.core, model, tip, count):
+            self._known.pop((model, key), None)  # an older checksum of the same key would not fit new bytes
+
+    async def _run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                model, replica, tip, count = self._waiting.popleft()
+                self._is_taking = 1
+                try:
+                    await self._take(model, replica, tip, count)
+                except Exception:  # noqa: BLE001 - the root of a task
+                    events.failure("checksums_not_taken", model=model, blocks=count)
+                async with self._ended:
+                    self._taken += 1
+                    self._is_taking = 0
+                    self._ended.notify_all()
+            self._prune()
+
+    async def _take(self, model: int, replica: int, tip: int, count: int) -> None:
+        core = self._node.core
+        keys = sealed.lately_sealed(core, model, tip, count)
+        wanted = [key for key in keys if self.mode == "all" or key[0] % SAMPLE == 0]
+        pages = [
+            page
+            for key in wanted
+            for page in sealed.pages_of(core, model, key, iter((replica + 1,)))
+            if not any(sums.page == page for sums in self._known.get((model, key), ()))
+        ]
+        for at in range(0, len(pages), PAGES_AT_ONCE):
+            some = [(page, sealed.ranks_of(core, page)) for page in pages[at : at + PAGES_AT_ONCE]]
+            read = await asyncio.to_thread(self._sums, some)
+            for sums in read:
+                if None not in sums.ranks and sealed.is_still(core, sums.page):
+                    self._known.setdefault((model, sums.page.key), []).append(sums)
+            await asyncio.sleep(sum(sums.size_bytes for sums in read) / self._rate)
+
+    def _sums(self, pages: list[tuple[SealedPage, int]]) -> list[Sums]:
+        """Off the loop."""
+        out: list[Sums] = []
+        for page, ranks in pages:
+            sums: list[int | None] = []
+            size = 0
+            for rank in range(ranks):
+                try:
+                    replica = page.place - 1 if page.place else None
+                    content = self._read(page.model, replica, rank, page.group, page.page)
+                except (CacheError, RuntimeError) as error:  # its model has gone, or its GPU
+                    events.event("page_not_read", model=page.model, page=page.page, reason=str(error))
+                    sums.append(None)
+                    continue
+                size += len(content)
+                sums.append(self._sum(content))
+            out.append(Sums(page, tuple(sums), size))
+        return out
+
+    def _prune(self) -> None:
+        """Forget what has left the index once that is the larger part."""
+        models = self._node.core.ledger.models
+        resident = sum(len(model.blocks.index) for model in models.values())
+        if len(self._known) > 2 * resident + WAITING_MAX:
+            kept = {
+                at: sums
+                for at, sums in self._known.items()
+                if at[0] in models and at[1] in models[at[0]].blocks.index.rows
+            }
+            self._known = kept
+
+    # -- comparing ---------------------------------------------------------------------------------------------
+
+    async def compare(self, turns: Turns, model: int) -> inspect_pb2.ChecksumStatus:
+        """Read every page whose checksum is known (of one model, or 0: of all) and compare."""
+        answer = inspect_pb2.ChecksumStatus(mode=self.mode)
+        await self._catch_up()
+        keys = [at for at in self._known if model in (0, at[0])]
+        for first in range(0, len(keys), PAGES_AT_ONCE):
+            pages = turns.take(partial(self._pages, keys[first : first + PAGES_AT_ONCE]))
+            for sums in await turns.aside(partial(self._sums, pages)):
+                self._judge(answer, sums)
+        answer.known_blocks = len(self._known)
+        answer.waiting_blocks = sum(count for _, _, _, count in self._waiting)
+        answer.passed_over_blocks = self._passed_over
+        return answer
+
+    async def _catch_up(self) -> None:
+        """Until every publish that waits now has its checksums; what is published meanwhile is not waited for."""
+        if self._task is None:
+            return
+        async with self._ended:
+            until = self._taken + len(self._waiting) + self._is_taking
+            await self._ended.wait_for(lambda: self._taken >= until)
+
+    def _pages(self, keys: list[tuple[int, bytes]]) -> list[tuple[SealedPage, int]]:
+        """Every sealed page of these blocks, with its ranks."""
+        core = self._node.core
+        out: list[tuple[SealedPage, int]] = []
+        for model, key in keys:
+            pages = sealed.pages_of(core, model, key)
+            out += [(page, sealed.ranks_of(core, page)) for page in pages]
+            held = core.ledger.models.get(model)
+            if held is None or key not in held.blocks.index.rows:
+                self._known.pop((model, key), None)
+        return out
+
+    def _judge(self, answer: inspect_pb2.ChecksumStatus, found: Sums) -> None:
+        """Compare a page with what was taken of this very page, or else with any that its bytes were copied from."""
+        page = found.page
+        known = [s for s in self._known.get((page.model, page.key), ()) if s.page.group == page.group]
+        same = [sums for sums in known if sums.page == page]
+        if not same and not self._waiting and not self._is_taking:
+            same = known  # a copy of one of these; while others wait, it may be of bytes that are still to be read
+        if not same or not sealed.is_still(self._node.core, page):
+            answer.pages_skipped += 1
+            return
+        answer.bytes_read += found.size_bytes
+        for rank, there in enumerate(found.ranks):
+            published = {sums.ranks[rank] for sums in same if rank < len(sums.ranks)}
+            if there is None:
+                answer.pages_skipped += 1
+                continue
+            answer.pages_checked += 1
+            if there not in published and len(answer.mismatches) < MOST_MISMATCHES:
+                place, group = sealed.names_of(self._node.core, page)
+                answer.mismatches.add(
+                    model_id=page.model,
+                    key_hex=page.key.hex(),
+                    place=place,
+                    group=group,
+                    rank=rank,
+                    page=page.page,
+                    published=" or ".join(f"{one:016x}" for one in sorted(s for s in published if s is not None)),
+                    found=f"{there:016x}",
+                )
+
+
+def _digest() -> Callable[[bytes], int]:
+    """xxh3 where it is installed, else BLAKE2b: 64 bits either way."""
+    try:
+        import xxhash
+    except ImportError:
+        return lambda content: int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+    digest: Callable[[bytes], int] = xxhash.xxh3_64_intdigest
+    return digest

@@ -1,0 +1,203 @@
+"""Conservation in parts sees what the audit sees: every kind of damage is found, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cachesvc.flows.dump import Columns
+from cachesvc.flows.study import Ranking, Tree, block_lines, find_keys, tree_lines
+from cachesvc.flows.verify import verify_at_once
+from cachesvc.ledger.conservation import audit
+from cachesvc.model.errors import InvalidRequest, NotFound
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
+from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
+
+
+def busy() -> Rig:
+    """Two chains that share a block, one of them held by an open sequence; some blocks are on the host too."""
+    rig = rig_of(windowed(), device=(16, 16), host=(8, 8))
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a", "b", "c"])
+    serve(rig, lease, 2, ["a", "d"])
+    prefill(rig, lease, 3, ["a", "b", "c", "e"])
+    return rig
+
+
+def row(rig: Rig, *names: object) -> int:
+    return rig.model.blocks.index.rows[chain(*names)[-KEY_BYTES:]]
+
+
+def lose_a_child(rig: Rig) -> None:
+    rig.model.blocks.index.children[row(rig, "a")] += 1
+
+
+def sink_too_deep(rig: Rig) -> None:
+    rig.model.blocks.index.depth[row(rig, "a", "d")] = 7
+
+
+def forget_a_copy(rig: Rig) -> None:
+    for states in rig.place().states:
+        states[row(rig, "a", "d")] = ABSENT
+
+
+def name_a_page_twice(rig: Rig) -> None:
+    pages = rig.place().pages[0]
+    pages[row(rig, "a", "d")] = pages[row(rig, "a", "b")]
+
+
+def leak_a_page(rig: Rig) -> None:
+    rig.place().pools[0].take(1, PageState.PRIVATE)
+
+
+def take_a_free_page(rig: Rig) -> None:
+    pool = rig.place().pools[0]
+    pool.states[pool.free_runs()[0][0]] = PageState.SEALED
+
+
+def pin_for_nobody(rig: Rig) -> None:
+    rig.place().pins[row(rig, "a", "d")] += 1
+
+
+def pin_a_window_for_nobody(rig: Rig) -> None:
+    rig.place().window_pins[1][row(rig, "a", "d")] += 1
+
+
+def fly_for_nobody(rig: Rig) -> None:
+    rig.model.blocks.index.flights[row(rig, "a", "d")] += 1
+
+
+def forget_candidates(rig: Rig) -> None:
+    rig.place().leaves.pop(rig.model.blocks.rank_now(rig.place()))
+
+
+def swap_keys(rig: Rig) -> None:
+    keys = rig.model.blocks.index.keys
+    one, other = row(rig, "a", "d"), row(rig, "a", "b")
+    keys[one], keys[other] = keys[other], keys[one]
+
+
+def change_a_table(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].tables[0][0] = 15
+
+
+def declare_nothing(rig: Rig) -> None:
+    rig.model.computing[b"x" * KEY_BYTES] = 1
+
+
+def part_full_groups(rig: Rig) -> None:
+    rig.place().states[0][row(rig, "a", "d")] = FILLING
+
+
+def count_children_here(rig: Rig) -> None:
+    rig.place().children[row(rig, "a")] -= 1
+
+
+DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
+    (lose_a_child, "3 children counted, 2 there"),
+    (sink_too_deep, "depth 7"),
+    (forget_a_copy, "copy"),
+    (name_a_page_twice, "held by row"),
+    (leak_a_page, "PRIVATE, but held by nobody"),
+    (take_a_free_page, "free runs hold it 1 times"),
+    (pin_for_nobody, "1 pins counted, 0 holders"),
+    (pin_a_window_for_nobody, "window pins counted"),
+    (fly_for_nobody, "1 transfers counted, 0 holders"),
+    (forget_candidates, "may be evicted, but no candidate"),
+    (swap_keys, "key and row do not agree"),
+    (change_a_table, "its table is not the pages of its blocks"),
+    (declare_nothing, "keys being computed do not add up"),
+    (part_full_groups, "IN_FLIGHT"),
+    (count_children_here, "1 children counted, 2 there"),
+)
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
+def test_damage_is_found_by_the_parts_as_by_the_audit(damage: Callable[[Rig], None], said: str) -> None:
+    rig = busy()
+    assert verify_at_once(rig.core) == []
+    damage(rig)
+    assert audit(rig.core.ledger).problems, "the reference sees it"
+    problems = verify_at_once(rig.core)
+    wanted = "but held by" if said == "IN_FLIGHT" else said
+    assert any(wanted in problem for problem in problems), problems
+
+
+def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
+    rig = busy()
+    index = rig.model.blocks.index
+    taken = Columns(rig.model)
+    tree = Tree(rig.core, 1, b"")
+    known = dict(index.rows)
+    lease = rig.lease("b")
+    for turn in range(12):
+        serve(rig, lease, 10 + turn, [turn, turn])
+    taken.put_in_order()
+    rows = taken.rows(0, taken.blocks)
+    keys = [rows.keys[at : at + KEY_BYTES] for at in range(0, len(rows.keys), KEY_BYTES)]
+    assert set(keys) == set(known)
+    for number, parent in enumerate(rows.parents):
+        assert parent < number
+        assert rows.positions[number] == (rows.positions[parent] + 1 if parent >= 0 else 0)
+    assert {node.row for node in tree.nodes(8, 100)[0]} == set(known.values())
+
+
+def test_a_tree_counts_what_is_below_and_puts_the_biggest_first() -> None:
+    rig = busy()
+    rows, truncated = Tree(rig.core, 1, b"").nodes(8, 100)
+    lines = tree_lines(rig.core, 1, rows)
+    assert not truncated
+    assert [(line.depth, line.descendants) for line in lines] == [(0, 4), (1, 2), (2, 1), (3, 0), (1, 0)]
+    cut, is_cut = Tree(rig.core, 1, b"").nodes(2, 100)
+    assert (len(cut), is_cut) == (3, True)
+    below, _ = Tree(rig.core, 1, chain("a", "b")[-KEY_BYTES:]).nodes(8, 100)
+    assert len(below) == 3
+    with pytest.raises(NotFound, match="it is not resident"):
+        Tree(rig.core, 1, b"n" * KEY_BYTES)
+
+
+def test_rankings_are_those_of_a_plain_sort() -> None:
+    rig = busy()
+    lease = rig.lease("b")
+    for turn in range(6):
+        serve(rig, lease, 10 + turn, ["a", "d"] if turn % 2 else ["z", turn])
+    index = rig.model.blocks.index
+    every = list(index.rows.values())
+    recent = sorted(every, key=lambda r: (-index.stamp[r], -index.depth[r]))
+    hot = sorted((r for r in every if index.hits[r]), key=lambda r: (-index.hits[r], -index.stamp[r], -index.depth[r]))
+    for count in (1, 3, 100):
+        assert Ranking(rig.core, 1, by_hits=False).first(count) == recent[:count]
+        assert Ranking(rig.core, 1, by_hits=True).first(count) == hot[:count]
+    assert block_lines(rig.core, 1, hot)[0].hits == index.hits[hot[0]]
+
+
+def test_keys_are_found_by_digits_or_the_search_says_why_not() -> None:
+    rig = busy()
+    key = chain("a", "b")[-KEY_BYTES:]
+
+    def search(digits: str) -> bytes | None:
+        return list(find_keys(rig.core, 1, digits))[-1]
+
+    for digits in (key.hex(), key.hex()[:9], f" {key.hex()[:8].upper()} "):
+        assert search(digits) == key
+    rig.model.blocks.index.keys.append(key[:4] + bytes(KEY_BYTES - 4))
+    with pytest.raises(InvalidRequest, match="names several blocks"):
+        search(key.hex()[:8])
+    for bad in ("", "abc", "xyz1", "0" * 65):
+        with pytest.raises(InvalidRequest, match="hexadecimal digits"):
+            search(bad)
+    for absent in ("ff" * KEY_BYTES, "0123456"):
+        with pytest.raises(NotFound):
+            search(absent)
+
+
+def test_pages_that_are_absent_name_none() -> None:
+    rig = busy()
+    at = row(rig, "a", "d")
+    rig.host.pages[0][at] = 3
+    assert any("absent, yet it names a page" in problem for problem in verify_at_once(rig.core))
+    rig.host.pages[0][at] = NO_PAGE
+    assert verify_at_once(rig.core) == []
