@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
 
 Hold = Callable[[int, int, PageState, str], None]
 Holding = dict[tuple[int, int], tuple[PageState, str]]
@@ -33,6 +33,7 @@ def audit(ledger: Ledger) -> Audit:
         problems += _computing(ledger, model)
         problems += _tables(ledger, model)
         problems += _leaves(model)
+        problems += _counts(model)
         for position, place in enumerate(model.blocks.index.places):
             problems += _pages(ledger, model, place, position)
             pages += sum(pool.usable for pool in place.pools)
@@ -190,6 +191,23 @@ def _tables(ledger: Ledger, model: Model) -> list[str]:
             for position, row in held.items():
                 if sequence.tables[group][position] != place.pages[group][row]:
                     out.append(f"sequence {sequence.id} group {group}: not the windowed page of block {position}")
+    return out
+
+
+def _counts(model: Model) -> list[str]:
+    """What operators are told of blocks and pins is what there is."""
+    out: list[str] = []
+    depth = model.blocks.index.depth
+    for place in model.blocks.index.places:
+        states = place.states[place.lead]
+        out += [
+            f"model {model.id} {place.name}: {seen} blocks are {state.name}, {told} are counted"
+            for state in (FILLING, READY, DRAINING)
+            if (seen := states.count(state)) != (told := place.counts.states[state])
+        ]
+        pinned = sum(pins * (depth[row] + 1) for row, pins in enumerate(place.pins) if pins)
+        if pinned != place.counts.pinned:
+            out.append(f"model {model.id} {place.name}: {pinned} blocks are pinned, {place.counts.pinned} are counted")
     return out
 
 

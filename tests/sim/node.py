@@ -110,6 +110,7 @@ class SimNode:
             lambda ticket, error: self.inbox.append(lambda: self._land(ticket, "" if error is None else str(error))),
             planning=InlinePlanning(),
             layers_per_step=rng.choice((0, 1, 2)),
+            clock=lambda: self.backend.now,
         )
         self.engine.start()
         self.host_pool = SteppedHostPool(
