@@ -75,6 +75,10 @@ class RemoteTarget:
                 answers.append(read(await ask(raw[0], timeout=limit)))
         except grpc.aio.AioRpcError as failure:
             code, details = failure.code(), failure.details() or ""
+        except asyncio.CancelledError:  # the deadline came while the stream was being ended
+            if not seconds:
+                raise
+            code = grpc.StatusCode.CANCELLED
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
             self.crashes.append(f"{rpc.name}: {code.name} {details}; {raw[0][:200].hex()}")
         self.statuses[code.name] += 1

@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells
-from tests.fuzz.__main__ import fuzz_socket, verdict
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.messages import mutate
+from tests.fuzz.runs import fuzz_socket, verdict
 from tests.fuzz.target import Target, list_rpcs
 
 RPCS = list_rpcs()
