@@ -3,79 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import random
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from tests.fuzz.fuzzer import Findings
+from tests.fuzz.runs import fuzz_in_process, fuzz_socket, verdict
 
-from cachesvc.telemetry.events import start_logging
-from tests.fuzz.fuzzer import Findings, Fuzzer
-from tests.fuzz.target import Target
-from tests.fuzz.wire import RemoteTarget, throw_garbage
-
-FLAGS = (
-    "--backend",
-    "shm",
-    "--shm-devices",
-    "2",
-    "--device-pool",
-    "16MiB",
-    "--host-pool",
-    "8MiB",
-    "--drain-seconds",
-    "0",
-)
-WIRE_SHARE = 0.1
-
-
-def fuzz_in_process(messages: int, seed: int) -> Findings:
-    """Handlers called without a socket."""
-
-    async def run() -> Findings:
-        target = Target()
-        await target.start()
-        try:
-            return await Fuzzer(target, seed).run(messages)
-        finally:
-            await target.close()
-
-    return asyncio.run(run())
-
-
-def fuzz_socket(messages: int, seed: int) -> tuple[Findings, list[str]]:
-    """A daemon of its own, and garbage on its sockets; also what its log says of calls that broke."""
-    with DaemonProcess(FLAGS) as daemon:
-
-        async def run() -> Findings:
-            target = RemoteTarget(daemon.socket, daemon.process.pid)
-            await target.start()
-            try:
-                found = await Fuzzer(target, seed, frozenset({"Drain"})).run(messages)
-                await asyncio.to_thread(throw_garbage, daemon.socket, random.Random(seed), max(20, messages // 100))
-                found.problems += await target.problems()
-            finally:
-                await target.close()
-            return found
-
-        found = asyncio.run(run())
-        if daemon.process.poll() is not None:
-            found.crashes.append(f"the daemon ended with code {daemon.process.poll()}")
-        log = daemon.log.read_text(encoding="utf-8").splitlines()
-    return found, [line for line in log if "Traceback" in line or "call_broke" in line]
-
-
-def verdict(found: Findings, broken: list[str]) -> list[str]:
-    """Everything that must not be."""
-    kept = {what: count for what, count in found.left.items() if count}
-    out = [*found.crashes, *found.problems, *broken]
-    out += [f"still held at the end: {kept}"] if kept else []
-    out += [f"{found.descriptors_more} more descriptors"] if found.descriptors_more > 2 else []
-    out += [f"{found.threads_more} more threads"] if found.threads_more > 2 else []
-    return out
+WIRE_SHARE = 0.03
 
 
 def main() -> None:
@@ -83,15 +21,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes to share what is tried in process (default 1)")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    start_logging("error")
     on_wire = int(arguments.messages * WIRE_SHARE)
-    inside = fuzz_in_process(arguments.messages - on_wire, arguments.seed)
-    outside, broken = fuzz_socket(on_wire, arguments.seed + 1)
+    each = -(-(arguments.messages - on_wire) // arguments.jobs)
+    with ProcessPoolExecutor(arguments.jobs + 1, mp_context=get_context("spawn")) as pool:
+        remote = pool.submit(fuzz_socket, on_wire, arguments.seed)
+        seeds = range(arguments.seed + 1, arguments.seed + 1 + arguments.jobs)
+        inside, *others = pool.map(fuzz_in_process, [each] * arguments.jobs, seeds)
+        outside, broken = remote.result()
+    for other in others:
+        inside.add(other)
     wrong = verdict(inside, []) + verdict(outside, broken)
     result: dict[str, Any] = {
-        "seed": arguments.seed,
+        "seeds": [arguments.seed, arguments.seed + arguments.jobs],
         "messages": inside.messages + outside.messages,
         "crashes": len(wrong),
         "answered_internal": inside.statuses.get("INTERNAL", 0) + outside.statuses.get("INTERNAL", 0),

@@ -27,7 +27,8 @@ RARELY = {
     "Register": 0.15,
     "Evict": 0.1,
     "Verify": 0.05,
-    "GetTree": 0.2,
+    "GetTree": 0.1,
+    "ListTickets": 0.1,
     "ListModels": 0.3,
     "Close": 0.1,
 }
@@ -75,6 +76,16 @@ class Findings:
     descriptors_more: int = 0
     threads_more: int = 0
     seconds: float = 0.0
+
+    def add(self, other: Findings) -> None:
+        """Count another run's into this one; of the two machines' memory and time the larger stands."""
+        for name in ("messages", "sensible", "mutated", "random", "crashes", "problems"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("left", "statuses", "rpcs"):
+            merged = Counter(getattr(self, name)) + Counter(getattr(other, name))
+            setattr(self, name, dict(sorted(merged.items())))
+        for name in ("grown_kib", "descriptors_more", "threads_more", "seconds"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
     def shown(self) -> dict[str, Any]:
         """As JSON."""

@@ -241,10 +241,20 @@ class Target:
 
 
 def usage_of(process: str) -> tuple[int, int, int]:
-    """Resident KiB, open descriptors and threads of a process."""
+    """Resident KiB, open descriptors and threads of a process; memory files are slabs, which belong to models."""
     folder = Path("/proc") / process
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]), len(list((folder / "fd").iterdir())), int(status["Threads"])
+    return int(status["VmRSS"].split()[0]), _descriptors(folder / "fd"), int(status["Threads"])
+
+
+def _descriptors(folder: Path) -> int:
+    count = 0
+    for entry in folder.iterdir():
+        try:
+            count += not str(entry.readlink()).startswith("/memfd:")
+        except FileNotFoundError:  # closed meanwhile; the one of this listing, for one
+            continue
+    return count
 
 
 async def _feed(requests: list[Any]) -> AsyncIterator[Any]:

@@ -13,9 +13,11 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells
-from tests.fuzz.__main__ import fuzz_socket, verdict
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.service.reading import readable, require_read
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.messages import mutate
+from tests.fuzz.runs import fuzz_socket, verdict
 from tests.fuzz.target import Target, list_rpcs
 
 RPCS = list_rpcs()
@@ -80,3 +82,11 @@ async def test_extend_refuses_a_group_beyond_the_layout(target: Target) -> None:
     step.operations.add().extend.CopyFrom(build_extend(7, [GroupCells(9, 0, (0,), (1,))]))
     _, answer = await ask(target, "Step", step)
     assert answer.results[0].error.code == "INVALID"
+
+
+async def test_bytes_that_are_no_message_are_refused_by_name() -> None:
+    handler = readable(grpc.unary_unary_rpc_method_handler(print, cache_pb2.MatchRequest.FromString), "/x/Match")
+    assert handler.request_deserializer(b"\xff") == cache_pb2.MatchRequest()
+    with pytest.raises(InvalidRequest, match="no message of /x/Match"):
+        require_read()
+    require_read()  # told once
