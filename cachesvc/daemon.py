@@ -128,18 +128,13 @@ class Daemon:
         host_pool.start()
         self._stack.callback(host_pool.close)
         self._start_life(node, vault, epoch)
-        keyring = await self._start_keyring(node)
-        quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
-        gate = CallGate(config.calls_in_flight, quotas)
-        cache = CacheService(node, gate, config.operations_per_step, quotas)
-        access = Access(gate, cache, quotas, keyring)
-        checksums = Checksums(node, engine.page_bytes, config.checksums, config.checksum_limit)
-        checksums.start()
-        self._stack.push_async_callback(checksums.close)
-        inspection = Inspection(node, checksums, config.eviction)
+        access = await self._start_access(node)
+        inspection = self._start_inspection(node, engine)
         port = await self._start_server(node, access, backend, host_pool, devices, inspection, telemetry)
         facts = _facts(config, backend)
-        metrics_port = telemetry.start_metrics(Gatherer(facts, node, engine, gate, telemetry.watch, cache, host_pool))
+        metrics_port = telemetry.start_metrics(
+            Gatherer(facts, node, engine, access.gate, telemetry.watch, access.cache, host_pool)
+        )
         events.event("config", **config.shown())
         events.event(
             "ready",
@@ -153,6 +148,19 @@ class Daemon:
             pid=os.getpid(),
             seconds=round(time.monotonic() - began, 3),
         )
+
+    async def _start_access(self, node: Node) -> Access:
+        config = self._config
+        keyring = await self._start_keyring(node)
+        quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
+        gate = CallGate(config.calls_in_flight, quotas)
+        return Access(gate, CacheService(node, gate, config.operations_per_step, quotas), quotas, keyring)
+
+    def _start_inspection(self, node: Node, engine: SwapEngine) -> Inspection:
+        checksums = Checksums(node, engine.page_bytes, self._config.checksums, self._config.checksum_limit)
+        checksums.start()
+        self._stack.push_async_callback(checksums.close)
+        return Inspection(node, checksums, self._config.eviction)
 
     def _start_life(self, node: Node, vault: Vault, epoch: int) -> None:
         life = LifeServer(

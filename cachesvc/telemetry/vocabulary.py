@@ -22,8 +22,8 @@ VOCABULARY: dict[str, Event] = {
     "config": Event("info", "The effective configuration, one field a setting.", ("...",)),
     "ready": Event(
         "info",
-        "The daemon serves. `port`, `metrics_port`: 0 where there is none.",
-        ("socket", "port", "metrics_port", "backend", "devices", "epoch", "pid", "seconds"),
+        "The daemon serves. `port`, `metrics_port`, `web_port`: 0 where there is none.",
+        ("socket", "port", "metrics_port", "web_port", "backend", "devices", "epoch", "pid", "seconds"),
     ),
     "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
     "stopped": Event("info", "The daemon has ended in order."),
@@ -39,6 +39,11 @@ VOCABULARY: dict[str, Event] = {
         "A GPU answers no call any more: its transfers fail from now on. Restart the daemon.",
         ("device", "reason"),
     ),
+    "device_lost": Event(
+        "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
+    ),
+    "serving": Event("info", "What health checks answer from now on.", ("ready", "live")),
+    "copies_are_made_to_fail": Event("warning", "The flag for tests is on: this share of copies fails.", ("share",)),
     "host_pool_node": Event("info", "The NUMA node of the host pool.", ("node", "gpus")),
     "numa_node_unreadable": Event("warning", "A NUMA node of the system could not be read.", ("node", "error")),
     "numa_not_applied": Event("info", "Memory was not bound to its NUMA node, and why.", ("node", "reason", "detail")),
@@ -64,6 +69,16 @@ VOCABULARY: dict[str, Event] = {
         "warning", "A process of another user, or one too many, wanted a life connection.", ("uid", "connections")
     ),
     "life_connection_broke": Event("info", "A life connection ended with an error.", ("pid",)),
+    "life_not_accepting": Event(
+        "warning", "No descriptor is left for life connections; tried again after the seconds.", ("reason", "seconds")
+    ),
+    "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
+    "tokens_not_read": Event("warning", "The tokens' file cannot be used; those read before hold.", ("reason",)),
+    "certificate_read": Event("info", "A certificate is served from now on.", ("certificate",)),
+    "certificate_not_read": Event("warning", "The certificate cannot be read; the one before is served.", ("reason",)),
+    "reloaded": Event("info", "Settings changed while running, one field each.", ("...",)),
+    "reload_refused": Event("warning", "The file asks for what cannot be, or not live; nothing changed.", ("reason",)),
+    "reload_by_signal_refused": Event("debug", "SIGHUP asked for that reload.", ("code",)),
     "process_ended": Event("info", "The kernel says that an engine's process is gone.", ("pid",)),
     "connection_ended": Event(
         "info", "A process counts as gone: its connection ended, and the grace is over.", ("pid",)
@@ -73,6 +88,13 @@ VOCABULARY: dict[str, Event] = {
         "warning", "A transfer failed, and why; whoever waits for it is told.", ("ticket", "reason")
     ),
     "swap_done_callback_failed": Event("error", "A defect: the end of a transfer could not be told.", ("ticket",)),
+    "copy_stream_broken": Event("error", "A defect: a copy stream takes no more jobs. Restart the daemon.", ("name",)),
+    "copy_slice_failed": Event("error", "A defect: a slice's end on a broken stream.", ("name",)),
+    "copy_waiters_not_released": Event("error", "A defect: waiters of a job were not released.", ("ticket",)),
+    "checksums_not_taken": Event("error", "A defect: blocks have no checksums.", ("model", "blocks")),
+    "page_not_read": Event("info", "A page was not read for its checksum.", ("model", "page", "reason")),
+    "subscriber_cut_off": Event("warning", "A subscriber fell behind what is kept.", ("behind", "kept")),
+    "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "call_broke": Event("error", "A defect: a call failed inside the daemon; the traceback says where."),
