@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import inspect
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -46,6 +48,8 @@ HOST_BYTES = 8 << 20
 WAIT_SECONDS = 0.05
 MODULES = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
 ANSWERS_READ = 4
+HANG_UP_SECONDS = 0.02
+"""After which a caller gives up on a stream that says nothing more."""
 
 
 class Rpc(NamedTuple):
@@ -82,6 +86,7 @@ class CallContext:
     """What a servicer sees of a call: how it ended is kept."""
 
     def __init__(self, seconds: float | None = None) -> None:
+        self.written: list[Any] = []
         self.code = grpc.StatusCode.OK
         self.details = ""
         self._seconds = seconds
@@ -89,6 +94,12 @@ class CallContext:
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
         self.code, self.details = code, details
         raise grpc.aio.AbortError(details)
+
+    async def write(self, answer: Any) -> None:
+        """The caller hangs up once it has read enough."""
+        self.written.append(answer)
+        if len(self.written) >= ANSWERS_READ:
+            raise asyncio.CancelledError
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
         """Not looked at: the status tells as much."""
@@ -134,11 +145,13 @@ class Target:
         shown = {"backend": "shm", "host_pool": str(HOST_BYTES), "host_chunk": str(4 << 20)}
         health = DeviceHealth(self.backend, node, self._told)
         inspection = Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1), "lru")
+        self._following = EventService(node, 64)
+        self._following.start()
         self._servicers = {
             "EngineService": EngineService(node, gate, self.backend),
             "LeaseService": LeaseService(node, gate),
             "CacheService": CacheService(node, gate, 256),
-            "EventService": EventService(node, 64),
+            "EventService": self._following,
             "AdminService": AdminService(
                 node, gate, self.host_pool, inspection, shown, [], self._drained, health, list
             ),
@@ -146,6 +159,7 @@ class Target:
 
     async def close(self) -> None:
         """End it all, in reverse."""
+        self._following.close()
         await self.node.close()
         self.host_pool.close()
         self.engine.close()
@@ -184,7 +198,11 @@ class Target:
         handler = getattr(self._servicers[rpc.service.rpartition(".")[2]], rpc.name)
         answers: list[Any] = []
         try:
-            if rpc.gives_stream:
+            if rpc.gives_stream and inspect.iscoroutinefunction(handler):
+                with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # its caller hung up
+                    await asyncio.wait_for(handler(requests[0], context), HANG_UP_SECONDS)
+                answers = context.written
+            elif rpc.gives_stream:
                 stream = handler(_feed(requests) if rpc.takes_stream else requests[0], context)
                 async for answer in stream:
                     answers.append(answer)
