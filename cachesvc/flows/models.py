@@ -91,9 +91,9 @@ def register(
                 return Registered(model, replica, existed=True)
     if core.ledger.draining:
         raise Unavailable("the daemon is draining and registers nothing new")
-    if model is None and len(core.ledger.models) >= core.limits.models:
-        raise LimitExceeded("models", len(core.ledger.models) + 1, core.limits.models)
     _require_pages(device_wish)
+    if model is None:
+        _make_room_in_list(core, vault)
     keep = model.id if model is not None else None
     room = make_room(
         core,
@@ -201,19 +201,31 @@ def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
     return tuple(count * unit for unit in units)
 
 
-def _idle_models(core: Core, devices: tuple[str, ...], keep: int | None) -> list[Model]:
-    """Models that hold memory on one of ``devices`` and that nobody uses."""
+def _idle_models(core: Core, devices: tuple[str, ...] | None, keep: int | None) -> list[Model]:
+    """Models that nobody uses: those that hold memory on one of ``devices``, or all (None)."""
     busy = {lease.model for lease in core.ledger.leases.values()}
     busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
     return [
         model
         for model in core.ledger.models.values()
-        if model.id not in busy and model.id != keep and any(set(r.devices) & set(devices) for r in model.replicas)
+        if model.id not in busy
+        and model.id != keep
+        and (devices is None or any(set(r.devices) & set(devices) for r in model.replicas))
     ]
 
 
 def _bytes_on(model: Model, device: str) -> int:
     return sum(device_bytes(model.layout, r.device_pages) for r in model.replicas if device in r.devices)
+
+
+def _make_room_in_list(core: Core, vault: Vault) -> None:
+    """The longest idle model gives way where there are as many as may be. Raises LimitExceeded where all are in use."""
+    if len(core.ledger.models) < core.limits.models:
+        return
+    idle = _idle_models(core, None, None)
+    if not idle:
+        raise LimitExceeded("models in use", len(core.ledger.models) + 1, core.limits.models)
+    _dismiss(core, vault, min(idle, key=lambda model: (model.last_used, model.id)))
 
 
 def _dismiss(core: Core, vault: Vault, model: Model) -> None:

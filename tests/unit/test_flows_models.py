@@ -135,8 +135,12 @@ def test_the_limit_of_models_does_not_bar_a_further_replica() -> None:
     desk.register("m", 10)
     object.__setattr__(desk.core.limits, "models", 1)
     assert desk.register("m", 10, gpu=1).replica.id == 1
-    with pytest.raises(LimitExceeded):
-        desk.register("n", 10)
+    n = desk.register("n", 10)  # m is idle and gives way
+    assert desk.names == ["n"]
+    desk.occupy(n)
+    with pytest.raises(LimitExceeded, match="models in use"):
+        desk.register("o", 10)
+    assert desk.names == ["n"]
 
 
 def test_host_pages_that_arrive_late_can_be_used_then() -> None:
