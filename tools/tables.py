@@ -1,59 +1,42 @@
-"""Writes README's tables of figures from the files in benchmarks/results: ``python -m tools.tables [--check]``.
+"""Writes the tables of figures from the files in benchmarks/results: ``python -m tools.tables [--check]``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README or in docs/figures.md.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+from tools import tables_running
+from tools.results import RESULTS, ROOT
+from tools.results import load as _load
+from tools.results import rows as _rows
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md")
 TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 GIB, MIB = 1 << 30, 1 << 20
 
 
 def main() -> None:
-    """Rewrite README, or with ``--check`` fail when it is not what the files say."""
-    text = README.read_text(encoding="utf-8")
-    fresh = render(text)
-    if "--check" in sys.argv[1:]:
-        sys.exit(0 if fresh == text else "README's tables are stale: run python -m tools.tables")
-    README.write_text(fresh, encoding="utf-8")
+    """Rewrite the pages, or with ``--check`` fail when one is not what the files say."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        fresh = render(text)
+        if "--check" in sys.argv[1:] and fresh != text:
+            sys.exit(f"tables of {page.name} are stale: run python -m tools.tables")
+        page.write_text(fresh, encoding="utf-8")
 
 
 def render(text: str) -> str:
-    """README's text with every table made anew."""
+    """A page's text with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
     return TABLE.sub(table, text)
-
-
-def _load(name: str) -> dict[str, Any]:
-    loaded = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-def _rows(head: list[str], rows: list[list[str]], machine: dict[str, Any] | None = None) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
-    if machine:
-        lines += ["", f"<sub>{_said(machine)}</sub>"]
-    return "\n".join(lines)
-
-
-def _said(machine: dict[str, Any]) -> str:
-    if "gpu" in machine:
-        return f"{machine['gpu']}, driver {machine['driver']}, {machine['cores']} cores, {machine['date']}"
-    return f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {machine['date']}"
 
 
 def ledger() -> str:
@@ -112,7 +95,7 @@ def replay() -> str:
     """Replays of the real traces."""
     rows = []
     for path in sorted(RESULTS.glob("replay-*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = _load(path.name)
         rows.append(
             [
                 str(found["trace"]).removesuffix(".jsonl.zst"),
@@ -300,6 +283,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap": overlap,
     "windows": windows,
     "kernels": kernels,
+    "windows-real": tables_running.windows_real,
+    "daemon-kills": tables_running.daemon_kills,
+    "soak": tables_running.soak,
+    "fuzz": tables_running.fuzz,
+    "telemetry": tables_running.telemetry,
+    "inspection": tables_running.inspection,
 }
 
 if __name__ == "__main__":

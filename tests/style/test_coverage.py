@@ -22,7 +22,7 @@ def is_there(path: Path, name: str) -> bool:
         return False
     bound = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             bound.add(node.name)
         elif isinstance(node, ast.Assign):
             bound.update(target.id for target in node.targets if isinstance(target, ast.Name))

@@ -1,0 +1,111 @@
+"""Tables of what a daemon went through: chaos, kills, fuzzing, telemetry, questions of operators, capacity runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.results import load, rows
+
+MIB = 1 << 20
+
+
+def windows_real() -> str:
+    """The example engine in a pool that is too small, with and without recycling."""
+    found = load("windows-real-cuda.json")
+    body = []
+    for row in found["rows"]:
+        off, on = row["off"], row["on"]
+        rates = [f"{each['output_tokens_per_s']:,.0f}" for each in (off, on)]
+        running = f"{off['mean_running']:.1f} / {on['mean_running']:.1f}"
+        told = [f"{row['gain_percent']:+.1f} %", running, f"{off['preemptions']} / {on['preemptions']}"]
+        body.append([f"{row['share']:.0%}", *rates, *told, f"{row['answers_equal']} of {row['answers_equal']}"])
+    head = ["windowed heads", "tokens/s off", "on", "gain", "mean running off / on", "preempted", "answers the same"]
+    return rows(head, body, found["machine"])
+
+
+def daemon_kills() -> str:
+    """The daemon killed at random moments under load."""
+    body = []
+    machines = []
+    for name in ("daemon-kills.json", "daemon-kills-cuda.json"):
+        found = load(name)
+        machines.append(found["machine"])
+        served, noticed = found["served"], found["noticed"]
+        left = len(found["sockets_left"]) + len(found["processes_left"]) + found["old_pools_mapped"]
+        body.append(
+            [
+                found["plan"]["backend"],
+                str(found["kills"]),
+                f"{noticed['p50_s'] * 1e3:.0f} / {noticed['max_s'] * 1e3:.0f} ms",
+                f"{served['p50_s']:.2f} / {served['max_s']:.2f} s",
+                f"{found['corrupt']} of {found['verified']:,}",
+                f"{found['leaked_pages']} pages, {left} sockets, processes and pools",
+                found["conservation"],
+            ]
+        )
+    head = ["backend", "kills", "noticed by all, p50 / max", "all served again, p50 / max", "wrong pages"]
+    return rows([*head, "left behind", "conservation"], body, *machines)
+
+
+def soak() -> str:
+    """Eight engines on a looped trace with chaos on."""
+    found = load("soak.json")
+    faults = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(found["faults"].items()))
+    start, end = found["step_start"], found["step_end"]
+    body = [
+        ["minutes, engines", f"{found['seconds'] / 60:.0f}, {found['plan']['engines']}"],
+        ["requests", f"{found['requests']:,}"],
+        ["done to them", f"{faults}; and {found['plan']['fault_copies']:.0%} of copies fail"],
+        ["corrupt pages", f"{found['corrupt']} of {found['verified']:,} verified"],
+        ["leaked pages, conservation", f"{found['leaked_pages']}, {found['conservation']}"],
+        ["the last daemon's memory after warm-up", _memory(found["memory"])],
+        ["Step p50 / p99 at the start", f"{start['p50_ms']:.1f} / {start['p99_ms']:.1f} ms"],
+        ["Step p50 / p99 at the end", f"{end['p50_ms']:.1f} / {end['p99_ms']:.1f} ms"],
+    ]
+    return rows(["", ""], body, found["machine"])
+
+
+def _memory(memory: dict[str, Any]) -> str:
+    before, after = memory["first_half_mib"], memory["second_half_mib"]
+    growth = f"lowest {before[0]:.1f}, then {after[0]:.1f} MiB: {memory['growth_percent']:+.1f} %"
+    return f"in two halves: {growth}; median {before[1]:.1f}, then {after[1]:.1f}"
+
+
+def fuzz() -> str:
+    """Messages that were tried on every RPC."""
+    found = load("fuzz.json")
+    body = []
+    for name, label in (("in_process", "to handlers in process"), ("over_the_socket", "over the socket")):
+        part = found[name]
+        kinds = [f"{part[kind]:,}" for kind in ("messages", "sensible", "mutated", "random")]
+        body.append([label, *kinds, str(len(part["crashes"])), str(len(part["problems"])), str(len(part["rpcs"]))])
+    head = ["", "messages", "sensible", "mutated", "random", "crashes or INTERNAL", "books wrong", "RPCs"]
+    return rows(head, body)
+
+
+def telemetry() -> str:
+    """What telemetry adds to a Step of 32 sequences."""
+    found = load("telemetry.json")
+    names = {
+        "plain": "neither metrics nor traces",
+        "metrics": "metrics, scraped every second",
+        "otlp": "metrics and OTLP, calls not sampled",
+        "traced": "every Step sampled",
+    }
+    body = []
+    for name, label in names.items():
+        one = found["variants"][name]
+        low, high = one["cost_percent_quartiles"]
+        cost = "" if name == "plain" else f"{one['cost_percent']:+.1f} % ({low:+.1f} to {high:+.1f})"
+        body.append([label, f"{one['p50_ms']:.2f}", cost])
+    return rows(["Step of 32", "p50 ms", "cost: median of rounds (quartiles)"], body, found["machine"])
+
+
+def inspection() -> str:
+    """What operators' questions do to Steps beside them, at a million blocks."""
+    found = load("inspection.json")
+    body = [["nothing", "", f"{found['alone_ms']['p50']:.2f} / {found['alone_ms']['p99']:.1f}"]]
+    for name, one in found["questions"].items():
+        step = one["step_ms"]
+        body.append([name, f"{one['seconds']:.2f}", f"{step['p50']:.2f} / {step['p99']:.1f}"])
+    return rows(["asked meanwhile", "answered in, s", "Step of 32, p50 / p99 ms"], body, found["machine"])
