@@ -15,6 +15,7 @@ import os
 import queue
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -298,8 +299,10 @@ def cut(path: str) -> int:
     count = 0
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
+            if not stat.S_ISSOCK(entry.stat().st_mode):
+                continue
             copy = socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:  # no socket, or closed meanwhile
+        except OSError:  # closed meanwhile
             continue
         with copy:
             try:
