@@ -83,6 +83,9 @@ EVERYONE = Caller("everyone", frozenset(Scope))
 LOOPBACK = Caller("loopback", frozenset({Scope.READ}))
 """Who calls on TCP without TLS and without tokens: any user of the node can, so they may only read."""
 
+UNPROVEN = (EVERYONE, LOOPBACK)
+"""Who has proved nothing. Namespaces of models with a salt are kept from them: they are what their engines prove."""
+
 _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
