@@ -81,6 +81,8 @@ class Server:
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
             server.add_insecure_port(f"unix:{self._listening.unix}")
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on the socket {self._listening.unix}: {error}") from error
         finally:
             os.umask(mask)
         self._server = server

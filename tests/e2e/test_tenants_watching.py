@@ -154,7 +154,7 @@ def can_dump(node: Node, request: inspect_pb2.DumpIndexRequest) -> bool:
 
 def test_streams_of_answers_refuse_what_they_cannot_read(node: Node) -> None:
     for method in ("kvcache.v1.EventService/Subscribe", "kvcache.v1.AdminService/DumpIndex"):
+        call: Any = node.channel.unary_stream(f"/{method}")
         with pytest.raises(grpc.RpcError) as refused:
-            call: Any = node.channel.unary_stream(f"/{method}")
             list(call(b"\xff\xff\xff"))
         assert "the bytes are no message of" in str(refused.value)
