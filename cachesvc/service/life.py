@@ -45,9 +45,8 @@ class _Peer:
 class LifeServer:
     """Runs on the event loop; tells ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
 
-    ``descriptor(token)`` finds the fd of a handle. ``holds(token)``: whether it matters when the process ends, also once
-    it has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may
-    connect; others are turned away.
+    ``descriptor(token)`` finds the fd of a handle. ``holds(token)``: whether it matters when the process ends, even if
+    it has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may connect; others are turned away.
     """
 
     def __init__(

@@ -154,6 +154,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge("info", ("version", "backend"), "Always 1."),
         _gauge("uptime_seconds", (), "Time since the daemon started."),
         _gauge("draining", (), "1 while nothing new is opened."),
+        _gauge("event_subscribers", (), "Who follows changes of blocks."),
         _counter(
             "events",
             ("event",),

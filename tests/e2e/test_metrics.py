@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cachesvc_client import NotFound
+from cachesvc_client import EventSubscriber, NotFound
 from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
 
 from cachesvc.telemetry.catalogue import CATALOGUE
@@ -89,6 +89,17 @@ def test_every_metric_of_the_catalogue_is_on_the_page(scraped: Node) -> None:
     named = {name for name, _ in page}
     silent = [m.name for m in CATALOGUE.values() if not named & {m.exported, f"{m.exported}_count"}]
     assert silent == [], "every one has a value under such a load"
+
+
+def test_who_follows_events_is_a_gauge_and_no_counter(scraped: Node) -> None:
+    with Engine(scraped.socket, device_pages=8) as engine:
+        with EventSubscriber(scraped.socket, engine.registration.namespace) as subscriber:
+            stream = subscriber.subscribe()
+            next(stream)
+            page = scrape(scraped)
+            assert total(page, "event_subscribers") == 1
+            assert not [labels for _, labels in page if ("event", "event_subscribers") in labels]
+        wait_until(lambda: total(scrape(scraped), "event_subscribers") == 0, "those who left are forgotten")
 
 
 def test_no_label_tells_one_tenant_of_another(scraped: Node) -> None:
