@@ -228,7 +228,7 @@ class Daemon:
             health=config.health_listen,
             group=config.socket_group,
         )
-        server = Server(telemetry.watch_services(services), listening, keyring)
+        server = Server(telemetry.watch_services(services), listening, keyring, telemetry.watch.refused)
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))

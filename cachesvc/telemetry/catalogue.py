@@ -144,7 +144,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             ("method",),
             "Time to serve a call; of the streams Step and KeepAlive, each message. It includes waiting for transfers.",
         ),
-        _counter("rpc_calls", ("method", "code"), "Calls (of Step and KeepAlive: messages) by outcome; see ERRORS.md."),
+        _counter(
+            "rpc_calls",
+            ("method", "code"),
+            "Calls (of Step and KeepAlive: messages) by outcome, those refused at the door too; see ERRORS.md.",
+        ),
         _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
         _gauge("calls_in_flight", (), "Calls being served."),
         _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),
