@@ -169,7 +169,7 @@ def _coerce(name: str, value: Any) -> Any:
             return float(value)
         if isinstance(default, int):
             return int(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{name}: {value!r} is not a {type(default).__name__}") from error
     if not isinstance(value, str):
         raise InvalidRequest(f"{name}: {value!r} is not a text")

@@ -18,7 +18,7 @@ from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.admin import drain
 from cachesvc.flows.core import Core, Limits
-from cachesvc.flows.leases import process_arrived, process_gone
+from cachesvc.flows.leases import process_arrived, process_gone, process_holds
 from cachesvc.hardware import Hardware, choose_hardware, link_costs
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger
@@ -172,6 +172,7 @@ class Daemon:
             arrived=partial(process_arrived, node.core),
             gone=lambda token: node.run(partial(process_gone, node.core, token)),
             descriptor=vault.descriptor,
+            holds=partial(process_holds, node.core),
         )
         life.start()
         self._stack.callback(life.close)
@@ -227,7 +228,7 @@ class Daemon:
             health=config.health_listen,
             group=config.socket_group,
         )
-        server = Server(telemetry.watch_services(services), listening, keyring)
+        server = Server(telemetry.watch_services(services), listening, keyring, telemetry.watch.refused)
         port = await server.start()
         self._server = server
         self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
@@ -237,9 +238,11 @@ class Daemon:
         self._stack.push_async_callback(health.close)
 
         def reload() -> None:
-            reloader.reload_by_signal()
-            if keyring is not None:
-                keyring.reload()
+            try:
+                reloader.reload_by_signal()
+            finally:  # whatever is wrong with the one file, the other counts
+                if keyring is not None:
+                    keyring.reload()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         return port

@@ -7,7 +7,7 @@ follower has exactly the truth of that moment for the rows passed, and at the la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -54,10 +54,13 @@ class Changes(NamedTuple):
     runs: list[BlockRun]
 
 
-def find_model(core: Core, model_id: int, namespace: bytes, *, sees_all: bool) -> Model:
+def find_model(
+    core: Core, model_id: int, namespace: bytes, *, sees_all: bool, sees: Callable[[str], bool] = lambda _: True
+) -> Model:
     """The model that a follower names. Raises NotOwned where it does not prove that it may, NotFound, InvalidRequest.
 
-    Whoever knows the namespace knows the model, its layout and the tenant's salt; who ``sees_all`` need not.
+    Whoever knows the namespace knows the model, its layout and the tenant's salt; who ``sees_all`` need not. Models of
+    tenants that it does not see (``sees(tenant)``) are not there, whatever else is wrong.
     """
     if not namespace:
         if not sees_all:
@@ -66,7 +69,7 @@ def find_model(core: Core, model_id: int, namespace: bytes, *, sees_all: bool) -
     if len(namespace) != KEY_BYTES:
         raise InvalidRequest(f"a namespace has {KEY_BYTES} bytes, got {len(namespace)}")
     for model in core.ledger.models.values():
-        if model.namespace == namespace:
+        if model.namespace == namespace and sees(model.tenant):
             if model_id not in (0, model.id):
                 raise InvalidRequest(f"the namespace is not that of model {model_id}; name the one that belongs to it")
             return model

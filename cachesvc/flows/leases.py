@@ -18,6 +18,12 @@ def process_arrived(core: Core, token: bytes, pid: int, uid: int, gids: frozense
     core.ledger.processes[token] = Process(token, pid, uid, gids)
 
 
+def process_holds(core: Core, token: bytes) -> bool:
+    """True while leases depend on the process."""
+    process = core.ledger.processes.get(token)
+    return process is not None and bool(process.leases)
+
+
 def process_gone(core: Core, token: bytes) -> None:
     """The kernel says that a process has ended: its leases are lost, and pages come back where it was the last."""
     process = core.ledger.processes.pop(token, None)

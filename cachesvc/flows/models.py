@@ -93,7 +93,7 @@ def register(
         raise Unavailable("the daemon is draining and registers nothing new")
     _require_pages(device_wish)
     if model is None:
-        _make_room_in_list(core, vault)
+        _require_place_in_list(core)
     keep = model.id if model is not None else None
     room = make_room(
         core,
@@ -107,6 +107,7 @@ def register(
     )
     pages = _device_pages(core, vault, layout, chosen, device_wish, keep, room.device_bytes)
     if model is None:
+        _make_place_in_list(core, vault)
         host_pages = host_wish.pages or (_host_share(vault, layout, host_wish.share, room.host_pages),) * len(
             layout.groups
         )
@@ -218,14 +219,17 @@ def _bytes_on(model: Model, device: str) -> int:
     return sum(device_bytes(model.layout, r.device_pages) for r in model.replicas if device in r.devices)
 
 
-def _make_room_in_list(core: Core, vault: Vault) -> None:
-    """The longest idle model gives way where there are as many as may be. Raises LimitExceeded where all are in use."""
-    if len(core.ledger.models) < core.limits.models:
-        return
-    idle = _idle_models(core, None, None)
-    if not idle:
+def _require_place_in_list(core: Core) -> None:
+    """Raises LimitExceeded where there are as many models as may be, all in use."""
+    if len(core.ledger.models) >= core.limits.models and not _idle_models(core, None, None):
         raise LimitExceeded("models in use", len(core.ledger.models) + 1, core.limits.models)
-    _dismiss(core, vault, min(idle, key=lambda model: (model.last_used, model.id)))
+
+
+def _make_place_in_list(core: Core, vault: Vault) -> None:
+    """The longest idle model gives way where there are as many as may be; only once nothing else refuses the new."""
+    idle = _idle_models(core, None, None)
+    if len(core.ledger.models) >= core.limits.models:
+        _dismiss(core, vault, min(idle, key=lambda model: (model.last_used, model.id)))
 
 
 def _dismiss(core: Core, vault: Vault, model: Model) -> None:

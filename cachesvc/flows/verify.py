@@ -24,11 +24,6 @@ class Piece(NamedTuple):
     walk: Callable[[], Iterator[list[str]]] | None
 
 
-def models(core: Core, model_id: int) -> list[int]:
-    """Numbers of the models to look at: all, or the one. Raises NotFound."""
-    return [core.ledger.model(model_id).id] if model_id else list(core.ledger.models)
-
-
 def pieces(core: Core, model_id: int) -> list[Piece]:
     """What is to be looked at of one model; empty when it has gone."""
     model = core.ledger.models.get(model_id)
@@ -58,7 +53,7 @@ def sizes(core: Core, model_id: int) -> tuple[int, int]:
 def verify_at_once(core: Core) -> list[str]:
     """All pieces in one go: what is wrong. For tests and tools that own the ledger."""
     out: list[str] = []
-    for model_id in models(core, 0):
+    for model_id in list(core.ledger.models):
         for piece in pieces(core, model_id):
             if piece.walk is not None:
                 for problems in piece.walk():

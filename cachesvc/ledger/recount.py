@@ -19,6 +19,7 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.recount_leaves import leaf_parts
 from cachesvc.ledger.recount_pages import capture_pages, recount_pages
+from cachesvc.model.words import DRAINING, FILLING, READY
 
 MOST_TOLD = 256
 """Problems that one part tells; the rest are counted."""
@@ -88,11 +89,18 @@ class _Closure:
         self.parent = int32s(index.parent)
         self.children = int32s(place.children)
         self.states = place_states(place)
+        self.counted = list(place.counts.states)
 
 
 def recount_closure(seen: _Closure) -> list[str]:
-    """Full groups move together, nothing is here without its block, nor on a device without its parent."""
-    out: list[str] = []
+    """Full groups move together, nothing is here without its block, nor on a device without its parent; and operators
+    are told as many blocks of each state as there are."""
+    there = np.bincount(seen.states[seen.lead], minlength=len(seen.counted))
+    out = [
+        f"{seen.name}: {there[state]} blocks are {state.name}, {seen.counted[state]} are counted"
+        for state in (FILLING, READY, DRAINING)
+        if there[state] != seen.counted[state]
+    ]
     present: Mask = live_rows(len(seen.parent), [seen.states])
     lead = seen.states[seen.lead]
     for group in seen.full:
@@ -120,6 +128,8 @@ class _Holds:
         self.names = [place.name for place in index.places]
         self.pins = [int32s(place.pins) for place in index.places]
         self.windows = [{group: int32s(pins) for group, pins in place.window_pins.items()} for place in index.places]
+        self.depth = int32s(index.depth)
+        self.counted = [place.counts.pinned for place in index.places]
         self.flights: Any = uint16s(index.flights)
         self.pinned: list[list[int]] = [[] for _ in index.places]
         self.windowed: dict[tuple[int, int], list[int]] = {}
@@ -142,11 +152,14 @@ class _Holds:
 
 
 def recount_holds(seen: _Holds) -> list[str]:
-    """Every pin has its holder and every transfer its ticket."""
+    """Every pin has its holder and every transfer its ticket, and operators are told as many pins as there are."""
     out: list[str] = []
     rows = len(seen.flights)
     for at, name in enumerate(seen.names):
         out += _compare(f"{name} row", "pins", seen.pins[at], seen.pinned[at], rows)
+        pinned = int((seen.pins[at].astype(np.int64) * (seen.depth + 1)).sum())
+        if pinned != seen.counted[at]:
+            out.append(f"{seen.where} {name}: {pinned} blocks are pinned, {seen.counted[at]} are counted")
         for group, pins in seen.windows[at].items():
             held = seen.windowed.get((at, group), [])
             out += _compare(f"{name} group {group} row", "window pins", pins, held, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from itertools import chain, islice
 
@@ -13,6 +14,7 @@ from cachesvc.flows.core import ticket_view
 from cachesvc.flows.study import MAX_LISTED
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.errors import CacheError
+from cachesvc.service.auth import caller
 from cachesvc.service.calls import CallGate, Context, refuse
 from cachesvc.service.device_health import DeviceHealth
 from cachesvc.service.device_line import DeviceLine
@@ -28,6 +30,7 @@ from cachesvc.service.owners import (
     visible_models,
 )
 from cachesvc.service.quota import Quotas
+from cachesvc.service.reading import require_read
 from cachesvc.service.reload import Change
 from cachesvc.service.status_view import lease_to_proto, shown_leases, status_to_proto
 from cachesvc.service.tenants import list_tenants
@@ -212,7 +215,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: inspect_pb2.DumpIndexRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
         try:
-            async for part in self._inspection.dump(request):
-                yield part
+            require_read()
+            async with aclosing(self._inspection.dump(request)) as parts:  # also where the caller goes half way
+                async for part in parts:
+                    caller().check()
+                    yield part
         except CacheError as error:
             await refuse(context, error)

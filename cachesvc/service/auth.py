@@ -83,6 +83,9 @@ EVERYONE = Caller("everyone", frozenset(Scope))
 LOOPBACK = Caller("loopback", frozenset({Scope.READ}))
 """Who calls on TCP without TLS and without tokens: any user of the node can, so they may only read."""
 
+UNPROVEN = (EVERYONE, LOOPBACK)
+"""Who has proved nothing. Namespaces of models with a salt are kept from them: they are what their engines prove."""
+
 _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
@@ -146,13 +149,22 @@ class Guard(grpc.aio.ServerInterceptor):
     """Stands before every RPC of one listener.
 
     ``otherwise``: who calls that proves nothing; None: they are refused. ``by_certificate``: the transport has asked
-    for a certificate, whose names count.
+    for a certificate, whose names count. ``refused(method, code)`` is told of everybody who does not get past; the
+    method is as they wrote it.
     """
 
-    def __init__(self, keeper: Doorkeeper | None, otherwise: Caller | None, *, by_certificate: bool = False) -> None:
+    def __init__(
+        self,
+        keeper: Doorkeeper | None,
+        otherwise: Caller | None,
+        *,
+        by_certificate: bool = False,
+        refused: Callable[[str, str], None] = lambda _method, _code: None,
+    ) -> None:
         self._keeper = keeper
         self._otherwise = otherwise
         self._by_certificate = by_certificate
+        self._refused = refused
         self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
@@ -173,6 +185,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 return self._ask_certificate(handler, method, metadata)
             set_caller(allow(found or self._otherwise, scopes, method))
         except CacheError as refusal:
+            self._refused(method, refusal.code.value)
             return refusing(refusal)
         handler = self._handlers.get(method)
         if handler is None:
@@ -191,8 +204,12 @@ class Guard(grpc.aio.ServerInterceptor):
         """``handler`` behind a look at the certificate, which is known only once the call has its context."""
 
         def enter(context: Any) -> None:
-            found = self._find(metadata, names_of(context.auth_context()))
-            set_caller(allow(found or self._otherwise, scopes_of(method), method))
+            try:
+                found = self._find(metadata, names_of(context.auth_context()))
+                set_caller(allow(found or self._otherwise, scopes_of(method), method))
+            except CacheError as refusal:
+                self._refused(method, refusal.code.value)
+                raise
 
         return None if handler is None else _wrap(handler, enter)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ SAMPLE = 16
 
 MOST_MISMATCHES = 1024
 
+MOST_SUMS = 16
+"""Of one block and group: a block that comes and goes has new pages each time. With so many, copies of pages that have
+gone are passed over, since the checksum of what they were copied from may be forgotten."""
+
 
 class Sums(NamedTuple):
     """A page's checksums, one for each rank that keeps bytes of its own; None where it could not be read."""
@@ -54,7 +58,7 @@ class Checksums:
         self._sum = _digest()
         self._known: dict[tuple[int, bytes], list[Sums]] = {}
         self._waiting: deque[tuple[int, int, int, int]] = deque()
-        self._passed_over = 0
+        self._passed_over: dict[int, int] = {}
         self._news = asyncio.Event()
         self._ended = asyncio.Condition()
         self._taken = self._is_taking = 0
@@ -81,7 +85,7 @@ class Checksums:
             self._waiting.append((model, replica, tip, count))
             self._news.set()
             return
-        self._passed_over += count
+        self._passed_over[model] = self._passed_over.get(model, 0) + count
         for key in sealed.lately_sealed(self._node.core, model, tip, count):
             self._known.pop((model, key), None)  # an older checksum of the same key would not fit new bytes
 
@@ -107,18 +111,24 @@ class Checksums:
         keys = sealed.lately_sealed(core, model, tip, count)
         wanted = [key for key in keys if self.mode == "all" or key[0] % SAMPLE == 0]
         pages = [
-            page
+            (page, sealed.ranks_of(core, page))
             for key in wanted
             for page in sealed.pages_of(core, model, key, iter((replica + 1,)))
             if not any(sums.page == page for sums in self._known.get((model, key), ()))
         ]
         for at in range(0, len(pages), PAGES_AT_ONCE):
-            some = [(page, sealed.ranks_of(core, page)) for page in pages[at : at + PAGES_AT_ONCE]]
-            read = await asyncio.to_thread(self._sums, some)
+            read = await asyncio.to_thread(self._sums, pages[at : at + PAGES_AT_ONCE])
             for sums in read:
                 if None not in sums.ranks and sealed.is_still(core, sums.page):
-                    self._known.setdefault((model, sums.page.key), []).append(sums)
+                    self._keep(sums)
             await asyncio.sleep(sum(sums.size_bytes for sums in read) / self._rate)
+
+    def _keep(self, sums: Sums) -> None:
+        known = self._known.setdefault((sums.page.model, sums.page.key), [])
+        known.append(sums)
+        same_group = [each for each in known if each.page.group == sums.page.group]
+        if len(same_group) > MOST_SUMS:
+            known.remove(same_group[0])
 
     def _sums(self, pages: list[tuple[SealedPage, int]]) -> list[Sums]:
         """Off the loop."""
@@ -143,28 +153,33 @@ class Checksums:
         """Forget what has left the index once that is the larger part."""
         models = self._node.core.ledger.models
         resident = sum(len(model.blocks.index) for model in models.values())
+        self._forget_models()
         if len(self._known) > 2 * resident + WAITING_MAX:
-            kept = {
-                at: sums
-                for at, sums in self._known.items()
-                if at[0] in models and at[1] in models[at[0]].blocks.index.rows
-            }
+            kept = {at: sums for at, sums in self._known.items() if at[1] in models[at[0]].blocks.index.rows}
             self._known = kept
+
+    def _forget_models(self) -> None:
+        """Forget models that have given way; numbers are not used again."""
+        models = self._node.core.ledger.models
+        if any(model not in models for model in {at[0] for at in self._known} | self._passed_over.keys()):
+            self._known = {at: sums for at, sums in self._known.items() if at[0] in models}
+            self._passed_over = {model: count for model, count in self._passed_over.items() if model in models}
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    async def compare(self, turns: Turns, model: int) -> inspect_pb2.ChecksumStatus:
-        """Read every page whose checksum is known (of one model, or 0: of all) and compare."""
+    async def compare(self, turns: Turns, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
+        """Read every page of the models whose checksum is known and compare; nothing is told of other models."""
         answer = inspect_pb2.ChecksumStatus(mode=self.mode)
         await self._catch_up()
-        keys = [at for at in self._known if model in (0, at[0])]
+        self._forget_models()
+        keys = [at for at in self._known if at[0] in models]
         for first in range(0, len(keys), PAGES_AT_ONCE):
             pages = turns.take(partial(self._pages, keys[first : first + PAGES_AT_ONCE]))
             for sums in await turns.aside(partial(self._sums, pages)):
                 self._judge(answer, sums)
-        answer.known_blocks = len(self._known)
-        answer.waiting_blocks = sum(count for _, _, _, count in self._waiting)
-        answer.passed_over_blocks = self._passed_over
+        answer.known_blocks = sum(model in models for model, _ in self._known)
+        answer.waiting_blocks = sum(count for model, _, _, count in self._waiting if model in models)
+        answer.passed_over_blocks = sum(count for model, count in self._passed_over.items() if model in models)
         return answer
 
     async def _catch_up(self) -> None:
@@ -192,7 +207,7 @@ class Checksums:
         page = found.page
         known = [s for s in self._known.get((page.model, page.key), ()) if s.page.group == page.group]
         same = [sums for sums in known if sums.page == page]
-        if not same and not self._waiting and not self._is_taking:
+        if not same and len(known) < MOST_SUMS and not self._waiting and not self._is_taking:
             same = known  # a copy of one of these; while others wait, it may be of bytes that are still to be read
         if not same or not sealed.is_still(self._node.core, page):
             answer.pages_skipped += 1

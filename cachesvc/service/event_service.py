@@ -13,11 +13,13 @@ import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
 from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
+from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
 from cachesvc.model.words import Tier
-from cachesvc.service.auth import EVERYONE, caller
+from cachesvc.service.auth import UNPROVEN, caller
 from cachesvc.service.calls import Context, refuse
 from cachesvc.service.node import Node
+from cachesvc.service.reading import require_read
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
 
@@ -28,10 +30,11 @@ GOODBYE_SECONDS = 1.0
 
 
 class _Subscriber:
-    """A feed, when to look at it again, and why it ends, once it has to."""
+    """A feed, when to look at it again, and why it ends, once it has to. ``tenant`` None: it sees all of them."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, tenant: str | None) -> None:
         self.feed = feed
+        self.tenant = tenant
         self.wake = asyncio.Event()
         self.cut: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
 
@@ -65,13 +68,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self, request: event_pb2.SubscribeRequest, context: Context
     ) -> None:
         try:
-            await self._serve(request, context)
-        except TooSlow as error:
-            self._node.core.count("event_subscribers_cut_off")
-            events.warning("subscriber_cut_off", behind=error.behind, kept=error.keep)
-            await _say_goodbye(context, error)
-        except Unavailable as error:
-            await _say_goodbye(context, error)
+            await self._serve(self._begin(request), context)
         except CacheError as error:
             await refuse(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -80,27 +77,50 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             events.failure("call_broke")
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
 
-    async def _serve(self, request: event_pb2.SubscribeRequest, context: Context) -> None:
-        subscriber = _Subscriber(self._feed_of(request))
+    async def _serve(self, subscriber: _Subscriber, context: Context) -> None:
+        """Follow until the caller hangs up, or has to be told why its stream ends."""
         counters = self._node.core.counters
         self._subscribers.add(subscriber)
         self._node.core.count("event_subscriptions")
         counters["event_subscribers"] = len(self._subscribers)
         try:
             await self._follow(subscriber, context)
+            return
+        except CacheError as error:
+            why = error.with_traceback(None)  # it would keep the feed and its model for as long as the caller hangs
         finally:
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
+        if isinstance(why, TooSlow):
+            self._node.core.count("event_subscribers_cut_off")
+            events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
+        await _say_goodbye(context, why)
+
+    def _begin(self, request: event_pb2.SubscribeRequest) -> _Subscriber:
+        require_read()
+        check_fields(request)
+        who = caller()
+        tenant = None if who.sees_all else who.acts_for
+        self._require_room(tenant)
+        return _Subscriber(self._feed_of(request), tenant)
+
+    def _require_room(self, tenant: str | None) -> None:
+        """One tenant has its share of the limit while others follow, and three quarters alone. Raises LimitExceeded."""
+        following = [each.tenant for each in self._subscribers]
+        if len(following) >= self._limit:
+            raise LimitExceeded("event subscribers", len(following) + 1, self._limit)
+        if tenant is None:
+            return
+        own, busy = following.count(tenant), len({*following, tenant})
+        share = max(1, self._limit * 3 // 4 if busy == 1 else self._limit // busy)
+        if own >= share:
+            raise LimitExceeded("event subscribers of this tenant", own + 1, share)
 
     def _feed_of(self, request: event_pb2.SubscribeRequest) -> Feed:
-        check_fields(request)
-        if len(self._subscribers) >= self._limit:
-            raise LimitExceeded("event subscribers", len(self._subscribers) + 1, self._limit)
         core = self._node.core
         who = caller()
-        model = find_model(core, request.model_id, request.namespace, sees_all=who.sees_all and who is not EVERYONE)
-        if not who.sees(model.tenant):
-            raise NotFound("namespace", request.namespace.hex(), "register the model first")
+        by_number = who.sees_all and who not in UNPROVEN
+        model = find_model(core, request.model_id, request.namespace, sees_all=by_number, sees=who.sees)
         after = request.after_sequence_number if request.HasField("after_sequence_number") else None
         if request.snapshot:
             return Feed(model, snapshot=True)
@@ -110,18 +130,22 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
         model = subscriber.feed.model
-        models = self._node.core.ledger.models
+        who = caller()
         while True:
             if subscriber.cut.done():
                 raise subscriber.cut.result()
-            if models.get(model.id) is not model:
-                raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
+            self._require_there(model)
+            who.check()
             subscriber.wake.clear()
             changes = subscriber.feed.next()
             if changes is None:
                 await subscriber.wake.wait()
                 continue
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
+
+    def _require_there(self, model: Model) -> None:
+        if self._node.core.ledger.models.get(model.id) is not model:
+            raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
 
     def _changed(self) -> None:
         """A flow has run. Whoever follows is told in a moment, together with what follows."""
@@ -133,6 +157,10 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._is_due = False
         for subscriber in self._subscribers:
             feed = subscriber.feed
+            try:
+                self._require_there(feed.model)  # whoever hangs in an answer would keep all of it in memory
+            except NotFound as gone:
+                subscriber.end(gone)
             if feed.is_overrun:
                 subscriber.end(TooSlow(feed.behind, feed.model.blocks.journal.keep))
             else:

@@ -31,7 +31,7 @@ async def explain(node: Node, request: inspect_pb2.ExplainRequest) -> admin_pb2.
         raise InvalidRequest(f"a key has {KEY_BYTES} bytes; name at least the first {PREFIX_BYTES_MIN} bytes of it")
     models = [visible_model(node.core, request.model_id)] if request.model_id else visible_models(node.core)
     limit = min(request.events or EVENTS_DEFAULT, EVENTS_MAX)
-    stories: list[Story] = []
+    stories: list[admin_pb2.BlockStory] = []
     truncated = False
     forgotten = 0.0
     for model in models:
@@ -46,9 +46,10 @@ async def explain(node: Node, request: inspect_pb2.ExplainRequest) -> admin_pb2.
             forgotten = min(forgotten, age) if forgotten else age
         truncated = truncated or len(found) > STORIES_MAX - len(stories)
         told = list(found)[: STORIES_MAX - len(stories)]
-        stories += [story(node.core, model, key, found[key][-limit:], node.now()) for key in told]
+        told_now = (story(node.core, model, key, found[key][-limit:], node.now()) for key in told)
+        stories += [_message(node, each) for each in told_now]  # before others run: its holders may leave
     return admin_pb2.ExplainResponse(
-        stories=[_message(node, each) for each in stories],
+        stories=stories,
         truncated=truncated,
         forgotten_before_seconds=forgotten,
     )

@@ -25,6 +25,7 @@ from cachesvc.swap.transfer_counts import DIRECTIONS
 from cachesvc.telemetry import events
 from cachesvc.telemetry.reading import Reading
 
+SUBSCRIBERS = "event_subscribers"
 LEASE_ENDS = ("closed", "silent", "process_ended", "other")
 BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)
 
@@ -82,8 +83,10 @@ class Gatherer:
         reading.put("uptime_seconds", self.node.now() - self.node.started)
         reading.put("draining", int(core.ledger.draining))
         reading.put("log_lines_lost", events.lost_lines())
+        reading.put("event_subscribers", core.counters.get(SUBSCRIBERS, 0))
         for name, count in core.counters.items():
-            reading.put("events", count, name)
+            if name != SUBSCRIBERS:  # it falls too, and a counter that falls reads as a restart
+                reading.put("events", count, name)
 
     def _memory(self, reading: Reading) -> None:
         facts = self.facts

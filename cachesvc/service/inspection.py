@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from functools import partial
 
 from kvcache.v1 import admin_pb2, inspect_pb2
@@ -14,7 +14,7 @@ from cachesvc.flows import dump, study, verify
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.node import Node
-from cachesvc.service.owners import visible_model
+from cachesvc.service.owners import shown_namespace, visible_model, visible_models
 from cachesvc.service.turns import Turns
 
 MOST_PROBLEMS = 1024
@@ -77,12 +77,18 @@ class Inspection:
         async with self._verifying:
             return await self._verify(request)
 
+    def _models(self, model_id: int) -> list[int]:
+        """The one, or all that the caller may look at. Raises NotFound."""
+        core = self._node.core
+        return [visible_model(core, model_id).id] if model_id else [model.id for model in visible_models(core)]
+
     async def _verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
         core, turns, began = self._node.core, Turns(), time.monotonic()
         problems: list[str] = []
         checks: list[str] = []
         pages = blocks = 0
-        for model in verify.models(core, request.model_id):
+        models = self._models(request.model_id)
+        for model in models:
             pieces = verify.pieces(core, model)
             for piece in pieces:
                 if not verify.is_known(core, model):
@@ -95,14 +101,14 @@ class Inspection:
             problems=problems[:MOST_PROBLEMS], pages_checked=pages, blocks_checked=blocks, checks=checks
         )
         if request.checksums:
-            found = await self._checksums.compare(turns, request.model_id)
+            found = await self._checksums.compare(turns, frozenset(models))
             response.checksums.CopyFrom(found)
         response.ok = not problems and not response.checksums.mismatches
         response.longest_pause_ms = turns.longest_seconds * 1e3
         response.seconds = time.monotonic() - began
         return response
 
-    async def dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
+    async def dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncGenerator[inspect_pb2.DumpIndexResponse]:
         """The head, then the rows. Raises NotFound, InvalidRequest, LimitExceeded."""
         if self._dumps >= DUMPS_MAX:
             raise LimitExceeded("dumps at a time", self._dumps + 1, DUMPS_MAX)
@@ -113,7 +119,7 @@ class Inspection:
         finally:
             self._dumps -= 1
 
-    async def _dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
+    async def _dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncGenerator[inspect_pb2.DumpIndexResponse]:
         size = request.blocks_per_message or MESSAGE_BLOCKS
         if size > MESSAGE_BLOCKS_MAX:
             raise InvalidRequest(f"blocks_per_message is {size}; at most {MESSAGE_BLOCKS_MAX}")
@@ -128,7 +134,7 @@ class Inspection:
                 taken_unix_seconds=time.time(),
                 model_id=model.id,
                 model=model.name,
-                namespace_hex=model.namespace.hex(),
+                namespace_hex=shown_namespace(model).hex(),
                 block_tokens=model.layout.block_tokens,
                 groups=[group.name for group in model.layout.groups],
                 full_groups=model.layout.full_groups,

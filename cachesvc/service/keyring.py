@@ -149,7 +149,10 @@ class Keyring:
                 continue
             if seen != self._seen:
                 self._seen = seen  # a bad file is told once, not every second
-                self.reload()
+                try:
+                    self.reload()
+                except Exception:  # noqa: BLE001 - the root of a task: without it no token would be revoked again
+                    events.failure("tokens_watch_broke")
 
 
 def _peer(callers: dict[tuple[str, Any], Caller], process: Process) -> Caller | None:
@@ -173,7 +176,14 @@ def _is_same(old: Caller, new: Caller) -> bool:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read and check a tokens' file. Raises InvalidRequest."""
+    """Read and check a tokens' file. Raises InvalidRequest, whatever is wrong with it."""
+    try:
+        return _read_keys(path)
+    except (ValueError, RecursionError) as error:  # of decoders and of texts that are none; they quote a position
+        raise InvalidRequest(f"{path} cannot be read: {error}") from error
+
+
+def _read_keys(path: Path) -> Keys:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -184,11 +194,12 @@ def read_keys(path: Path) -> Keys:
         raise InvalidRequest(f"{path} can be written by others than its owner; chmod go-w it")
     if len(raw) > MAX_FILE_BYTES:
         raise InvalidRequest(f"{path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        text = raw.decode()
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:  # both decoders' errors are ValueErrors; neither quotes more than a position
-        raise InvalidRequest(f"{path} cannot be read: {error}") from error
+    text = raw.decode()
+    if path.suffix == ".json":
+        table = json.loads(text)
+        json.dumps(table, ensure_ascii=False).encode()  # it can hold halves of letters, which no answer can
+    else:
+        table = tomllib.loads(text)
     if not isinstance(table, dict) or not set(table) <= {*_FIELDS, "quota"}:
         raise InvalidRequest(f"{path}: known tables are token, peer, certificate and quota")
     keys = Keys(dict(_callers(path, table)), *_quotas(path, table.get("quota", {})))

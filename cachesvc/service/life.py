@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_GREETING
 
@@ -44,8 +45,8 @@ class _Peer:
 class LifeServer:
     """Runs on the event loop; tells ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
 
-    ``descriptor(token)`` finds the fd of a handle. Users of ``allowed_uids`` and members of ``allowed_gids`` may
-    connect; others are turned away.
+    ``descriptor(token)`` finds the fd of a handle. ``holds(token)``: whether it matters when the process ends, even if
+    it has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may connect; others are turned away.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LifeServer:
         arrived: Callable[[bytes, int, int, frozenset[int]], None],
         gone: Callable[[bytes], None],
         descriptor: Callable[[bytes], int | None],
+        holds: Callable[[bytes], bool],
     ) -> None:
         self._path = path
         self._epoch = epoch
@@ -68,17 +70,24 @@ class LifeServer:
         self._arrived = arrived
         self._gone = gone
         self._descriptor = descriptor
+        self._holds = holds
         self._peers: dict[bytes, _Peer] = {}
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Listen; the socket file has mode 0600."""
+        """Listen; the socket file has mode 0600. Raises Unavailable where no socket can be made there."""
         self._loop = asyncio.get_running_loop()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         mask = os.umask(0o177)
         try:
             listener.bind(self._path)
+        except OSError as error:
+            listener.close()
+            raise Unavailable(
+                f"cannot make the socket {self._path}: {error.strerror}; choose another --socket, or let the daemon "
+                "write to its folder"
+            ) from error
         finally:
             os.umask(mask)
         listener.listen(MAX_CONNECTIONS)  # a restart brings all engines at once
@@ -112,6 +121,7 @@ class LifeServer:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, gid = struct.unpack("iII", raw)
         gids = _groups_of(connection, gid)
+        self._forget_idle()
         connected = sum(each.is_connected for each in self._peers.values())  # others only wait for their process's end
         if not (uid in self._allowed or gids & self._allowed_gids) or connected >= MAX_CONNECTIONS:
             events.warning("life_connection_refused", uid=uid, connections=connected)
@@ -127,6 +137,13 @@ class LifeServer:
             connection.send(LIFE_GREETING + peer.token + struct.pack("<Q", self._epoch))
         except OSError:
             self._hang_up(peer)
+
+    def _forget_idle(self) -> None:
+        """Those who hung up and hold nothing: else one who connects again and again would take every descriptor."""
+        for peer in list(self._peers.values()):
+            if not peer.is_connected and not self._holds(peer.token):
+                self._forget(peer)
+                self._gone(peer.token)
 
     def _accept_again(self) -> None:
         if self._listener is not None and self._loop is not None:

@@ -146,6 +146,9 @@ class Node:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.lease_seconds / 4))
-            self.core.ledger.mark_time(self.now())
-            for lease in self.run(lambda: lose_silent(self.core, self.lease_seconds, self.now())):
-                events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
+            try:
+                self.core.ledger.mark_time(self.now())
+                for lease in self.run(lambda: lose_silent(self.core, self.lease_seconds, self.now())):
+                    events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
+            except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
+                events.failure("sweep_broke")

@@ -9,7 +9,7 @@ from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import NotFound
-from cachesvc.service.auth import EVERYONE, Scope, caller
+from cachesvc.service.auth import EVERYONE, UNPROVEN, Scope, caller
 
 SHOWN = 12
 
@@ -80,4 +80,4 @@ def shown_lease(core: Core, lease: Lease) -> str:
 
 def shown_namespace(model: Model) -> bytes:
     """A model's namespace as the caller may see it: nothing of one with a salt where no tokens are configured."""
-    return b"" if model.is_salted and caller() is EVERYONE else model.namespace
+    return b"" if model.is_salted and caller() in UNPROVEN else model.namespace

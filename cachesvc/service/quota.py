@@ -56,7 +56,10 @@ def parse_quota(table: Any, where: str) -> Quota:
     known = {each.name for each in fields(Quota)}
     if not isinstance(table, dict) or not set(table) <= known:
         raise InvalidRequest(f"{where}: known quotas are {', '.join(sorted(known))}")
-    return Quota(**{name: parse_size(value) if name in _SIZES else value for name, value in table.items()})
+    try:
+        return Quota(**{name: parse_size(value) if name in _SIZES else value for name, value in table.items()})
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error}") from error
 
 
 @dataclass(slots=True)

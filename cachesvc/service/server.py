@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +64,19 @@ class Listening:
 class Server:
     """Serves until ``close``. Raises Unavailable from ``start`` when an address is in use."""
 
-    def __init__(self, services: Services, listening: Listening, keeper: Doorkeeper | None = None) -> None:
-        """``keeper``: knows the callers. Without one, whoever may open the socket may do everything."""
+    def __init__(
+        self,
+        services: Services,
+        listening: Listening,
+        keeper: Doorkeeper | None = None,
+        refused: Callable[[str, str], None] = lambda _method, _code: None,
+    ) -> None:
+        """``keeper``: knows the callers. Without one, whoever may open the socket may do everything. ``refused(method,
+        code)`` is told of calls that reach no service."""
         self._services = services
         self._listening = listening
         self._keeper = keeper
+        self._refused = refused
         self._tcp: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -75,12 +84,14 @@ class Server:
 
     async def start(self) -> int:
         """Listen and serve; returns the TCP port (0: none)."""
-        server = self._make(Guard(self._keeper, EVERYONE if self._keeper is None else None))
+        server = self._make(Guard(self._keeper, EVERYONE if self._keeper is None else None, refused=self._refused))
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         make_way(self._listening.unix)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
             server.add_insecure_port(f"unix:{self._listening.unix}")
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on the socket {self._listening.unix}: {error}") from error
         finally:
             os.umask(mask)
         self._server = server
@@ -118,7 +129,8 @@ class Server:
         if not listening.tcp:
             return 0
         otherwise = None if self._keeper is not None else EVERYONE if listening.client_ca else LOOPBACK
-        self._tcp = self._make(Guard(self._keeper, otherwise, by_certificate=bool(listening.client_ca)))
+        by_certificate = bool(listening.client_ca)
+        self._tcp = self._make(Guard(self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused))
         try:
             if not listening.key:
                 return int(self._tcp.add_insecure_port(listening.tcp))

@@ -21,11 +21,10 @@ def open_to_group(path: str, group: str) -> None:
         return
     try:
         number = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
-    except KeyError as error:
-        raise Unavailable(f"socket_group: there is no group {group!r} here; name another or give its number") from error
-    try:
         os.chown(path, -1, number)
         Path(path).chmod(GROUP_MODE)
+    except (KeyError, OverflowError) as error:
+        raise Unavailable(f"socket_group: there is no group {group!r} here; name another or give its number") from error
     except OSError as error:
         raise Unavailable(
             f"cannot give the socket {path} to group {group}: {error.strerror}; the daemon must run as root or be a "

@@ -11,7 +11,7 @@ from cachesvc import __version__
 from cachesvc.flows import status
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import PageState
-from cachesvc.service.auth import EVERYONE, caller
+from cachesvc.service.auth import UNPROVEN, caller
 from cachesvc.service.device_health import DeviceHealth
 from cachesvc.service.device_line import DeviceLine
 from cachesvc.service.node import Node
@@ -42,7 +42,7 @@ def status_to_proto(
         uptime_seconds=node.now() - node.started,
         backend=config["backend"],
         draining=core.ledger.draining,
-        config=config,
+        config=config if who.sees_all else {},
         pools=[pool_to_proto(line) for line in status.pools(models)],
         counters={
             **counters,
@@ -60,7 +60,7 @@ def status_to_proto(
         caller=who.name,
         scopes=sorted(scope.value for scope in who.scopes),
         tenant=who.tenant or "",
-        tokens=who is not EVERYONE,
+        tokens=who not in UNPROVEN,
         attention=attention,
         hits=hits_to_proto(hits),
         transfers=admin_pb2.TransferStatus(**status.transfers(running, counters)._asdict()),

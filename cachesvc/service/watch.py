@@ -18,6 +18,7 @@ from cachesvc.telemetry.tracing import Span, Tracer, current_span
 from cachesvc.wire.status import ERROR_METADATA_KEY
 
 OK = "OK"
+OTHER = "other"
 Parent = dict[str, str] | None
 
 
@@ -27,6 +28,7 @@ class CallWatch:
     def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, Histogram] = {}
         self.codes: dict[tuple[str, str], int] = {}
+        self._names: set[str] = set()
         self._tracer = tracer
         self._clock = clock
 
@@ -35,6 +37,7 @@ class CallWatch:
         wrapped = {}
         for method in service.methods:
             name = f"{service.name}/{method.name}"
+            self._names.add(name)
             serve = getattr(servicer, method.name)
             self.seconds[name] = Histogram()
             if method.client_streaming and method.server_streaming:
@@ -44,6 +47,12 @@ class CallWatch:
             else:
                 wrapped[method.name] = serve  # lives as long as its subscriber does
         return SimpleNamespace(**wrapped)
+
+    def refused(self, path: str, code: str) -> None:
+        """A call that was let past to no service. Whoever sends it chooses ``path``: only known ones are told apart."""
+        name = path.removeprefix("/kvcache.v1.")
+        key = (name if name in self._names else OTHER, code)
+        self.codes[key] = self.codes.get(key, 0) + 1
 
     def _unary(self, name: str, serve: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Context) -> Any:

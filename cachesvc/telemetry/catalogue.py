@@ -144,7 +144,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             ("method",),
             "Time to serve a call; of the streams Step and KeepAlive, each message. It includes waiting for transfers.",
         ),
-        _counter("rpc_calls", ("method", "code"), "Calls (of Step and KeepAlive: messages) by outcome; see ERRORS.md."),
+        _counter(
+            "rpc_calls",
+            ("method", "code"),
+            "Calls (of Step and KeepAlive: messages) by outcome, those refused at the door too; see ERRORS.md.",
+        ),
         _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
         _gauge("calls_in_flight", (), "Calls being served."),
         _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),
@@ -154,6 +158,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge("info", ("version", "backend"), "Always 1."),
         _gauge("uptime_seconds", (), "Time since the daemon started."),
         _gauge("draining", (), "1 while nothing new is opened."),
+        _gauge("event_subscribers", (), "Who follows changes of blocks."),
         _counter(
             "events",
             ("event",),

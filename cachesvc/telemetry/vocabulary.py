@@ -97,6 +97,8 @@ VOCABULARY: dict[str, Event] = {
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
+    "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
+    "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),
     "call_broke": Event("error", "A defect: a call failed inside the daemon; the traceback says where."),
     # telemetry itself
     "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),

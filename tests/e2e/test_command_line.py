@@ -55,6 +55,8 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
         (["--write-policy", "never"], "invalid choice: 'never'"),
         (["--backend", "cuda"], "NVIDIA driver"),
         (["--config", "/does/not/exist.toml"], "cannot read the configuration"),
+        (["--socket-group", "9" * 20], f"there is no group '{'9' * 20}' here"),
+        (["--socket", "/proc/cachesvc.sock"], "cannot make the socket /proc/cachesvc.sock"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -73,6 +75,8 @@ def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None
         ("socket = 7\n", "socket: 7 is not a text"),
         ("allow_uids = 'root'\n", "allow_uids: 'root' is not a"),
         ("device_pool = [1]\n", "is no size"),
+        ("device_pool = '" + "9" * 400 + "'\n", "is no size that memory can have"),
+        ("leases = inf\n", "leases: inf is not a int"),
         ("= 3\n", "cannot read the configuration"),
     ],
 )

@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from cachesvc_client import NotFound
+from cachesvc_client import EventSubscriber, NotFound, PermissionDenied
 from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
+from cachesvc_client.errors import error_of
 
 from cachesvc.telemetry.catalogue import CATALOGUE
 from tests.e2e.engine import BLOCK_TOKENS, PLAIN, Engine, prompt
 from tests.e2e.rig import FLAGS, Node, running_node, short_folder, wait_until
-from tests.e2e.scraping import LISTEN, address, page_text, running_prometheus, scrape, total
+from tests.e2e.scraping import LISTEN, address, page_text, ready_line, running_prometheus, scrape, total
 from tests.style.test_telemetry import GRAFANA, panels, rules
 
 PAGE_BYTES = PLAIN.page_bytes(0)
@@ -91,6 +94,17 @@ def test_every_metric_of_the_catalogue_is_on_the_page(scraped: Node) -> None:
     assert silent == [], "every one has a value under such a load"
 
 
+def test_who_follows_events_is_a_gauge_and_no_counter(scraped: Node) -> None:
+    with Engine(scraped.socket, device_pages=8) as engine:
+        with EventSubscriber(scraped.socket, engine.registration.namespace) as subscriber:
+            stream = subscriber.subscribe()
+            next(stream)
+            page = scrape(scraped)
+            assert total(page, "event_subscribers") == 1
+            assert not [labels for _, labels in page if ("event", "event_subscribers") in labels]
+        wait_until(lambda: total(scrape(scraped), "event_subscribers") == 0, "those who left are forgotten")
+
+
 def test_no_label_tells_one_tenant_of_another(scraped: Node) -> None:
     salts = (b"tenant-one-secret", b"tenant-two-secret")
     with Engine(scraped.socket, name="engine-one", salt=salts[0], device_pages=8, host_pages=8) as one:
@@ -133,6 +147,20 @@ def test_errors_are_counted_by_what_the_caller_was_told(scraped: Node) -> None:
     assert total(page, "rpc_calls_total", method="CacheService/Step", code="OK") >= 1
     assert total(page, "rpc_seconds_count", method="CacheService/Step") >= 1
     assert total(page, "rpc_calls_total", code="INTERNAL") == 0
+
+
+def test_who_is_refused_at_the_door_is_counted_and_names_no_series() -> None:
+    with running_node([*LISTEN, "--listen", "127.0.0.1:0"]) as node:
+        with grpc.insecure_channel(f"127.0.0.1:{ready_line(node)['port']}") as loopback:
+            for method in ("kvcache.v1.AdminService/Drain", "kvcache.v1.AdminService/Guess", "guess.Guess/Guess"):
+                call: Any = loopback.unary_unary(f"/{method}")
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(b"")
+                assert isinstance(error_of(refused.value), PermissionDenied)
+        page, text = scrape(node), page_text(node)
+    assert total(page, "rpc_calls_total", method="AdminService/Drain", code="PERMISSION_DENIED") == 1
+    assert total(page, "rpc_calls_total", method="other", code="PERMISSION_DENIED") == 2
+    assert "Guess" not in text
 
 
 def test_many_scrapers_and_a_load_do_not_disturb_each_other(scraped: Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -233,3 +234,25 @@ def test_another_user_is_turned_away(folder: Path) -> None:
         assert connect_as(0, life) == "greeted"
         assert f'"uid": {NOBODY}' in node.log()
         assert '"life_connection_refused"' in node.log()
+
+
+def test_who_connects_again_and_again_takes_no_descriptors(node: Node) -> None:
+    """As an engine does whose daemon was away; each time the daemon watches its process anew."""
+    descriptors = Path(f"/proc/{node.daemon.process.pid}/fd")
+
+    def greet() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as life:
+            life.connect(f"{node.socket}.life")
+            assert life.recv(64).startswith(b"KVL1")
+
+    greet()
+    before = len(list(descriptors.iterdir()))
+    for _ in range(64):
+        greet()
+    with Engine(node.socket, host_pages=0) as engine:
+        engine.serve(prompt(1, 2))
+        for _ in range(64):
+            greet()
+        assert engine.serve(prompt(1, 2)).device == 2, "who is connected stays"
+    greet()
+    wait_until(lambda: len(list(descriptors.iterdir())) < before + 16, "those who hung up are forgotten")

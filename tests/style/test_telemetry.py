@@ -25,6 +25,7 @@ SAYING = {"event", "warning", "failure"}
 FROM_ELSEWHERE = {"up", "process_cpu_seconds_total"}
 UNDRAWN = {
     "calls_in_flight_limit",
+    "event_subscribers",
     "draining",
     "dropped_blocks",
     "dropped_unused_blocks",

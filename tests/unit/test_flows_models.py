@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from cachesvc.flows.budget import Budget as TenantBudget
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.models import PoolWish, Registered, host_pages_arrived, register
 from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, Unavailable
+from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Run, WritePolicy
@@ -141,6 +142,20 @@ def test_the_limit_of_models_does_not_bar_a_further_replica() -> None:
     with pytest.raises(LimitExceeded, match="models in use"):
         desk.register("o", 10)
     assert desk.names == ["n"]
+
+
+def test_who_is_refused_for_other_reasons_takes_no_place_in_the_list() -> None:
+    desk = Desk()
+    desk.register("idle", 10)
+    object.__setattr__(desk.core.limits, "models", 1)
+    poor = TenantBudget("poor", device_bytes=device_bytes(one_group(), (5,)))
+    wishes = PoolWish((10,)), PoolWish((0,))
+    with pytest.raises(QuotaExceeded):
+        register(desk.core, desk.vault, "m", one_group(), b"", ("gpu-0",), *wishes, 0.0, poor)
+    with pytest.raises(PoolExhausted):
+        desk.register("m", PAGES + 1)
+    assert desk.names == ["idle"]
+    assert desk.vault.closed == []
 
 
 def test_host_pages_that_arrive_late_can_be_used_then() -> None:

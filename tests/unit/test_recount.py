@@ -12,7 +12,7 @@ from cachesvc.flows.verify import verify_at_once
 from cachesvc.ledger.conservation import audit
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
 from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
 
@@ -96,6 +96,14 @@ def count_children_here(rig: Rig) -> None:
     rig.place().children[row(rig, "a")] -= 1
 
 
+def miscount_states(rig: Rig) -> None:
+    rig.place().counts.states[READY] += 1
+
+
+def miscount_pins(rig: Rig) -> None:
+    rig.place().counts.pinned -= 1
+
+
 DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (lose_a_child, "3 children counted, 2 there"),
     (sink_too_deep, "depth 7"),
@@ -112,6 +120,8 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (declare_nothing, "keys being computed do not add up"),
     (part_full_groups, "IN_FLIGHT"),
     (count_children_here, "1 children counted, 2 there"),
+    (miscount_states, "blocks are READY"),
+    (miscount_pins, "blocks are pinned"),
 )
 
 
