@@ -318,6 +318,7 @@ class AsyncLease:
         loss: CacheClientError | None = None
         while loss is None:
             failure: grpc.RpcError | None = None
+            used = connection.proof.metadata
             try:
                 call = connection.open_stream(KEEP_ALIVE)
                 with contextlib.closing(_Cancelling(call)):
@@ -338,6 +339,8 @@ class AsyncLease:
             if connection.lost.is_set():
                 loss = connection.gone()
             loss = loss or record.judge_silence(failure, time.monotonic() - heard_s)
+            if loss is None and failure is not None and connection.proof.renew_stream(failure, used):
+                continue
             if loss is None:
                 await connection.pause(RECONNECT_PAUSE_S)
         self._lose(loss)

@@ -14,6 +14,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc_client.aio.connection import AsyncConnection, is_cancelled
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.attempts import Attempts
+from cachesvc_client.credentials import Metadata
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DeadlineExceeded, InvalidRequest
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import STEP
@@ -127,12 +128,14 @@ class AsyncStepStream:
     async def _renew(self, attempts: Attempts, failure: grpc.RpcError) -> None:
         """The stream broke: open it again and send what has no answer under the same ids, or give up."""
         assert self._line is not None
+        used = self._line.metadata
         await self._line.close()
         self._line = None
         try:
             if self._connection.lost.is_set():
                 raise self._connection.gone() from failure
-            await self._connection.pause(attempts.pause_after(failure, time.monotonic()))
+            if not self._connection.proof.renew_stream(failure, used):
+                await self._connection.pause(attempts.pause_after(failure, time.monotonic()))
             self._open_line()
         except CacheClientError as error:
             self._book.refuse(error)
@@ -150,16 +153,21 @@ class AsyncStepStream:
 
 
 class _AsyncLine:
-    """One gRPC stream, with a task that writes it and one that reads it: cancelling a read would end the call."""
+    """One gRPC stream, with a task that writes it and one that reads it: cancelling a read would end the call.
+
+    ``metadata``: what it was opened with.
+    """
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
         self._requests: asyncio.Queue[cache_pb2.StepRequest] = asyncio.Queue()
         self._answers: asyncio.Queue[cache_pb2.StepResponse | grpc.RpcError] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self.metadata: Metadata = ()
 
     def start(self) -> None:
         """Open the stream. Raises DaemonUnavailable."""
+        self.metadata = self._connection.proof.metadata
         call = self._connection.open_stream(STEP)
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
 
