@@ -111,6 +111,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
         model = subscriber.feed.model
         models = self._node.core.ledger.models
+        who = caller()
         while True:
             if subscriber.cut.done():
                 raise subscriber.cut.result()
@@ -121,6 +122,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             if changes is None:
                 await subscriber.wake.wait()
                 continue
+            who.check()  # its token may have been taken back since
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
     def _changed(self) -> None:

@@ -177,6 +177,13 @@ def open_remote(address: str, credentials: Credentials, options: ChannelOptions 
     return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
 
 
+def open_local(socket_path: str) -> grpc.Channel:
+    """A channel to the unix socket, which proves itself by what the environment names. Raises InvalidRequest."""
+    metadata = credentials_from(None, None).metadata()
+    channel = grpc.insecure_channel(f"unix:{socket_path}")
+    return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
+
+
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     def read(path: str) -> bytes | None:
         return Path(path).read_bytes() if path else None
