@@ -172,9 +172,8 @@ class Lease:
             return
         try:
             if self._stream is not None:
-                self._stream.send()
+                self._stream.tell()
                 return
-            self.record.orphans += self.record.take_ended()
             self._bury_orphans()
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless lease=%s why=%s", self.id, gone)
@@ -294,13 +293,17 @@ class Lease:
 
     def _bury_orphans(self) -> None:
         """Release sequences that nobody uses any more, or whose Match or Release got no answer: they may hold pins."""
-        while self.record.orphans:
-            record = self.record.orphans[-1]
-            self.settle(record)
-            if not record.is_released:
-                self.run(record.release(None))
+        while (record := self.record.take_orphan(and_ended=self._stream is None)) is not None:
+            try:
+                self.settle(record)
+                if not record.is_released:
+                    self.run(record.release(None))
+            except NotFound as gone:  # nothing is held, which is what was wanted
+                log.debug("release_needless lease=%s why=%s", self.id, gone)
+            except BaseException:
+                self.record.orphans.append(record)
+                raise
             self.record.forget(record)
-            self.record.orphans.pop()
 
     def _lose(self, error: CacheClientError) -> None:
         if not self.record.lose(error):

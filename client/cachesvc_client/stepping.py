@@ -86,12 +86,32 @@ class StepStream:
         for operation in batch.operations if batch is not None else ():
             if isinstance(operation.owner, SequenceRecord):
                 self._lease.settle(operation.owner)
+        self._make_way()
+        return PendingStep(self, self._enter(batch))
+
+    def tell(self) -> None:
+        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        self._enter(None).is_quiet = True
+
+    def _make_way(self) -> None:
+        """Where too many steps are under way, and nobody collects the first of them, take in their answers."""
+        while self._book.is_full and self._book.under_way[0].is_quiet:
+            try:
+                self.collect(self._book.under_way[0], None)
+            except DeadlineExceeded:
+                raise
+            except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease
+                log.debug("told_step_refused why=%s", refusal)
+
+    def _enter(self, batch: StepBatch[Sequence] | None) -> SentStep:
+        if self._is_closed:
+            raise AlreadyClosed("the step stream was closed; open another one with lease.step()")
         step = self._book.enter(batch)
         if self._line is None:
             self._open_line()
         else:
             self._line.put(step.request)
-        return PendingStep(self, step)
+        return step
 
     def collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
         """Take in answers until that of ``step`` has come; its results."""

@@ -172,6 +172,33 @@ async def test_a_caller_that_gives_up_is_cancelled_and_not_told_of_a_loss(daemon
         await lease.prefetch(b"")
 
 
+async def test_a_call_that_is_cancelled_is_asked_for_again_before_the_next(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        sequence = await lease.match(b"")
+        for rpc, call in (
+            ("Allocate", partial(sequence.allocate, 2)),
+            ("Match", partial(lease.match, b"k" * 32)),
+            ("Release", sequence.release),
+        ):
+            arrived, may_answer = threading.Event(), threading.Event()
+            daemon.faults[rpc].append(hang_until(may_answer, arrived))
+            calling = asyncio.ensure_future(call())
+            assert await asyncio.to_thread(arrived.wait, PROMPT_S)
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            may_answer.set()
+            if rpc == "Allocate":
+                await sequence.publish(0)
+                assert sequence.blocks == 2
+        await lease.match(b"")
+        allocates, releases = daemon.seen["Allocate"], daemon.seen["Release"]
+        assert allocates[0] == allocates[1]
+        assert sorted(request.sequence_id for request in releases) == [1, 1, 2]
+        assert len({request.request_id for request in releases if request.sequence_id == sequence.id}) == 1
+
+
 async def test_steps_carry_growth_and_survive_a_broken_stream(daemon: FakeDaemon) -> None:
     async with client_of(daemon) as client:
         lease = await client.open_lease(await client.register("m", LAYOUT))

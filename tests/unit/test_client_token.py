@@ -40,8 +40,8 @@ class Refused(RpcError, Call):
     def is_active(self) -> bool:
         return False
 
-    def time_remaining(self) -> None:
-        return None
+    def time_remaining(self) -> float:
+        return 0.0
 
     def cancel(self) -> bool:
         return False

@@ -145,7 +145,7 @@ class AsyncLease:
         record = self.record.new_sequence(sequence_id)
         try:
             await self.run(record.open(keys, max_blocks))
-        except DeadlineExceeded:
+        except (DeadlineExceeded, asyncio.CancelledError):
             self.record.orphans.append(record)
             raise
         return self.handle(record)
@@ -179,9 +179,8 @@ class AsyncLease:
             return
         try:
             if self._stream is not None:
-                await self._stream.send()
+                await self._stream.tell()
                 return
-            self.record.orphans += self.record.take_ended()
             await self._bury_orphans()
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless lease=%s why=%s", self.id, gone)
@@ -286,6 +285,10 @@ class AsyncLease:
             if isinstance(error, LeaseLost):
                 self._lose(error)
             raise
+        except asyncio.CancelledError:  # the call may have been carried out: the next one asks
+            if operation.owner is not None:
+                operation.owner.unanswered = operation
+            raise
         return operation.apply(answer)
 
     async def _tell(self, method: Any, request: Any) -> None:
@@ -303,13 +306,17 @@ class AsyncLease:
         self._connection = connection
 
     async def _bury_orphans(self) -> None:
-        while self.record.orphans:
-            record = self.record.orphans[-1]
-            await self.settle(record)
-            if not record.is_released:
-                await self.run(record.release(None))
+        while (record := self.record.take_orphan(and_ended=self._stream is None)) is not None:
+            try:
+                await self.settle(record)
+                if not record.is_released:
+                    await self.run(record.release(None))
+            except NotFound as gone:  # nothing is held, which is what was wanted
+                log.debug("release_needless lease=%s why=%s", self.id, gone)
+            except BaseException:
+                self.record.orphans.append(record)
+                raise
             self.record.forget(record)
-            self.record.orphans.pop()
 
     async def _keep_alive(self) -> None:
         """The keeper: beats until it is cancelled or the lease is over."""

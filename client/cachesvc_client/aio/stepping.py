@@ -78,12 +78,32 @@ class AsyncStepStream:
         for operation in batch.operations if batch is not None else ():
             if isinstance(operation.owner, SequenceRecord):
                 await self._lease.settle(operation.owner)
+        await self._make_way()
+        return AsyncPendingStep(self, self._enter(batch))
+
+    async def tell(self) -> None:
+        """As ``StepStream.tell``."""
+        self._enter(None).is_quiet = True
+
+    async def _make_way(self) -> None:
+        """Where too many steps are under way, and nobody collects the first of them, take in their answers."""
+        while self._book.is_full and self._book.under_way[0].is_quiet:
+            try:
+                await self.collect(self._book.under_way[0], None)
+            except DeadlineExceeded:
+                raise
+            except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease
+                log.debug("told_step_refused why=%s", refusal)
+
+    def _enter(self, batch: StepBatch[AsyncSequence] | None) -> SentStep:
+        if self._is_closed:
+            raise AlreadyClosed("the step stream was closed; open another one with lease.step()")
         step = self._book.enter(batch)
         if self._line is None:
             self._open_line()
         else:
             self._line.put(step.request)
-        return AsyncPendingStep(self, step)
+        return step
 
     async def collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
         """As ``StepStream.collect``."""
