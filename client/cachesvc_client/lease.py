@@ -149,7 +149,7 @@ class Lease:
         self.record.check()
         if self._stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
-        self.record.stock = Stock(stock_targets(stock_pages, len(self.registration.layout.groups)))
+        self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
         self._stream = StepStream(self._connection, self)
         return self._stream
 
@@ -219,9 +219,9 @@ class Lease:
         request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
         try:
             self._connection.ask(CLOSE, request, self._connection.timeouts.close_s)
-        except (LeaseLost, NotFound, Unauthenticated) as over:
+        except (LeaseLost, NotFound) as over:
             log.debug("close_needless lease=%s why=%s", self.id, over)
-        except (DaemonUnavailable, DeadlineExceeded) as gone:
+        except (AlreadyClosed, DaemonUnavailable, DeadlineExceeded, Unauthenticated) as gone:
             log.debug("close_untold lease=%s why=%s", self.id, gone)
             self._connection.untold.append(request)
 

@@ -20,6 +20,7 @@ from cachesvc_client.aio.connection import AsyncConnection, is_cancelled
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncStepStream
 from cachesvc_client.errors import (
+    AlreadyClosed,
     CacheClientError,
     Conflict,
     DaemonUnavailable,
@@ -164,7 +165,7 @@ class AsyncLease:
         self.record.check()
         if self._stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
-        self.record.stock = Stock(stock_targets(stock_pages, len(self.registration.layout.groups)))
+        self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
         self._stream = AsyncStepStream(self._connection, self)
         return self._stream
 
@@ -295,7 +296,7 @@ class AsyncLease:
         """A last word: not worth an error where the other side is gone."""
         try:
             await self._connection.ask(method, request, self._connection.timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated) as gone:
+        except (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated) as gone:
             log.debug("told_nobody lease=%s why=%s", self.id, gone)
             if isinstance(request, lease_pb2.CloseRequest) and not isinstance(gone, LeaseLost | NotFound):
                 self._connection.untold.append(request)
