@@ -141,6 +141,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             if changes is None:
                 await subscriber.wake.wait()
                 continue
+            who.check()  # its token may have been taken back since
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
     def _require_there(self, model: Model) -> None:

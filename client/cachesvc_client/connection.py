@@ -31,7 +31,7 @@ class Connection:
     """Calls with a deadline and bounded retries, all of which fail at once when the daemon goes.
 
     ``untold``: ends of leases that could not be told any more. Where the same daemon is found again they matter: it
-    knows that this process lives, and keeps the leases' pages back for it.
+    knows that this process lives, and keeps the leases' pages back for it. ``proof``: what every call proves itself by.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Connection:
         self._options = options
         self._make_channel = make_channel
         self._on_lost = on_lost
-        self._proof = Proof(credentials)
+        self.proof = Proof(credentials)
         self._channel: grpc.Channel | None = None
         self._closed = False
         self._callables: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class Connection:
         self._channel = channel
         try:
             self.life.start()
-            self._proof.start(self.life.process_token)
+            self.proof.start(self.life.process_token)
         except CacheClientError:
             channel.close()
             raise
@@ -87,17 +87,18 @@ class Connection:
         headers = trace_headers()
         while True:
             call = self._callable(method)
+            used = self.proof.metadata
             try:
                 answer: R = call(
                     request,
                     timeout=attempts.left_s(time.monotonic()),
                     wait_for_ready=False,
-                    metadata=(*headers, *self._proof.metadata),
+                    metadata=(*headers, *used),
                 )
             except grpc.RpcError as failure:
                 if self.lost.is_set():
                     raise self.gone() from failure
-                if self._proof.renew(failure):
+                if self.proof.renew(failure, used):
                     continue
                 pause_s = attempts.pause_after(failure, time.monotonic())
             except ValueError as failure:  # what gRPC says of a channel that was closed meanwhile
@@ -116,7 +117,7 @@ class Connection:
                 method.path,
                 request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString,
-            )(requests, wait_for_ready=False, metadata=(*trace_headers(), *self._proof.metadata))
+            )(requests, wait_for_ready=False, metadata=(*trace_headers(), *self.proof.metadata))
         except ValueError as failure:
             raise self.gone() from failure
 

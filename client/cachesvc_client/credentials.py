@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from cachesvc_client.settings import ChannelOptions
 TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
 TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105
 Metadata = tuple[tuple[str, str | bytes], ...]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,10 @@ PATIENT_OPTIONS = ChannelOptions(first_reconnect_ms=5000, longest_reconnect_ms=2
 
 
 class Proof:
-    """The metadata of one connection's calls; a token file is read again when the daemon refuses what it held."""
+    """The metadata of one connection's calls; a token file is read again when the daemon refuses what it held.
+
+    Safe to use from several threads, each of which says what its refused call was made with.
+    """
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -89,8 +95,9 @@ class Proof:
         self._process_token = process_token
         self.metadata = self._credentials.metadata(process_token)
 
-    def renew(self, failure: grpc.RpcError) -> bool:
-        """True when the call was refused for its token, and the file now holds another one: worth another try."""
+    def renew(self, failure: grpc.RpcError, used: Metadata) -> bool:
+        """True when a call that was made with ``used`` was refused for its token, and the file now holds another one:
+        worth another try. Raises InvalidRequest for a file that cannot be read."""
         is_refused = (
             isinstance(failure, grpc.Call | grpc.aio.AioRpcError)
             and failure.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -98,8 +105,18 @@ class Proof:
         )
         if not is_refused:
             return False
-        before, self.metadata = self.metadata, self._credentials.metadata(self._process_token)
-        return self.metadata != before
+        if self.metadata == used:
+            self.metadata = self._credentials.metadata(self._process_token)
+        return self.metadata != used
+
+    def renew_stream(self, failure: grpc.RpcError, used: Metadata) -> bool:
+        """``renew`` for a stream, whose thread has nobody to tell of a file that cannot be read: it is no reason to
+        open the stream again."""
+        try:
+            return self.renew(failure, used)
+        except InvalidRequest as unreadable:
+            log.warning("token_not_read why=%s", unreadable)
+            return False
 
 
 class _Details(
@@ -157,6 +174,13 @@ def open_remote(address: str, credentials: Credentials, options: ChannelOptions 
     else:
         channel = grpc.insecure_channel(address, options=options.as_grpc())
     metadata = credentials.metadata()
+    return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
+
+
+def open_local(socket_path: str) -> grpc.Channel:
+    """A channel to the unix socket, which proves itself by what the environment names. Raises InvalidRequest."""
+    metadata = credentials_from(None, None).metadata()
+    channel = grpc.insecure_channel(f"unix:{socket_path}")
     return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
 
 

@@ -20,7 +20,8 @@ import grpc
 from kvcache.v1 import event_pb2
 
 from cachesvc_client.channel import ChannelMaker, open_channel
-from cachesvc_client.errors import EventsMissed, error_of
+from cachesvc_client.credentials import Metadata, credentials_from
+from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
 from cachesvc_client.methods import SUBSCRIBE
 from cachesvc_client.settings import ChannelOptions
@@ -42,7 +43,11 @@ def subscription(
 
 
 class EventSubscriber:
-    """Subscriptions to the model of ``namespace``. Safe to ``close`` from another thread, which ends them."""
+    """Subscriptions to the model of ``namespace``. Safe to ``close`` from another thread, which ends them.
+
+    ``token``, or ``token_file`` (read for each subscription), else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE of the
+    environment: needed where the daemon runs with ``--tokens``, with the scope ``engine`` or ``read-only``.
+    """
 
     def __init__(
         self,
@@ -51,11 +56,15 @@ class EventSubscriber:
         *,
         options: ChannelOptions = DEFAULT_OPTIONS,
         make_channel: ChannelMaker = open_channel,
+        token: str | None = None,
+        token_file: str | None = None,
     ) -> None:
         self._path = socket_path
         self._namespace = namespace
         self._options = options
         self._make_channel = make_channel
+        self._credentials = credentials_from(token, token_file)
+        self._used: Metadata = ()
         self._channel: grpc.Channel | None = None
         self._calls: set[Any] = set()
         self._lock = threading.Lock()
@@ -65,10 +74,12 @@ class EventSubscriber:
         """One subscription, as ``subscription`` says; ends quietly only at ``close``.
 
         Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
-        LimitExceeded, DaemonUnavailable.
+        LimitExceeded, DaemonUnavailable, Unauthenticated, PermissionDenied.
         """
         request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
         call = self._open(request)
+        if call is None:
+            return
         try:
             for message in call:
                 yield parse_batch(message)
@@ -87,6 +98,9 @@ class EventSubscriber:
                 yield from self.subscribe(snapshot=True)
             except EventsMissed:
                 continue
+            except Unauthenticated:  # a token file may hold another one by now
+                if self._credentials.metadata() == self._used:
+                    raise
 
     def close(self) -> None:
         """End all subscriptions. Idempotent."""
@@ -108,12 +122,15 @@ class EventSubscriber:
 
     def _open(self, request: event_pb2.SubscribeRequest) -> Any:
         with self._lock:
+            if self._is_closed:
+                return None
+            self._used = self._credentials.metadata()
             if self._channel is None:
                 self._channel = self._make_channel(self._path, self._options)
             call = self._channel.unary_stream(
                 SUBSCRIBE.path,
                 request_serializer=SUBSCRIBE.request.SerializeToString,
                 response_deserializer=SUBSCRIBE.response.FromString,
-            )(request)
+            )(request, metadata=self._used)
             self._calls.add(call)
             return call

@@ -12,6 +12,7 @@ import grpc
 from kvcache.v1 import lease_pb2
 
 from cachesvc_client.connection import Connection
+from cachesvc_client.credentials import Metadata
 from cachesvc_client.errors import CacheClientError, DaemonUnavailable
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import KEEP_ALIVE
@@ -33,6 +34,7 @@ class Keeper:
         self._on_lost = on_lost
         self._stopped = threading.Event()
         self._call: grpc.Call | None = None
+        self._used: Metadata = ()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._streams = 0
@@ -85,6 +87,9 @@ class Keeper:
                 return self._connection.gone()
             if (loss := self._record.judge_silence(failure, time.monotonic() - heard_s)) is not None:
                 return loss
+            if failure is not None and self._connection.proof.renew_stream(failure, self._used):
+                log.info("keeper_token_renewed lease=%s", self._record.id)
+                continue
             log.info("keeper_reconnects lease=%s", self._record.id)
             self._stopped.wait(RECONNECT_PAUSE_S)
 
@@ -94,6 +99,7 @@ class Keeper:
                 return
             self._streams += 1
             self._changed.notify_all()
+            self._used = self._connection.proof.metadata
             call = self._connection.open_stream(KEEP_ALIVE, self._beats(self._streams))
             self._call = call
         yield from call

@@ -149,7 +149,7 @@ class Lease:
         self.record.check()
         if self._stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
-        self.record.stock = Stock(stock_targets(stock_pages, len(self.registration.layout.groups)))
+        self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
         self._stream = StepStream(self._connection, self)
         return self._stream
 
@@ -172,9 +172,8 @@ class Lease:
             return
         try:
             if self._stream is not None:
-                self._stream.send()
+                self._stream.tell()
                 return
-            self.record.orphans += self.record.take_ended()
             self._bury_orphans()
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless lease=%s why=%s", self.id, gone)
@@ -220,9 +219,9 @@ class Lease:
         request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced)
         try:
             self._connection.ask(CLOSE, request, self._connection.timeouts.close_s)
-        except (LeaseLost, NotFound, Unauthenticated) as over:
+        except (LeaseLost, NotFound) as over:
             log.debug("close_needless lease=%s why=%s", self.id, over)
-        except (DaemonUnavailable, DeadlineExceeded) as gone:
+        except (AlreadyClosed, DaemonUnavailable, DeadlineExceeded, Unauthenticated) as gone:
             log.debug("close_untold lease=%s why=%s", self.id, gone)
             self._connection.untold.append(request)
 
@@ -294,13 +293,17 @@ class Lease:
 
     def _bury_orphans(self) -> None:
         """Release sequences that nobody uses any more, or whose Match or Release got no answer: they may hold pins."""
-        while self.record.orphans:
-            record = self.record.orphans[-1]
-            self.settle(record)
-            if not record.is_released:
-                self.run(record.release(None))
+        while (record := self.record.take_orphan(and_ended=self._stream is None)) is not None:
+            try:
+                self.settle(record)
+                if not record.is_released:
+                    self.run(record.release(None))
+            except NotFound as gone:  # nothing is held, which is what was wanted
+                log.debug("release_needless lease=%s why=%s", self.id, gone)
+            except BaseException:
+                self.record.orphans.append(record)
+                raise
             self.record.forget(record)
-            self.record.orphans.pop()
 
     def _lose(self, error: CacheClientError) -> None:
         if not self.record.lose(error):

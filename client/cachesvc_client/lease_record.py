@@ -16,8 +16,12 @@ from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
     DaemonUnavailable,
+    DeadlineExceeded,
     LeaseLost,
+    LimitExceeded,
     NotFound,
+    QuotaExceeded,
+    Unauthenticated,
     error_of,
     is_refusal,
 )
@@ -41,12 +45,16 @@ ANSWER_MARGIN_S = 1.0
 """What an answer may take beyond the wait that was asked for."""
 
 
+LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
+"""Why a release may fail that has to be tried again: the daemon may still hold the sequence."""
+
+
 class LeaseRecord:
     """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
 
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
-    never got an answer; they are looked after before the next Match. ``ending``: sequences that were released while
-    launches used them: each goes once those are complete.
+    never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
+    ``ending``: sequences that were released while launches used them: each goes once those are complete.
     """
 
     def __init__(self, opened: lease_pb2.OpenResponse, registration: Registration) -> None:
@@ -160,15 +168,32 @@ class LeaseRecord:
         """True when a release that had to wait for a launch can go."""
         return any(sequence.ends_after <= self.launches.completed for sequence in self.ending)
 
+    def hold(self, sequence: SequenceRecord) -> None:
+        """Its release waits for a launch."""
+        with self._lock:
+            self.ending.append(sequence)
+
     def take_ended(self, but_for: Iterable[object] = ()) -> list[SequenceRecord]:
-        """Sequences whose release waits for no launch any more, but for some; they are forgotten here."""
+        """Sequences whose release waits for no launch any more, but for some; they are forgotten here.
+
+        Those that owe an answer become orphans: it has to be asked for first.
+        """
         if not self.ending:
             return []
         kept = {id(each) for each in but_for}
-        completed = self.launches.completed
-        ended = [each for each in self.ending if each.ends_after <= completed and id(each) not in kept]
-        self.ending = [each for each in self.ending if each not in ended]
-        return ended
+        with self._lock:
+            completed = self.launches.completed
+            ended = [each for each in self.ending if each.ends_after <= completed and id(each) not in kept]
+            self.ending = [each for each in self.ending if each not in ended]
+            self.orphans += [each for each in ended if each.unanswered is not None or each.is_released]
+        return [each for each in ended if each.unanswered is None and not each.is_released]
+
+    def take_orphan(self, *, and_ended: bool) -> SequenceRecord | None:
+        """One of the orphans, which is none any more; ``and_ended``: of the sequences of ``take_ended`` too."""
+        ended = self.take_ended() if and_ended else []
+        with self._lock:
+            self.orphans += ended
+            return self.orphans.pop() if self.orphans else None
 
     def prefetch(self, keys: bytes) -> Operation[Prefetched]:
         """Load a prefix towards the device."""

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
-from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, InvalidRequest, LeaseLost
-from cachesvc_client.lease_record import LeaseRecord
+from cachesvc_client.errors import Conflict, DaemonUnavailable, InvalidRequest, LeaseLost
+from cachesvc_client.lease_record import LATER, LeaseRecord
 from cachesvc_client.losses import lost_tokens
 from cachesvc_client.methods import Operation
 from cachesvc_client.pool import AttachedPool
@@ -211,16 +211,16 @@ class Sequence(SequenceView):
         out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Raises AlreadyClosed when
         it was released before, InvalidRequest (no such launch).
         """
+        self.require_no_steps()
+        if not self.record.is_released and self.record.end_later(launch):
+            self._lease.record.hold(self.record)
+            return 0
         is_asked_again = self.record.unanswered is not None
         try:
-            self.require_no_steps()
             self._lease.settle(self.record)
             if not (is_asked_again and self.is_released):
-                if self.record.end_later(launch):
-                    self._lease.record.ending.append(self.record)
-                    return 0
                 self._lease.run(self.record.release(self._lease.record.stock))
-        except DeadlineExceeded:
+        except LATER:
             self._lease.record.orphans.append(self.record)
             raise
         self._lease.record.forget(self.record)

@@ -15,9 +15,11 @@ from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
     Conflict,
-    DeadlineExceeded,
+    DaemonUnavailable,
     InvalidRequest,
+    LeaseLost,
     LoadFailed,
+    NotFound,
 )
 from cachesvc_client.launches import GiveBacks, Launches
 from cachesvc_client.messages import (
@@ -227,7 +229,7 @@ class SequenceRecord:
             return response.freed_pages
 
         def fail(error: CacheClientError) -> None:
-            self.is_released = not isinstance(error, DeadlineExceeded)
+            self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
 
         return self._operation(RELEASE, build_release(self.id), apply, fail)
 

@@ -14,6 +14,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc_client.attempts import Attempts
 from cachesvc_client.connection import Connection
+from cachesvc_client.credentials import Metadata
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DeadlineExceeded, InvalidRequest
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import STEP
@@ -85,12 +86,32 @@ class StepStream:
         for operation in batch.operations if batch is not None else ():
             if isinstance(operation.owner, SequenceRecord):
                 self._lease.settle(operation.owner)
+        self._make_way()
+        return PendingStep(self, self._enter(batch))
+
+    def tell(self) -> None:
+        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        self._enter(None).is_quiet = True
+
+    def _make_way(self) -> None:
+        """Where too many steps are under way, and nobody collects the first of them, take in their answers."""
+        while self._book.is_full and self._book.under_way[0].is_quiet:
+            try:
+                self.collect(self._book.under_way[0], None)
+            except DeadlineExceeded:
+                raise
+            except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease
+                log.debug("told_step_refused why=%s", refusal)
+
+    def _enter(self, batch: StepBatch[Sequence] | None) -> SentStep:
+        if self._is_closed:
+            raise AlreadyClosed("the step stream was closed; open another one with lease.step()")
         step = self._book.enter(batch)
         if self._line is None:
             self._open_line()
         else:
             self._line.put(step.request)
-        return PendingStep(self, step)
+        return step
 
     def collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
         """Take in answers until that of ``step`` has come; its results."""
@@ -134,12 +155,13 @@ class StepStream:
 
     def _renew(self, attempts: Attempts, failure: grpc.RpcError) -> None:
         """The stream broke: open it again and send what has no answer under the same ids, or give up."""
+        used = self._line.metadata if self._line is not None else ()
         self._line = None
         try:
             if self._connection.lost.is_set():
                 raise self._connection.gone() from failure
-            pause_s = attempts.pause_after(failure, time.monotonic())
-            self._connection.lost.wait(pause_s)
+            if not self._connection.proof.renew_stream(failure, used):
+                self._connection.lost.wait(attempts.pause_after(failure, time.monotonic()))
             self._open_line()
         except CacheClientError as error:
             self._book.refuse(error)
@@ -157,7 +179,7 @@ class StepStream:
 
 
 class _Line:
-    """One gRPC stream, and the thread that reads it."""
+    """One gRPC stream, and the thread that reads it. ``metadata``: what it was opened with."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -165,9 +187,11 @@ class _Line:
         self._answers: queue.SimpleQueue[cache_pb2.StepResponse | grpc.RpcError] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="kvcache-steps", daemon=True)
         self._call: Any = None
+        self.metadata: Metadata = ()
 
     def start(self) -> None:
         """Open the stream. Raises DaemonUnavailable."""
+        self.metadata = self._connection.proof.metadata
         self._call = self._connection.open_stream(STEP, self._take_requests())
         self._reader.start()
 

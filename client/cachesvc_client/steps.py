@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvcache.v1 import cache_pb2
 
+from cachesvc.model.answers import GroupCells
 from cachesvc.wire.convert import cells_from_proto
 from cachesvc_client.errors import (
     CacheClientError,
@@ -92,12 +93,15 @@ class StepBatch(Generic[H]):
 @dataclass(slots=True)
 class SentStep:
     """A step on its way. ``results`` is filled by the answer; ``hidden`` operations come before the caller's, of which
-    those at ``held`` were not sent: they are releases that wait for launches."""
+    those at ``held`` were not sent: they are releases that wait for launches. ``told``: the growth that goes first.
+    ``is_quiet``: nobody collects the results."""
 
     request: cache_pb2.StepRequest
     operations: list[Operation[Any]]
     hidden: int
     held: tuple[int, ...]
+    told: tuple[tuple[SequenceRecord, list[GroupCells]], ...] = ()
+    is_quiet: bool = False
     results: list[Any] = field(default_factory=list)
     error: CacheClientError | None = None
     is_answered: bool = False
@@ -125,16 +129,22 @@ class StepBook:
         """True when the daemon has not been told of all growth from stock: once the stock is gone it never could be."""
         return any(record.growth for record in self._lease.growing.values())
 
+    @property
+    def is_full(self) -> bool:
+        """True when no step can be sent until an answer was taken in."""
+        return len(self.under_way) >= STEPS_UNDER_WAY
+
     def enter(self, batch: StepBatch[Any] | None) -> SentStep:
         """Number a batch and put the growth of sequences before it, and releases that waited for launches.
 
         Raises LimitExceeded, LeaseLost, AlreadyClosed.
         """
         self._lease.check()
-        if len(self.under_way) >= STEPS_UNDER_WAY:
+        if self.is_full:
             raise LimitExceeded(f"{len(self.under_way)} steps are under way; collect the results of the first")
         asked = batch.operations if batch is not None else []
-        growth = [record.extend() for record in self._lease.growing.values() if record.growth]
+        told = tuple([(record, record.growth) for record in self._lease.growing.values() if record.growth])
+        growth = [record.extend() for record, _ in told]
         self._lease.growing.clear()
         stock = self._lease.stock
         owners = [operation.owner for operation in asked]
@@ -152,7 +162,7 @@ class StepBook:
         for operation in operations:
             if isinstance(operation.owner, SequenceRecord):
                 operation.owner.steps += 1
-        step = SentStep(request, operations, len(hidden), held)
+        step = SentStep(request, operations, len(hidden), held, told)
         self.under_way.append(step)
         return step
 
@@ -162,7 +172,7 @@ class StepBook:
         if step is None or step.request.request_id != response.request_id:
             raise DaemonFault(f"an answer came for step {response.request_id}, which is not the next one")
         if response.HasField("error"):
-            self._end(step, error_of(response.error))
+            self._refuse(step, error_of(response.error))
             return
         if len(response.results) != len(step.operations):
             self._end(step, DaemonFault(f"{len(response.results)} results for {len(step.operations)} operations"))
@@ -171,12 +181,21 @@ class StepBook:
             self._lease.stock.add(cells_from_proto(response.stock))
         for operation, result in zip(step.operations, response.results, strict=True):
             step.results.append(self._take(operation, result))
+        self._hold_again(step)
         step.is_answered = True
 
     def refuse(self, error: CacheClientError) -> None:
         """No answer will ever come: every step under way fails."""
         while self.under_way:
             self._end(self.under_way.popleft(), error)
+
+    def _refuse(self, step: SentStep, error: CacheClientError) -> None:
+        """The daemon refused a step before it did any of it: the growth that it told of is told by the next one."""
+        untold = step.told if not isinstance(error, LeaseLost) else ()
+        self._end(step, error, but_for=len(untold))
+        for record, cells in untold:
+            record.growth = cells + record.growth
+            self._lease.growing[record.id] = record
 
     def _take(self, operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:
         _leave_step(operation)
@@ -198,10 +217,20 @@ class StepBook:
         if isinstance(operation.owner, SequenceRecord) and operation.owner.is_released:
             self._lease.forget(operation.owner)
 
-    def _end(self, step: SentStep, error: CacheClientError) -> None:
-        for operation in step.operations:
+    def _hold_again(self, step: SentStep) -> None:
+        """Releases that nobody asks for again, and that the daemon did not do, go with a later step."""
+        for operation in step.operations[len(step.told) : step.hidden]:
+            record = operation.owner
+            if isinstance(record, SequenceRecord) and not record.is_released:
+                self._lease.hold(record)
+
+    def _end(self, step: SentStep, error: CacheClientError, *, but_for: int = 0) -> None:
+        """No result comes: all operations fail, but for the first few."""
+        for number, operation in enumerate(step.operations):
             _leave_step(operation)
-            operation.fail(error)
+            if number >= but_for:
+                operation.fail(error)
+        self._hold_again(step)
         if isinstance(error, LeaseLost):
             self._lease.lose(error)
         step.error = error

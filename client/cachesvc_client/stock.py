@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from cachesvc.model.answers import GroupCells
+from cachesvc.model.layout import Layout
 from cachesvc_client.errors import StockEmpty
 
 
@@ -62,9 +63,13 @@ class Stock:
         return tuple(drained)
 
 
-def stock_targets(stock_pages: int | Sequence[int], groups: int) -> list[int]:
-    """One target for each group, of one number for all or of one for each. Raises ValueError."""
+def stock_targets(stock_pages: int | Sequence[int], layout: Layout) -> list[int]:
+    """One target for each group, of one number for all or of one for each; that of a layout's markers, of which a block
+    takes one too, may be left out. Raises ValueError."""
+    groups, own = len(layout.groups), len(layout.own_groups)
     targets = [stock_pages] * groups if isinstance(stock_pages, int) else list(stock_pages)
+    if len(targets) == own:
+        targets += [max(targets)] * (groups - own)
     if len(targets) != groups:
-        raise ValueError(f"stock_pages needs one number for each of {groups} groups, got {len(targets)}")
+        raise ValueError(f"stock_pages needs one number for each of {own} groups, got {len(targets)}")
     return targets

@@ -13,9 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
-from cachesvc_client import CacheClient, Credentials, PermissionDenied, Unauthenticated, open_remote
+from cachesvc_client import CacheClient, Credentials, EventSubscriber, PermissionDenied, Unauthenticated, open_remote
 from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_client.ctl.main import main
 from cachesvc_client.errors import error_of
+from cachesvc_client.events import Part
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc
 
@@ -145,6 +147,36 @@ def test_a_client_reads_its_token_file_again_when_it_is_refused() -> None:
             wait_until(lambda: "tokens_read" in daemon.log.read_text(encoding="utf-8"), "the file was read again")
             mine.write_text("second\n", encoding="utf-8")
             assert client.register("m", PLAIN).existed
+
+
+def test_a_subscriber_proves_itself_and_reads_its_token_file_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with short_folder() as folder, guarded(folder) as daemon, CacheClient(daemon.socket, token=ENGINE) as client:
+        registration = client.register("m", PLAIN, device_pages=[4], host_pages=[0])
+        namespace = registration.namespace
+        with EventSubscriber(daemon.socket, namespace) as nobody, pytest.raises(Unauthenticated, match="needs a token"):
+            next(nobody.follow())
+        mine = folder / "token"
+        mine.write_text(READER, encoding="utf-8")
+        with EventSubscriber(daemon.socket, namespace, token_file=str(mine)) as subscriber:
+            batches = subscriber.follow()
+            assert next(batches).part is Part.FIRST
+            assert next(batches).part is Part.LAST
+            engines = entry(ENGINE, "engines", '["engine"]', 'tenant = "team-a"')
+            write_tokens(folder / "tokens.toml", engines + entry("second", "router", '["read-only"]'))
+            mine.write_text("second", encoding="utf-8")
+            daemon.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: "tokens_read" in daemon.log.read_text(encoding="utf-8"), "the file was read again")
+            with client.open_lease(registration) as lease, lease.match(b"k" * 32) as sequence:
+                sequence.allocate(1)
+                sequence.publish(1)
+            parts = [next(batches).part for _ in range(2)]
+            assert parts == [Part.FIRST, Part.LAST], "the old token is told nothing any more, the new one all anew"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CACHESVC_TOKEN", "second")
+            patch.setattr("sys.argv", ["cachesvc", "events", "--socket", daemon.socket, "--model", "9"])
+            with pytest.raises(SystemExit):
+                main()
+        assert "there is no model 9" in "".join(capsys.readouterr())
 
 
 def test_a_process_is_known_by_its_user_or_group() -> None:

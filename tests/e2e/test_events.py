@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -279,3 +280,34 @@ async def test_the_awaited_twin_follows_too(node: Node) -> None:
                     node.admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device"))
             assert batch.runs[0].kind is Kind.REMOVED
             assert batch.runs[0].reason == "operator"
+
+
+async def test_closing_ends_an_awaited_subscription_quietly(node: Node) -> None:
+    with Engine(node.socket, host_pages=0) as engine:
+        subscriber = AsyncEventSubscriber(node.socket, engine.registration.namespace)
+        parts: list[Part] = []
+        whole = asyncio.Event()
+
+        async def collect() -> None:
+            async for batch in subscriber.follow():
+                parts.append(batch.part)
+                if batch.part is Part.LAST:
+                    whole.set()
+
+        collecting = asyncio.ensure_future(collect())
+        await whole.wait()
+        await subscriber.close()
+        await collecting
+        assert not collecting.cancelled()
+        known = len(parts)
+        await collect()
+        assert len(parts) == known, "a closed one opens nothing"
+
+
+def test_a_closed_subscriber_opens_nothing(node: Node) -> None:
+    with Engine(node.socket, host_pages=0) as engine:
+        subscriber = EventSubscriber(node.socket, engine.registration.namespace)
+        batches = subscriber.subscribe()
+        subscriber.close()
+        assert list(batches) == []
+        assert list(subscriber.follow()) == []

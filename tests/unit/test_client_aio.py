@@ -172,6 +172,57 @@ async def test_a_caller_that_gives_up_is_cancelled_and_not_told_of_a_loss(daemon
         await lease.prefetch(b"")
 
 
+async def test_a_call_that_is_cancelled_is_asked_for_again_before_the_next(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        sequence = await lease.match(b"")
+        for rpc, call in (
+            ("Allocate", partial(sequence.allocate, 2)),
+            ("Match", partial(lease.match, b"k" * 32)),
+            ("Release", sequence.release),
+        ):
+            arrived, may_answer = threading.Event(), threading.Event()
+            daemon.faults[rpc].append(hang_until(may_answer, arrived))
+            calling = asyncio.ensure_future(call())
+            assert await asyncio.to_thread(arrived.wait, PROMPT_S)
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            may_answer.set()
+            if rpc == "Allocate":
+                await sequence.publish(0)
+                assert sequence.blocks == 2
+        await lease.match(b"")
+        allocates, releases = daemon.seen["Allocate"], daemon.seen["Release"]
+        assert allocates[0] == allocates[1]
+        assert sorted(request.sequence_id for request in releases) == [1, 1, 2]
+        assert len({request.request_id for request in releases if request.sequence_id == sequence.id}) == 1
+
+
+async def test_a_reconnect_that_is_cancelled_can_be_made_again(daemon: FakeDaemon, tmp_path: Path) -> None:
+    async with client_of(daemon) as client:
+        gone = asyncio.Event()
+        client.on_lost(gone.set)
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        await asyncio.to_thread(daemon.close)
+        await asyncio.wait_for(gone.wait(), PROMPT_S)
+        second = FakeDaemon(tmp_path)
+        second.start()
+        arrived, may_answer = threading.Event(), threading.Event()
+        second.faults["Register"].append(hang_until(may_answer, arrived))
+        coming_back = asyncio.ensure_future(client.reconnect())
+        assert await asyncio.to_thread(arrived.wait, PROMPT_S)
+        coming_back.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await coming_back
+        may_answer.set()
+        (fresh,) = await client.reconnect()
+        await fresh.match(b"")
+        await client.close()
+        await lease.close()
+        second.close()
+
+
 async def test_steps_carry_growth_and_survive_a_broken_stream(daemon: FakeDaemon) -> None:
     async with client_of(daemon) as client:
         lease = await client.open_lease(await client.register("m", LAYOUT))

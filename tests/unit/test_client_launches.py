@@ -14,7 +14,9 @@ from cachesvc_client import (
     InvalidRequest,
     Lease,
     LeaseLost,
+    LimitExceeded,
     NotOwned,
+    QuotaExceeded,
     Retries,
     Timeouts,
 )
@@ -168,6 +170,91 @@ def test_a_held_release_whose_answer_is_lost_is_asked_again_before_the_next_matc
     lease.match(b"")
     assert released(daemon) == [sequence.id, sequence.id, other.id]
     assert len({request.request_id for request in daemon.seen["Release"]}) == 2
+
+
+def test_a_release_waits_for_its_launch_though_a_call_before_it_had_no_answer(daemon: FakeDaemon, lease: Lease) -> None:
+    """Neither the release nor the next match may give pages away that a launch still writes."""
+    sequence = lease.match(KEYS)
+    sequence.allocate(2)
+    launch = lease.launch()
+    daemon.faults["Publish"].append(lose_answer)
+    with pytest.raises(DeadlineExceeded):
+        sequence.publish(1)
+    daemon.faults["Publish"].append(lose_answer)
+    assert sequence.release() == 0
+    lease.match(b"")
+    assert released(daemon) == []
+    with pytest.raises(DeadlineExceeded):
+        lease.completed(launch)
+    assert released(daemon) == []
+    lease.match(b"")
+    assert released(daemon) == [sequence.id]
+    assert len({request.request_id for request in daemon.seen["Publish"]}) == 1
+    assert len(daemon.seen["Publish"]) == 3
+
+
+def test_a_release_that_met_the_end_of_its_launch_half_way_goes_with_the_next_match(
+    daemon: FakeDaemon, lease: Lease
+) -> None:
+    sequence = lease.match(b"")
+    launch = lease.launch()
+    assert sequence.record.end_later(None)
+    lease.completed(launch)  # another thread, in between
+    lease.record.hold(sequence.record)
+    lease.match(b"")
+    assert released(daemon) == [sequence.id]
+
+
+def test_steps_that_nobody_collects_never_block_those_that_somebody_does(daemon: FakeDaemon, lease: Lease) -> None:
+    with lease.step() as steps:
+        one = Result(release=cache_pb2.ReleaseResponse(freed_pages=1))
+        daemon.step_answers.extend(Step(results=[one]) for _ in range(STEPS_UNDER_WAY))
+        daemon.step_answers.append(Step(results=[one] * 3))
+        sequences = [lease.match(b"") for _ in range(STEPS_UNDER_WAY + 3)]
+        for sequence in sequences:
+            launch = lease.launch()
+            sequence.release()
+            lease.completed(launch)
+        assert steps.submit() == []
+        assert len(in_step(daemon, STEPS_UNDER_WAY)) == 3
+        assert all(sequence.record.freed_pages == 1 for sequence in sequences)
+
+
+def test_a_release_that_was_refused_for_now_is_tried_again(daemon: FakeDaemon, lease: Lease) -> None:
+    first, second = lease.match(b""), lease.match(b"")
+    daemon.faults["Release"].extend([refuse(ErrorCode.LIMIT), refuse(ErrorCode.QUOTA_EXCEEDED)])
+    with pytest.raises(LimitExceeded):
+        first.release()
+    with pytest.raises(QuotaExceeded), second:
+        pass
+    assert not first.is_released
+    assert first.release() == 2
+    lease.match(b"")
+    assert released(daemon) == [first.id, second.id, first.id, second.id]
+    assert second.is_released
+
+
+def test_what_a_refused_step_would_have_told_is_told_by_the_next(daemon: FakeDaemon, lease: Lease) -> None:
+    """Growth and held releases travel unasked, so nobody else would send them again."""
+    sequence, ending = lease.match(b""), lease.match(b"")
+    with lease.step(stock_pages=1) as steps:
+        daemon.step_answers.append(Step(stock=[cells(0, [5])]))
+        steps.submit()
+        launch = lease.launch()
+        ending.release()
+        sequence.grow_from_stock()
+        refusal = cache_pb2.OperationError(code=ErrorCode.QUOTA_EXCEEDED.value, message="too many operations a second")
+        daemon.step_answers.extend([Step(error=refusal), Step(error=refusal)])
+        lease.completed(launch)
+        with pytest.raises(QuotaExceeded):
+            steps.submit()
+        results = [Result(extend=cache_pb2.ExtendResponse(blocks=1)), Result(release=cache_pb2.ReleaseResponse())]
+        daemon.step_answers.append(Step(results=results))
+        steps.submit()
+        assert in_step(daemon, 3) == ["extend", "release"]
+        assert sequence.tables[0].tolist() == [5]
+        assert sequence.allocate(2).loading_blocks == 0
+        assert ending.is_released
 
 
 def test_the_loss_of_the_lease_takes_held_releases_along(daemon: FakeDaemon, lease: Lease) -> None:

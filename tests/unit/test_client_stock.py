@@ -7,6 +7,10 @@ from cachesvc_client.errors import PoolExhausted, StockEmpty
 from cachesvc_client.stock import Stock, stock_targets
 
 from cachesvc.model.answers import GroupCells
+from cachesvc.model.families import gqa_windowed
+
+BOTH = gqa_windowed(window_layers=[False, True], kv_heads=1, head_dim=4, block_tokens=4, window_tokens=9)
+ALONE = gqa_windowed(window_layers=[True, True], kv_heads=1, head_dim=4, block_tokens=4, window_tokens=9)
 
 
 def filled() -> Stock:
@@ -40,10 +44,12 @@ def test_what_comes_back_is_taken_again_and_draining_leaves_nothing() -> None:
 
 
 def test_targets_are_one_for_all_groups_or_one_for_each() -> None:
-    assert stock_targets(3, 2) == [3, 3]
-    assert stock_targets([1, 2], 2) == [1, 2]
+    assert stock_targets(3, BOTH) == [3, 3]
+    assert stock_targets([1, 2], BOTH) == [1, 2]
+    for given in (3, [3], [3, 3]):
+        assert stock_targets(given, ALONE) == [3, 3], "the markers may be left out"
     with pytest.raises(ValueError, match="each of 2 groups"):
-        stock_targets([1], 2)
+        stock_targets([1], BOTH)
     with pytest.raises(ValueError, match="negative"):
         Stock([-1])
     with pytest.raises(ValueError, match="at least 1"):

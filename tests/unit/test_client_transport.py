@@ -322,6 +322,17 @@ def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaemon, tm
         second.close()
 
 
+def test_a_lost_lease_may_be_closed_after_its_client(daemon: FakeDaemon) -> None:
+    with connected(daemon) as client:
+        lease = leased(client)
+        daemon.hang_up()
+        assert client.wait_lost(PROMPT_S)
+        client.reconnect()
+    lease.close()
+    with pytest.raises(AlreadyClosed):
+        lease.match(b"")
+
+
 def test_the_reattacher_comes_back_by_itself_once_somebody_listens(daemon: FakeDaemon, tmp_path: Path) -> None:
     back: queue.SimpleQueue[tuple[Lease, ...]] = queue.SimpleQueue()
     with connected(daemon) as client:

@@ -129,9 +129,9 @@ class AsyncCacheClient:
             try:
                 renewed = {key: await self._register(*wish) for key, wish in registered.items()}
                 opened = tuple([await self.open_lease(renewed[lease.registration.key]) for lease in lost])
-            except CacheClientError:
-                await connection.close()
+            except (CacheClientError, asyncio.CancelledError):
                 self._connection, self._leases, self._registered = before, lost, registered
+                await connection.close()
                 raise
             if before is not None and before.life.epoch == connection.life.epoch:
                 await _carry_over(before, connection, lost)

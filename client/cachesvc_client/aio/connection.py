@@ -49,7 +49,7 @@ class AsyncConnection:
         self._options = options
         self._make_channel = make_channel
         self._on_lost = on_lost
-        self._proof = Proof(credentials)
+        self.proof = Proof(credentials)
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: set[Any] = set()
@@ -71,7 +71,7 @@ class AsyncConnection:
         self._channel = self._make_channel(self.socket_path, self._options)
         try:
             await asyncio.to_thread(self.life.start)
-            self._proof.start(self.life.process_token)
+            self.proof.start(self.life.process_token)
         except CacheClientError:
             await self._channel.close()
             raise
@@ -81,6 +81,7 @@ class AsyncConnection:
         attempts = Attempts(self.retries, time.monotonic() + timeout_s)
         headers = trace_headers()
         while True:
+            used = self.proof.metadata
             call = self._require_channel().unary_unary(
                 method.path,
                 request_serializer=method.request.SerializeToString,
@@ -89,7 +90,7 @@ class AsyncConnection:
                 request,
                 timeout=attempts.left_s(time.monotonic()),
                 wait_for_ready=False,
-                metadata=(*headers, *self._proof.metadata),
+                metadata=(*headers, *used),
             )
             self._calls.add(call)
             try:
@@ -97,7 +98,7 @@ class AsyncConnection:
             except grpc.RpcError as failure:
                 if self.lost.is_set():
                     raise self.gone() from failure
-                if self._proof.renew(failure):
+                if self.proof.renew(failure, used):
                     continue
                 pause_s = attempts.pause_after(failure, time.monotonic())
             except asyncio.CancelledError as cancelled:
@@ -116,7 +117,7 @@ class AsyncConnection:
             method.path,
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
-        )(wait_for_ready=False, metadata=(*trace_headers(), *self._proof.metadata))
+        )(wait_for_ready=False, metadata=(*trace_headers(), *self.proof.metadata))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any
@@ -10,8 +11,10 @@ import grpc
 import grpc.aio
 from kvcache.v1 import event_pb2
 
+from cachesvc_client.aio.connection import is_cancelled
 from cachesvc_client.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.errors import EventsMissed, error_of
+from cachesvc_client.credentials import Metadata, credentials_from
+from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.event_batch import Batch, parse_batch
 from cachesvc_client.events import DEFAULT_OPTIONS, subscription
 from cachesvc_client.methods import SUBSCRIBE
@@ -19,7 +22,7 @@ from cachesvc_client.settings import ChannelOptions
 
 
 class AsyncEventSubscriber:
-    """Subscriptions to the model of ``namespace``, on the running loop."""
+    """Subscriptions to the model of ``namespace``, on the running loop. As ``EventSubscriber``, tokens too."""
 
     def __init__(
         self,
@@ -28,11 +31,15 @@ class AsyncEventSubscriber:
         *,
         options: ChannelOptions = DEFAULT_OPTIONS,
         make_channel: AsyncChannelMaker = open_async_channel,
+        token: str | None = None,
+        token_file: str | None = None,
     ) -> None:
         self._path = socket_path
         self._namespace = namespace
         self._options = options
         self._make_channel = make_channel
+        self._credentials = credentials_from(token, token_file)
+        self._used: Metadata = ()
         self._channel: grpc.aio.Channel | None = None
         self._is_closed = False
 
@@ -42,12 +49,17 @@ class AsyncEventSubscriber:
         """One subscription, as ``EventSubscriber.subscribe``."""
         request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
         call = self._open(request)
+        if call is None:
+            return
         try:
             async for message in call:
                 yield parse_batch(message)
         except grpc.RpcError as failure:
             if not self._is_closed:
                 raise error_of(failure) from failure
+        except asyncio.CancelledError:
+            if not self._is_closed or is_cancelled():
+                raise
         finally:
             call.cancel()
 
@@ -59,6 +71,9 @@ class AsyncEventSubscriber:
                     yield batch
             except EventsMissed:
                 continue
+            except Unauthenticated:  # a token file may hold another one by now
+                if self._credentials.metadata() == self._used:
+                    raise
 
     async def close(self) -> None:
         """End all subscriptions. Idempotent."""
@@ -75,10 +90,13 @@ class AsyncEventSubscriber:
         await self.close()
 
     def _open(self, request: event_pb2.SubscribeRequest) -> Any:
+        if self._is_closed:
+            return None
+        self._used = self._credentials.metadata()
         if self._channel is None:
             self._channel = self._make_channel(self._path, self._options)
         return self._channel.unary_stream(
             SUBSCRIBE.path,
             request_serializer=SUBSCRIBE.request.SerializeToString,
             response_deserializer=SUBSCRIBE.response.FromString,
-        )(request)
+        )(request, metadata=self._used)

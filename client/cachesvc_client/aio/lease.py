@@ -20,6 +20,7 @@ from cachesvc_client.aio.connection import AsyncConnection, is_cancelled
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncStepStream
 from cachesvc_client.errors import (
+    AlreadyClosed,
     CacheClientError,
     Conflict,
     DaemonUnavailable,
@@ -145,7 +146,7 @@ class AsyncLease:
         record = self.record.new_sequence(sequence_id)
         try:
             await self.run(record.open(keys, max_blocks))
-        except DeadlineExceeded:
+        except (DeadlineExceeded, asyncio.CancelledError):
             self.record.orphans.append(record)
             raise
         return self.handle(record)
@@ -164,7 +165,7 @@ class AsyncLease:
         self.record.check()
         if self._stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
-        self.record.stock = Stock(stock_targets(stock_pages, len(self.registration.layout.groups)))
+        self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
         self._stream = AsyncStepStream(self._connection, self)
         return self._stream
 
@@ -179,9 +180,8 @@ class AsyncLease:
             return
         try:
             if self._stream is not None:
-                await self._stream.send()
+                await self._stream.tell()
                 return
-            self.record.orphans += self.record.take_ended()
             await self._bury_orphans()
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless lease=%s why=%s", self.id, gone)
@@ -286,13 +286,17 @@ class AsyncLease:
             if isinstance(error, LeaseLost):
                 self._lose(error)
             raise
+        except asyncio.CancelledError:  # the call may have been carried out: the next one asks
+            if operation.owner is not None:
+                operation.owner.unanswered = operation
+            raise
         return operation.apply(answer)
 
     async def _tell(self, method: Any, request: Any) -> None:
         """A last word: not worth an error where the other side is gone."""
         try:
             await self._connection.ask(method, request, self._connection.timeouts.close_s)
-        except (DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated) as gone:
+        except (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated) as gone:
             log.debug("told_nobody lease=%s why=%s", self.id, gone)
             if isinstance(request, lease_pb2.CloseRequest) and not isinstance(gone, LeaseLost | NotFound):
                 self._connection.untold.append(request)
@@ -303,13 +307,17 @@ class AsyncLease:
         self._connection = connection
 
     async def _bury_orphans(self) -> None:
-        while self.record.orphans:
-            record = self.record.orphans[-1]
-            await self.settle(record)
-            if not record.is_released:
-                await self.run(record.release(None))
+        while (record := self.record.take_orphan(and_ended=self._stream is None)) is not None:
+            try:
+                await self.settle(record)
+                if not record.is_released:
+                    await self.run(record.release(None))
+            except NotFound as gone:  # nothing is held, which is what was wanted
+                log.debug("release_needless lease=%s why=%s", self.id, gone)
+            except BaseException:
+                self.record.orphans.append(record)
+                raise
             self.record.forget(record)
-            self.record.orphans.pop()
 
     async def _keep_alive(self) -> None:
         """The keeper: beats until it is cancelled or the lease is over."""
@@ -318,6 +326,7 @@ class AsyncLease:
         loss: CacheClientError | None = None
         while loss is None:
             failure: grpc.RpcError | None = None
+            used = connection.proof.metadata
             try:
                 call = connection.open_stream(KEEP_ALIVE)
                 with contextlib.closing(_Cancelling(call)):
@@ -338,6 +347,8 @@ class AsyncLease:
             if connection.lost.is_set():
                 loss = connection.gone()
             loss = loss or record.judge_silence(failure, time.monotonic() - heard_s)
+            if loss is None and failure is not None and connection.proof.renew_stream(failure, used):
+                continue
             if loss is None:
                 await connection.pause(RECONNECT_PAUSE_S)
         self._lose(loss)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
-from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, LeaseLost
-from cachesvc_client.lease_record import LeaseRecord
+from cachesvc_client.errors import DaemonUnavailable, LeaseLost
+from cachesvc_client.lease_record import LATER, LeaseRecord
 from cachesvc_client.losses import lost_tokens
 from cachesvc_client.methods import Operation
 from cachesvc_client.pool import AttachedPool
@@ -96,16 +97,16 @@ class AsyncSequence(SequenceView):
 
     async def release(self, *, launch: int | None = None) -> int:
         """As ``Sequence.release``."""
+        self.require_no_steps()
+        if not self.record.is_released and self.record.end_later(launch):
+            self._lease.record.hold(self.record)
+            return 0
         is_asked_again = self.record.unanswered is not None
         try:
-            self.require_no_steps()
             await self._lease.settle(self.record)
             if not (is_asked_again and self.is_released):
-                if self.record.end_later(launch):
-                    self._lease.record.ending.append(self.record)
-                    return 0
                 await self._lease.run(self.record.release(self._lease.record.stock))
-        except DeadlineExceeded:
+        except (*LATER, asyncio.CancelledError):
             self._lease.record.orphans.append(self.record)
             raise
         self._lease.record.forget(self.record)

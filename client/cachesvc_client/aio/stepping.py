@@ -14,6 +14,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc_client.aio.connection import AsyncConnection, is_cancelled
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.attempts import Attempts
+from cachesvc_client.credentials import Metadata
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DeadlineExceeded, InvalidRequest
 from cachesvc_client.lease_record import LeaseRecord
 from cachesvc_client.methods import STEP
@@ -77,12 +78,32 @@ class AsyncStepStream:
         for operation in batch.operations if batch is not None else ():
             if isinstance(operation.owner, SequenceRecord):
                 await self._lease.settle(operation.owner)
+        await self._make_way()
+        return AsyncPendingStep(self, self._enter(batch))
+
+    async def tell(self) -> None:
+        """As ``StepStream.tell``."""
+        self._enter(None).is_quiet = True
+
+    async def _make_way(self) -> None:
+        """Where too many steps are under way, and nobody collects the first of them, take in their answers."""
+        while self._book.is_full and self._book.under_way[0].is_quiet:
+            try:
+                await self.collect(self._book.under_way[0], None)
+            except DeadlineExceeded:
+                raise
+            except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease
+                log.debug("told_step_refused why=%s", refusal)
+
+    def _enter(self, batch: StepBatch[AsyncSequence] | None) -> SentStep:
+        if self._is_closed:
+            raise AlreadyClosed("the step stream was closed; open another one with lease.step()")
         step = self._book.enter(batch)
         if self._line is None:
             self._open_line()
         else:
             self._line.put(step.request)
-        return AsyncPendingStep(self, step)
+        return step
 
     async def collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
         """As ``StepStream.collect``."""
@@ -127,12 +148,14 @@ class AsyncStepStream:
     async def _renew(self, attempts: Attempts, failure: grpc.RpcError) -> None:
         """The stream broke: open it again and send what has no answer under the same ids, or give up."""
         assert self._line is not None
+        used = self._line.metadata
         await self._line.close()
         self._line = None
         try:
             if self._connection.lost.is_set():
                 raise self._connection.gone() from failure
-            await self._connection.pause(attempts.pause_after(failure, time.monotonic()))
+            if not self._connection.proof.renew_stream(failure, used):
+                await self._connection.pause(attempts.pause_after(failure, time.monotonic()))
             self._open_line()
         except CacheClientError as error:
             self._book.refuse(error)
@@ -150,16 +173,21 @@ class AsyncStepStream:
 
 
 class _AsyncLine:
-    """One gRPC stream, with a task that writes it and one that reads it: cancelling a read would end the call."""
+    """One gRPC stream, with a task that writes it and one that reads it: cancelling a read would end the call.
+
+    ``metadata``: what it was opened with.
+    """
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
         self._requests: asyncio.Queue[cache_pb2.StepRequest] = asyncio.Queue()
         self._answers: asyncio.Queue[cache_pb2.StepResponse | grpc.RpcError] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self.metadata: Metadata = ()
 
     def start(self) -> None:
         """Open the stream. Raises DaemonUnavailable."""
+        self.metadata = self._connection.proof.metadata
         call = self._connection.open_stream(STEP)
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
 

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
+from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.inspect import DEFAULT_SOCKET
 
@@ -43,7 +43,7 @@ def _describe(arguments: argparse.Namespace) -> int:
         from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
     except ImportError as error:
         raise MissingExtraError("grpc_reflection", "server", "cachesvc describe") from error
-    with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+    with open_local(arguments.socket) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         if arguments.symbol:
             print("\n".join(describe(DescriptorPool(database), arguments.symbol)))

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import grpc
 from kvcache.v1 import admin_pb2_grpc, inspect_pb2
 
+from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl import study
 from cachesvc_client.ctl.index_file import StoredIndex, read_index, write_index
 from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET, table
@@ -45,7 +45,7 @@ def _dump(arguments: argparse.Namespace) -> int:
     # The suffix decides how it is written, so the unfinished file carries it too.
     part = part.with_suffix(".part.zst") if arguments.file.suffix == ".zst" else part
     try:
-        with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+        with open_local(arguments.socket) as channel:
             request = inspect_pb2.DumpIndexRequest(model_id=arguments.model)
             parts = admin_pb2_grpc.AdminServiceStub(channel).DumpIndex(request, timeout=DUMP_DEADLINE_SECONDS)
             blocks = write_index(part, parts)

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc.wire.convert import layout_from_proto
 from cachesvc_client.adapters.bridge import KvEventBridge
 from cachesvc_client.adapters.kv_events import MEDIA, Event, Form, KvEventMapper, wire_batch
 from cachesvc_client.adapters.zmq_events import ZmqPublisher
+from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET
 from cachesvc_client.errors import InvalidRequest, NotFound
 from cachesvc_client.event_batch import Batch, Part, Run
@@ -87,7 +87,7 @@ def _for_routers(
 
 def _model(socket: str, model_id: int) -> admin_pb2.ModelStatus:
     """The model's namespace and layout, which operators may know. Raises NotFound."""
-    with grpc.insecure_channel(f"unix:{socket}") as channel:
+    with open_local(socket) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         models = admin.ListModels(admin_pb2.ListModelsRequest(), timeout=DEADLINE_SECONDS).models
     for model in models:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import grpc
 from kvcache.v1 import admin_pb2_grpc
 
+from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.extras import MissingExtraError
 from cachesvc_client.ctl.inspect import DEFAULT_SOCKET, describe_hits, describe_transfers, table
 from cachesvc_client.ctl.watching import Look, hot_rows, lease_rows, pool_line, take_look
@@ -34,7 +34,7 @@ def _seconds(text: str) -> float:
 
 def _top(arguments: argparse.Namespace) -> int:
     if arguments.once:
-        with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+        with open_local(arguments.socket) as channel:
             print(as_text(take_look(admin_pb2_grpc.AdminServiceStub(channel))))
         return 0
     try:

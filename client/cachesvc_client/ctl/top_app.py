@@ -14,6 +14,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
+from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.inspect import describe_hits
 from cachesvc_client.ctl.report import describe_bytes
 from cachesvc_client.ctl.watching import (
@@ -104,7 +105,7 @@ class TopApp(App[None]):
     def _ask(self) -> None:
         worker = get_current_worker()
         try:
-            with grpc.insecure_channel(f"unix:{self._socket}") as channel:
+            with open_local(self._socket) as channel:
                 found: Look | str = take_look(admin_pb2_grpc.AdminServiceStub(channel))
         except grpc.RpcError as error:
             found = str(error_of(error))

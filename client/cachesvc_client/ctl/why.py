@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
+from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET, table
 
 TEXT = "where a block is, who pins it, and why it came or went"
@@ -38,7 +38,7 @@ def _prefix(text: str) -> bytes:
 def why(arguments: argparse.Namespace) -> int:
     """Exit code 1 where no block, past or present, begins so."""
     request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=arguments.key, events=arguments.events)
-    with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+    with open_local(arguments.socket) as channel:
         answer = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=DEADLINE_SECONDS)
     if arguments.json:
         print(json.dumps(MessageToDict(answer, preserving_proto_field_name=True), indent=2))
