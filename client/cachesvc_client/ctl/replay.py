@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
+from cachesvc_client.credentials import credentials_from, open_remote
 from cachesvc_client.ctl.histogram import LatencyHistogram
 from cachesvc_client.ctl.replay_engine import EngineSettings
 from cachesvc_client.ctl.report import ReplayReport, Sample, merge_samples
@@ -219,7 +219,7 @@ class ReplayRun:
         """Serve every request; the report. Raises ReplayFailed."""
         self._began = time.monotonic()
         slots = [EngineSlot(number, self) for number in range(self.plan.engines)]
-        with grpc.insecure_channel(f"unix:{self.settings.socket}") as channel:
+        with open_remote(self.settings.socket, credentials_from(None, None)) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             status = admin.GetStatus(admin_pb2.GetStatusRequest())
             self._backend, before = status.backend, dict(status.counters)

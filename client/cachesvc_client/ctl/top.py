@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import grpc
 from kvcache.v1 import admin_pb2_grpc
 
 from cachesvc_client.ctl.extras import MissingExtraError
-from cachesvc_client.ctl.inspect import DEFAULT_SOCKET, describe_hits, describe_transfers, table
+from cachesvc_client.ctl.inspect import describe_hits, describe_transfers, table
+from cachesvc_client.ctl.target import add_target, target_of
 from cachesvc_client.ctl.watching import Look, hot_rows, lease_rows, pool_line, take_look
 
 BAR = 24
@@ -17,11 +17,11 @@ BAR = 24
 
 def add_command(commands: Any) -> None:
     """Add it to the parser."""
-    text = "a live view of pools, hit rates, swaps, leases and the hottest prefixes"
+    text = "a live view: pools, hits, swaps, leases, hottest prefixes"
     parser = commands.add_parser("top", help=text, description=text)
-    parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
     parser.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds between looks (default 1)")
     parser.add_argument("--once", action="store_true", help="print one look as text and end; needs no extra")
+    add_target(parser)
     parser.set_defaults(command=_top)
 
 
@@ -34,14 +34,14 @@ def _seconds(text: str) -> float:
 
 def _top(arguments: argparse.Namespace) -> int:
     if arguments.once:
-        with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+        with target_of(arguments).open() as channel:
             print(as_text(take_look(admin_pb2_grpc.AdminServiceStub(channel))))
         return 0
     try:
         from cachesvc_client.ctl.top_app import TopApp
     except ImportError as error:
         raise MissingExtraError(error.name or "textual", "top", "cachesvc top (without --once)") from error
-    TopApp(arguments.socket, arguments.every).run()
+    TopApp(target_of(arguments), arguments.every).run()
     return 0
 
 

@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
-from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET, table
+from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, table
+from cachesvc_client.ctl.target import add_target, count, target_of
 
 TEXT = "where a block is, who pins it, and why it came or went"
 
@@ -20,10 +20,10 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("why", help=TEXT, description=TEXT, epilog="Keys are shown by blocks and tree.")
     add = parser.add_argument
     add("key", type=_prefix, metavar="KEY", help="a block's key in hexadecimal, or how it begins (4 digits or more)")
-    add("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    add("--model", type=int, default=0, metavar="ID", help="default 0: every model")
-    add("--events", type=int, default=16, metavar="N", help="of each block, the newest first (default 16)")
+    add("--model", type=count, default=0, metavar="ID", help="default 0: every model")
+    add("--events", type=count, default=16, metavar="N", help="of each block, the newest first (default 16)")
     add("--json", action="store_true", help="print the answer as JSON")
+    add_target(parser)
     parser.set_defaults(command=why)
 
 
@@ -38,7 +38,7 @@ def _prefix(text: str) -> bytes:
 def why(arguments: argparse.Namespace) -> int:
     """Exit code 1 where no block, past or present, begins so."""
     request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=arguments.key, events=arguments.events)
-    with grpc.insecure_channel(f"unix:{arguments.socket}") as channel:
+    with target_of(arguments).open() as channel:
         answer = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=DEADLINE_SECONDS)
     if arguments.json:
         print(json.dumps(MessageToDict(answer, preserving_proto_field_name=True), indent=2))
