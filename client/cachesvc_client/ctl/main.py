@@ -19,7 +19,7 @@ from cachesvc_client.ctl.index_file import IndexFileError
 from cachesvc_client.ctl.replay import ReplayFailed
 from cachesvc_client.ctl.target import no_answer
 from cachesvc_client.ctl.trace import TraceError
-from cachesvc_client.errors import CacheClientError, DaemonUnavailable, error_of, is_refusal
+from cachesvc_client.errors import CacheClientError, DaemonUnavailable, Unauthenticated, error_of, is_refusal
 
 Command = Callable[[argparse.Namespace], int]
 FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol)
@@ -80,7 +80,7 @@ def _said(failure: BaseException | None, mapped: CacheClientError, arguments: ar
     """The error for an operator; where nobody answers it is about the daemon, not about engines."""
     if isinstance(failure, grpc.RpcError) and isinstance(mapped, DaemonUnavailable) and not is_refusal(failure):
         return no_answer(failure, arguments)
-    return str(mapped)
+    return f"{mapped}; see --token-file" if isinstance(mapped, Unauthenticated) else str(mapped)
 
 
 def _fail(message: str) -> None:

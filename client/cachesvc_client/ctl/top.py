@@ -58,8 +58,12 @@ def as_text(look: Look) -> str:
         "pools: # sealed, o private, > in flight, ! quarantined",
         "\n".join(pool_line(pool, BAR) for pool in status.pools) or "none",
         "",
-        table(("engine", "lease", "silent s", "sequences", "private", "pinned"), lease_rows(look)),
+        table(("engine", "lease", "silent s", "sequences", "private", "pinned"), lease_rows(look))
+        if look.leases
+        else "no leases",
         "",
-        table(("hottest prefix", "blocks", "hits", "places"), hot_rows(look)),
+        table(("hottest prefix", "blocks", "hits", "places"), hot_rows(look))
+        if look.hottest
+        else "no prefix was hit yet",
     ]
     return "\n".join(parts)
