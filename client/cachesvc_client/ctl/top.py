@@ -26,9 +26,12 @@ def add_command(commands: Any) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and 3600 seconds")
     return value
 
 

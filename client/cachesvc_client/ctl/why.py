@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -27,27 +28,31 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(command=why)
 
 
-def _prefix(text: str) -> bytes:
+def _prefix(text: str) -> str:
     digits = text.lower().removeprefix("0x")
-    try:
-        return bytes.fromhex(digits[: len(digits) // 2 * 2])
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal") from error
+    if not re.fullmatch("[0-9a-f]{4,64}", digits):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 4 to 64 hexadecimal digits of a key; see cachesvc blocks")
+    return digits
 
 
 def why(arguments: argparse.Namespace) -> int:
     """Exit code 1 where no block, past or present, begins so."""
-    request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=arguments.key, events=arguments.events)
+    digits: str = arguments.key
+    prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
+    request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=prefix, events=arguments.events)
     with target_of(arguments).open() as channel:
         answer = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=DEADLINE_SECONDS)
+    fitting = [story for story in answer.stories if story.key.hex().startswith(digits)]  # a last odd digit counts
+    del answer.stories[:]
+    answer.stories.extend(fitting)
     if arguments.json:
         print(json.dumps(MessageToDict(answer, preserving_proto_field_name=True), indent=2))
     else:
-        print(describe(answer, arguments.key))
+        print(describe(answer, digits))
     return 0 if answer.stories else 1
 
 
-def describe(answer: admin_pb2.ExplainResponse, prefix: bytes) -> str:
+def describe(answer: admin_pb2.ExplainResponse, digits: str) -> str:
     """The answer for people."""
     reach = (
         f"changes are known for the last {answer.forgotten_before_seconds:.0f} s"
@@ -55,7 +60,7 @@ def describe(answer: admin_pb2.ExplainResponse, prefix: bytes) -> str:
         else "every change since the daemon started is known"
     )
     if not answer.stories:
-        return f"no block that begins with {prefix.hex()} is here, and no change that is known was about one; {reach}"
+        return f"no block that begins with {digits} is here, and no change that is known was about one; {reach}"
     text = "\n\n".join(_story(story) for story in answer.stories)
     more = "\n(more blocks begin so; give more digits)" if answer.truncated else ""
     return f"{text}\n\n{reach}{more}"
