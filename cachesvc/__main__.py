@@ -8,14 +8,17 @@ import gc
 import resource
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cachesvc import __version__
 from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LOG_LEVELS, load_config
-from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import RANK_RULES
 from cachesvc.telemetry.events import start_logging
+
+if TYPE_CHECKING:
+    from cachesvc.daemon import Daemon
 
 SWITCH_SECONDS = 0.0002
 """How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
@@ -28,6 +31,13 @@ def main() -> None:
     """Entry point of the console script. Exit codes: 0 stopped, 2 bad configuration or start."""
     flags = vars(_parser().parse_args())
     path = flags.pop("config")
+    try:
+        from cachesvc.daemon import Daemon
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("grpc"):
+            raise
+        print(f"cachesvcd needs the Python module {error.name}: pip install 'cachesvc[server]'", file=sys.stderr)
+        sys.exit(2)
     try:
         config = load_config(path, flags)
         start_logging(config.log_level)

@@ -264,3 +264,12 @@ def test_every_setting_is_a_flag_that_the_help_lists_with_its_default() -> None:
     defaults = Config()
     assert told == {name: getattr(defaults, name.replace("-", "_")) for name in told}
     assert len(told) == 11
+
+
+def test_a_daemon_without_its_extra_says_which_one(folder: Path) -> None:
+    start = "import sys; sys.modules['grpc_reflection'] = None; from cachesvc.__main__ import main; main()"
+    command = [sys.executable, "-c", start, "--socket", str(folder / "s")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=BOUND_SECONDS)
+    assert ended.returncode == BAD_START
+    assert "pip install 'cachesvc[server]'" in ended.stderr
+    assert "Traceback" not in ended.stderr

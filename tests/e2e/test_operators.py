@@ -251,12 +251,12 @@ def test_numbers_that_cannot_be_are_refused_and_a_reader_may_leave(run: Run, nod
         code, said = run(*flags, "--socket", node.socket)
         assert code == 2
         assert f"{flags[2]!r} is not a number from 0 to" in said
-    for flags, words in (
+    for line, words in (
         (("replay", "t", "--device-blocks", "few"), "'few' is not a number of blocks, such as 5000, or a share"),
         (("replay", "t", "--engines", "0"), "'0' is not a positive number"),
         (("top", "--every", "often"), "'often' is not between 0.1 and 3600 seconds"),
     ):
-        code, said = run(*flags)
+        code, said = run(*line)
         assert (code, words in said) == (2, True), said
     command = f"'{sys.executable}' -m cachesvc_client.ctl.main status --socket {node.socket} | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
