@@ -8,13 +8,17 @@ import gc
 import resource
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
+from cachesvc import __version__
 from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LOG_LEVELS, load_config
-from cachesvc.daemon import Daemon
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import RANK_RULES
 from cachesvc.telemetry.events import start_logging
+
+if TYPE_CHECKING:
+    from cachesvc.daemon import Daemon
 
 SWITCH_SECONDS = 0.0002
 """How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
@@ -27,6 +31,13 @@ def main() -> None:
     """Entry point of the console script. Exit codes: 0 stopped, 2 bad configuration or start."""
     flags = vars(_parser().parse_args())
     path = flags.pop("config")
+    try:
+        from cachesvc.daemon import Daemon
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("grpc"):
+            raise
+        print(f"cachesvcd needs the Python module {error.name}: pip install 'cachesvc[server]'", file=sys.stderr)
+        sys.exit(2)
     try:
         config = load_config(path, flags)
         start_logging(config.log_level)
@@ -61,27 +72,44 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cachesvcd",
         description="Owns the KV cache of all inference engines on this node.",
-        epilog="Sizes take B, KiB, MiB, GiB or TiB. Flags win over the file of --config, which uses the same names.",
+        epilog="Sizes take B, KiB, MiB, GiB or TiB. Flags win over the file of --config, which has the same names with "
+        "_ for -; there lists are lists: allow_uids = [1001, 1002]. SIGHUP reads the file again.",
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="TOML file with the same names as these flags")
+    add("--version", action="version", version=f"%(prog)s {__version__}")
+    add("--config", metavar="FILE", help="TOML file with settings, by the names of these flags")
+    add("--log-level", choices=LOG_LEVELS, help="of lines on standard error (default info)")
+    add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
+    _add_ways_in(parser)
+    _add_memory(parser)
+    _add_policy(parser)
+    _add_limits(parser)
+    _add_looks(parser)
+    return parser
+
+
+def _add_ways_in(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("who may come, and where").add_argument
     add("--socket", metavar="PATH", help="unix socket to serve on (default /run/cachesvc/cachesvc.sock)")
     add("--socket-group", metavar="GROUP", help="who may connect beside the daemon's own user: name or number")
+    users = "user who may attach; may be repeated (default: its own and root)"
+    add("--allow-uid", type=int, action="append", dest="allow_uids", metavar="UID", help=users)
+    groups = "group that may attach; may be repeated"
+    add("--allow-gid", type=int, action="append", dest="allow_gids", metavar="GID", help=groups)
+    add("--tokens", metavar="FILE", help="TOML or JSON: tokens with scopes, tenants and quotas (SIGHUP reads it anew)")
     add("--listen", metavar="HOST:PORT", help="also serve on TCP: loopback only, unless TLS is configured")
-    add("--health-listen", metavar="HOST:PORT", help="answer gRPC health checks, and nothing else, on any address")
     add("--tls-certificate", metavar="FILE", help="PEM certificate chain for --listen")
     add("--tls-key", metavar="FILE", help="PEM private key for --listen")
     add("--tls-client-ca", metavar="FILE", help="PEM roots: clients of --listen need a certificate signed by one")
-    add(
-        "--tokens",
-        metavar="FILE",
-        help="TOML or JSON: tokens with scopes, tenants and quotas (SIGHUP reads it anew)",
-    )
-    add("--allow-uid", type=int, action="append", dest="allow_uids", metavar="UID", help="user who may attach")
-    add("--allow-gid", type=int, action="append", dest="allow_gids", metavar="GID", help="group that may attach")
-    add("--backend", choices=BACKENDS, help="memory: auto takes shm where there is no GPU")
+    add("--health-listen", metavar="HOST:PORT", help="answer gRPC health checks, and nothing else, on any address")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("memory and its links").add_argument
+    add("--backend", choices=BACKENDS, help="memory: auto (default) takes shm where there is no GPU")
     add("--device-pool", metavar="SIZE", help="bytes of each device that the daemon owns (default 1GiB)")
     add("--host-pool", metavar="SIZE", help="bytes of the host tier (default 1GiB; 0: none)")
+    add("--host-chunk", metavar="SIZE", help="the host pool comes in pieces of this size (default 1GiB)")
     add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 2)")
     add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
     add("--device-memory", choices=DEVICE_MEMORY, help="how engines map GPU pools: IPC handle (default) or fd")
@@ -89,21 +117,38 @@ def _parser() -> argparse.ArgumentParser:
     add("--load-limit", metavar="SIZE", help="bytes per second from host to each device (default 0: no limit)")
     add("--store-limit", metavar="SIZE", help="bytes per second from each device to host (default 0: no limit)")
     add("--slice-bytes", metavar="SIZE", help="copied before a more urgent copy may go first (default 32MiB)")
-    add("--write-policy", choices=[policy.value for policy in WritePolicy], help="default write_back")
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is kept, and for how long").add_argument
+    policies = [policy.value for policy in WritePolicy]
+    add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
-    add("--eviction", choices=sorted(RANK_RULES), help="default lru")
+    add("--eviction", choices=sorted(RANK_RULES), help="which blocks go first (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
+    add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits, beyond which calls are refused").add_argument
+    add("--leases", type=int, metavar="N", help="leases at a time (default 1024)")
+    add("--sequences-per-lease", type=int, metavar="N", help="open at a time (default 4096)")
+    add("--blocks-per-sequence", type=int, metavar="N", help="of one sequence (default 65536)")
+    add("--stock-pages-per-lease", type=int, metavar="N", help="pages granted ahead of use (default 4096)")
+    add("--operations-per-step", type=int, metavar="N", help="of one Step (default 4096)")
+    add("--calls-in-flight", type=int, metavar="N", help="of all callers together (default 1024)")
+    add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
+
+
+def _add_looks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is told, and checked").add_argument
     add("--metrics-listen", metavar="HOST:PORT", help="serve /metrics for Prometheus (default: not)")
     add("--otlp-endpoint", metavar="URL", help="push metrics and traces to an OTLP collector (default: not)")
-    add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
+    add("--web-listen", metavar="HOST:PORT", help="serve a read-only page on loopback (default: none)")
     add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
     add("--checksums", choices=CHECKSUMS, help="of sealed pages, for `cachesvc verify --checksums` (default off)")
     add("--checksum-limit", metavar="SIZE", help="bytes per second read for checksums (default 256MiB)")
-    add("--web-listen", metavar="HOST:PORT", help="serve a read-only page on loopback (default: none)")
-    add("--log-level", choices=LOG_LEVELS, help="default info")
-    add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
-    return parser
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import re
 import tomllib
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     values = {name.replace("-", "_"): value for name, value in values.items()}
     for name in values:
         if name not in known:
-            raise InvalidRequest(f"unknown key {name!r} in {path}; known are {', '.join(sorted(known))}")
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "cachesvcd --help lists them"
+            raise InvalidRequest(f"unknown key {name!r} in {path}; {hint}")
         if name == "fault_copies":
             raise InvalidRequest("fault_copies makes copies fail, for tests: a flag (--fault-copies), never in a file")
     values |= {name: value for name, value in flags.items() if value is not None}
@@ -158,19 +161,26 @@ SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", 
 
 def _coerce(name: str, value: Any) -> Any:
     default = getattr(Config(), name)
-    if isinstance(value, bool):
-        raise InvalidRequest(f"{name}: {value!r} is not a {type(default).__name__}")
-    try:
-        if name in SIZES:
+    if isinstance(default, tuple):
+        if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+            raise InvalidRequest(f"{name}: {value!r} is not a list of numbers, such as [1001, 1002]")
+        return tuple(value)
+    if name in SIZES and not isinstance(value, bool):
+        try:
             return parse_size(value)
-        if name in ("allow_uids", "allow_gids"):
-            return tuple(int(uid) for uid in value)
-        if isinstance(default, float):
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error}") from error
+    if isinstance(default, int):
+        if type(value) is not int:
+            raise InvalidRequest(f"{name}: {value!r} is not a whole number")
+        return value
+    if isinstance(default, float):
+        if type(value) not in (int, float):
+            raise InvalidRequest(f"{name}: {value!r} is not a number")
+        try:
             return float(value)
-        if isinstance(default, int):
-            return int(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{name}: {value!r} is not a {type(default).__name__}") from error
+        except OverflowError as error:
+            raise InvalidRequest(f"{name}: a whole number of that size is no time") from error
     if not isinstance(value, str):
         raise InvalidRequest(f"{name}: {value!r} is not a text")
     return value
@@ -198,6 +208,8 @@ def _check_listen(config: Config) -> None:
     if config.health_listen:
         _host_of("health_listen", config.health_listen)
     if not config.listen:
+        if config.tls_certificate or config.tls_key or config.tls_client_ca:
+            raise InvalidRequest("tls_certificate, tls_key and tls_client_ca are for listen, which is not set")
         return
     host = _host_of("listen", config.listen)
     if bool(config.tls_certificate) != bool(config.tls_key):

@@ -13,7 +13,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from cachesvc_client.credentials import Credentials
 from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_client.ctl.target import Target
 from cachesvc_client.ctl.top_app import TopApp
 
 from tools.lively import lively_daemon
@@ -50,7 +52,7 @@ def web_port(daemon: DaemonProcess) -> int:
 
 async def draw_top(socket: str) -> str:
     """Watch for a while in a terminal of 100 x 30; the drawing."""
-    app = TopApp(socket, every=0.4)
+    app = TopApp(Target(socket, Credentials()), every=0.4)
     async with app.run_test(size=(100, 30)) as pilot:
         while app.looks < LOOKS:
             await pilot.pause(0.1)

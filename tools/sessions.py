@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "inspecting.md"
 BUF = ROOT / ".tools" / "node_modules" / ".bin" / "buf"
 SESSION = re.compile(r"<!-- session: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+KEY = re.compile(r'"keyHex": "([0-9a-f]{12})|^([0-9a-f]{12})[0-9a-f]{4}  ', re.MULTILINE)
+"""Of an answer in JSON, or of a line of ``cachesvc blocks``."""
+
 TABLE = re.compile(r"<!-- table: inspection -->\n.*?<!-- end -->", re.DOTALL)
 FIGURES = ROOT / "benchmarks" / "results" / "inspection.json"
 SOCKET = "/run/cachesvc/cachesvc.sock"
@@ -44,6 +47,7 @@ SESSIONS: dict[str, tuple[str, ...]] = {
         f"""{CURL} -d '{{"modelId": 1, "keyHex": "$KEY", "depth": 2}}' {ADMIN}/GetTree""",
     ),
     "verify": (f"""{CURL} -d '{{"checksums": true}}' {ADMIN}/Verify""", "cachesvc verify --checksums"),
+    "why": ("cachesvc blocks --order hits --limit 2", "cachesvc why $KEY"),
     "ctl": ("cachesvc top --once", "cachesvc tree --depth 3 --limit 8", "cachesvc leases"),
     "dump": (
         "cachesvc dump index.jsonl.zst",
@@ -77,8 +81,8 @@ def record(name: str, socket: str, folder: Path) -> list[tuple[str, str]]:
     for command in SESSIONS[name]:
         typed = command.replace("$KEY", key)
         output = run(typed, socket, folder)
-        found = re.search(r'"keyHex": "([0-9a-f]{12})', output)
-        key = found[1] if found else key
+        found = KEY.search(output)
+        key = (found[1] or found[2]) if found else key
         out.append((typed, output))
     return out
 

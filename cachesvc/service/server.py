@@ -137,7 +137,9 @@ class Server:
             certificates = Certificates(listening.certificate, listening.key, listening.client_ca)
             return int(self._tcp.add_secure_port(listening.tcp, certificates.credentials()))
         except (RuntimeError, OSError) as error:
-            raise Unavailable(f"cannot listen on {listening.tcp}: {error}; is another daemon running?") from error
+            raise Unavailable(
+                f"cannot listen on {listening.tcp}: {error}; is the port taken? choose another --listen"
+            ) from error
 
     def _register(self, server: grpc.aio.Server) -> None:
         services = self._services

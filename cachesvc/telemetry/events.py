@@ -14,6 +14,8 @@ from cachesvc.telemetry.line_writer import LineWriter, keep_standard_descriptors
 from cachesvc.telemetry.tracing import current_span
 
 STANDARD_ERROR = 2
+CHATTY = "grpc._cython.cygrpc"
+"""Says at level debug with each call that there is an event loop: nothing else would be found among its lines."""
 _log = logging.getLogger("cachesvc")
 _TEMPLATE = re.compile(r"([a-z][a-z0-9_]*)((?: [a-z_]+=%[-.\d]*[a-z])*)")
 """What floors below this one log with: ``logging``'s message is an event's name and its fields."""
@@ -78,6 +80,7 @@ def start_logging(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [_Handler(LineWriter(STANDARD_ERROR))]
     root.setLevel(level.upper())
+    logging.getLogger(CHATTY).setLevel(max(root.level, logging.INFO))
 
 
 def lost_lines() -> int:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -321,3 +322,33 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
                 assert ask_status(admin) == "router"
             with operator(address, root_ca=str(folder / "root.pem")) as admin:
                 assert isinstance(refusal(lambda: ask_status(admin)), Unauthenticated)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["status"], "cachesvcd "),
+        (["top", "--once"], "nothing was looked up yet"),
+        (["why", "abcd"], "no block that begins with abcd"),
+        (["describe"], "kvcache.v1.AdminService"),
+        (["dump", "index.jsonl"], "unknown model 1"),
+        (["events"], "there is no model 1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_every_command_proves_who_asks(command: list[str], shown: str) -> None:
+    needs_token = command != ["describe"]  # reflection is open to all
+    with short_folder() as folder, guarded(folder, PLAIN_FILE, "--listen", "127.0.0.1:0") as daemon:
+        (folder / "operator.token").write_text(OPERATOR, encoding="utf-8")
+
+        def say(*flags: str) -> str:
+            line = [sys.executable, "-m", "cachesvc_client.ctl.main", *command, *flags]
+            ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=folder)
+            assert "Traceback" not in ended.stderr
+            return ended.stdout + ended.stderr
+
+        proof = ("--token-file", "operator.token")
+        assert shown in say("--socket", daemon.socket, *proof)
+        assert shown in say("--socket", "cachesvc.sock", *proof), "a path without a slash in it"
+        assert shown in say("--address", f"127.0.0.1:{port_of(daemon)}", *proof)
+        assert needs_token == ("needs a token" in say("--socket", daemon.socket))

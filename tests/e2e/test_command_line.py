@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from cachesvc import __version__
+from cachesvc.config import Config
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import BOUND_SECONDS, Node, running_node, wait_until
@@ -48,6 +52,7 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
         (["--lease-seconds", "inf"], "lease_seconds must be positive and finite, got inf"),
         (["--drain-seconds", "-1"], "drain_seconds may not be negative"),
         (["--listen", "0.0.0.0:9000"], "0.0.0.0 is not loopback; without TLS"),
+        (["--tls-client-ca", "ca.pem"], "tls_client_ca are for listen, which is not set"),
         (["--listen", "localhost"], "'localhost' is not HOST:PORT"),
         (["--listen", "localhost:70000"], "'localhost:70000' is not HOST:PORT"),
         (["--listen", "localhost:0", "--tls-key", "key.pem"], "tls_certificate and tls_key go together"),
@@ -67,13 +72,17 @@ def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("devise_pool = '1GiB'\n", "unknown key 'devise_pool' in"),
+        ("devise_pool = '1GiB'\n", "did you mean 'device_pool'?"),
         ("eviction = 'newest'\n", "'newest'"),
-        ("lease_seconds = 'long'\n", "lease_seconds: 'long' is not a float"),
-        ("lease_seconds = true\n", "lease_seconds: True is not a float"),
+        ("lease_seconds = 'long'\n", "lease_seconds: 'long' is not a number"),
+        ("lease_seconds = true\n", "lease_seconds: True is not a number"),
         ("host_chunk = '3KiB'\n", "chunk"),
         ("socket = 7\n", "socket: 7 is not a text"),
-        ("allow_uids = 'root'\n", "allow_uids: 'root' is not a"),
+        ("allow_uids = 'root'\n", "allow_uids: 'root' is not a list of numbers"),
+        ("allow_uids = '1001'\n", "allow_uids: '1001' is not a list of numbers"),
+        ("allow_gids = [1.5]\n", "allow_gids: [1.5] is not a list of numbers, such as"),
+        ("leases = 1.5\n", "leases: 1.5 is not a whole number"),
+        ("tls_key = 'k'\n", "are for listen, which is not set"),
         ("device_pool = [1]\n", "is no size"),
         ("device_pool = '" + "9" * 400 + "'\n", "is no size that memory can have"),
         ("leases = inf\n", "leases: inf is not a int"),
@@ -242,3 +251,29 @@ def test_a_trace_that_is_not_there_is_named() -> None:
     ended = replay("/no/such/trace.jsonl")
     assert ended.returncode == 2
     assert "trace.jsonl" in ended.stderr
+
+
+def test_every_setting_is_a_flag_that_the_help_lists_with_its_default() -> None:
+    shown = run("cachesvc", "--help").stdout
+    plural = {"allow_uids": "allow-uid", "allow_gids": "allow-gid"}
+    settings = {field.name for field in fields(Config)} - {"fault_copies"}
+    flags = {f"--{plural.get(name, name.replace('_', '-'))}" for name in settings}
+    assert flags | {"--config", "--help", "--version"} == set(
+        re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)
+    )
+    assert run("cachesvc", "--version").stdout == f"cachesvcd {__version__}\n"
+    told = {
+        name: int(text) for name, text in re.findall(r"^  --([\w-]+) N\b[^(]*?\(default\s+(\d+)\)", shown, re.MULTILINE)
+    }
+    defaults = Config()
+    assert told == {name: getattr(defaults, name.replace("-", "_")) for name in told}
+    assert len(told) == 11
+
+
+def test_a_daemon_without_its_extra_says_which_one(folder: Path) -> None:
+    start = "import sys; sys.modules['grpc_reflection'] = None; from cachesvc.__main__ import main; main()"
+    command = [sys.executable, "-c", start, "--socket", str(folder / "s")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=BOUND_SECONDS)
+    assert ended.returncode == BAD_START
+    assert "pip install 'cachesvc[server]'" in ended.stderr
+    assert "Traceback" not in ended.stderr

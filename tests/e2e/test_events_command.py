@@ -90,7 +90,10 @@ def test_why_a_block_is_not_here(run: Run, node: Node) -> None:
         assert "no block that begins with 0000 is here" in text
         code, text = run("why", "0a", "--socket", node.socket)
         assert code == 2
-        assert "at least the first 2 bytes" in text
+        assert "'0a' is not 4 to 64 hexadecimal digits of a key" in text
+        assert run("why", keys[0][:5], "--socket", node.socket)[0] == 0
+        other = f"{keys[0][:4]}{int(keys[0][4], 16) ^ 1:x}"
+        assert run("why", other, "--socket", node.socket)[0] == 1, "an odd last digit counts too"
         code, text = run("why", keys[0], "--socket", node.socket, "--model", "9")
         assert code == 2
 

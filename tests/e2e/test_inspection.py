@@ -332,13 +332,15 @@ def test_top_once_is_text_of_80_columns(node: Node) -> None:
 
 async def test_top_shows_a_live_daemon_survives_its_restart_and_obeys_keys(folder: Path) -> None:
     pytest.importorskip("textual")
+    from cachesvc_client.credentials import Credentials
+    from cachesvc_client.ctl.target import Target
     from cachesvc_client.ctl.top_app import TopApp
     from textual.widgets import DataTable, Static
 
     def text(app: TopApp, name: str) -> str:
         return str(app.query_one(name, Static).render())
 
-    app = TopApp(str(folder / "cachesvc.sock"), every=0.1)
+    app = TopApp(Target(str(folder / "cachesvc.sock"), Credentials()), every=0.1)
     async with app.run_test(size=(80, 24)) as pilot:
 
         async def until(holds: Any, what: str) -> None:

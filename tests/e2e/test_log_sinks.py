@@ -94,3 +94,11 @@ def drain(reading: int) -> bytes:
             taken += os.read(reading, 1 << 16)
     except BlockingIOError:
         return taken
+
+
+def test_debug_lines_are_about_the_cache(folder: Path) -> None:
+    with (folder / "log").open("wb") as log, serving(folder, log.fileno()) as path:
+        serve_prompts(path, 3)
+    text = (folder / "log").read_text(encoding="utf-8")
+    assert text.count('"event": "lease_opened"') == 3
+    assert "running loop" not in text

@@ -244,3 +244,30 @@ def test_tcp_on_loopback_serves_the_same() -> None:
         with grpc.insecure_channel(f"127.0.0.1:{ready['port']}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
             assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_numbers_that_cannot_be_are_refused_and_a_reader_may_leave(run: Run, node: Node) -> None:
+    for flags in (("blocks", "--limit", "-1"), ("tree", "--depth", "many"), ("evict", "--blocks", str(2**40))):
+        code, said = run(*flags, "--socket", node.socket)
+        assert code == 2
+        assert f"{flags[2]!r} is not a number from 0 to" in said
+    for line, words in (
+        (("replay", "t", "--device-blocks", "few"), "'few' is not a number of blocks, such as 5000, or a share"),
+        (("replay", "t", "--engines", "0"), "'0' is not a positive number"),
+        (("top", "--every", "often"), "'often' is not between 0.1 and 3600 seconds"),
+    ):
+        code, said = run(*line)
+        assert (code, words in said) == (2, True), said
+    command = f"'{sys.executable}' -m cachesvc_client.ctl.main status --socket {node.socket} | head -1"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("cachesvcd ")
+
+
+def test_commands_stand_on_one_line_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text = run("--help")
+    rows = [line for line in text.splitlines() if line.startswith("    ")]
+    assert code == 0
+    assert len(rows) == len({line.split()[0] for line in rows if line[4] != " "}) > 15
+    assert run("--version") == (0, "cachesvc 0.1.0\n")

@@ -143,6 +143,16 @@ def test_every_alert_has_a_section_that_says_what_to_do() -> None:
     assert linked <= sections
 
 
+def test_operators_are_told_how_to_read_every_panel_and_where_every_alert_leads() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    dashboard = json.loads((GRAFANA / "dashboard.json").read_text(encoding="utf-8"))
+    titles = {panel["title"]: panel["type"] for panel in dashboard["panels"]}
+    told = re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", page)
+    assert sorted(told) == sorted(title for title, kind in titles.items() if kind != "row")
+    assert [title for title, kind in titles.items() if kind == "row" and f"**{title}**" not in page] == []
+    assert [rule["alert"] for rule in rules() if f"(metrics.md#{rule['alert'].lower()})" not in page] == []
+
+
 def test_prometheus_takes_the_rules() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

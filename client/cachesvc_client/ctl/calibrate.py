@@ -19,7 +19,7 @@ PLANES = 64
 
 def add_command(commands: Any) -> None:
     """Add it to the parser."""
-    text = "measure the link between host and GPUs: what bytes, copies, rows and steps cost"
+    text = "measure what bytes and copies between host and GPUs cost"
     parser = commands.add_parser("calibrate", help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(command=_run)

@@ -9,9 +9,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.extras import MissingExtraError
-from cachesvc_client.ctl.inspect import DEFAULT_SOCKET
+from cachesvc_client.ctl.target import add_target, target_of
 
 TYPES = {getattr(FieldDescriptor, name): name[5:].lower() for name in dir(FieldDescriptor) if name.startswith("TYPE_")}
 
@@ -29,12 +28,12 @@ class UnknownSymbol(Exception):
 
 def add_command(commands: Any) -> None:
     """Add it to the parser."""
-    text = "services, methods and messages as the running daemon describes them"
+    text = "services and messages as the running daemon describes them"
     parser = commands.add_parser("describe", help=text, description=text)
     parser.add_argument(
         "symbol", nargs="?", default="", help="such as kvcache.v1.AdminService (default: list services)"
     )
-    parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
+    add_target(parser)
     parser.set_defaults(command=_describe)
 
 
@@ -43,7 +42,7 @@ def _describe(arguments: argparse.Namespace) -> int:
         from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
     except ImportError as error:
         raise MissingExtraError("grpc_reflection", "server", "cachesvc describe") from error
-    with open_local(arguments.socket) as channel:
+    with target_of(arguments).open() as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         if arguments.symbol:
             print("\n".join(describe(DescriptorPool(database), arguments.symbol)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 from kvcache.v1 import admin_pb2_grpc, inspect_pb2
 
-from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl import study
 from cachesvc_client.ctl.index_file import StoredIndex, read_index, write_index
-from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET, table
+from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, table
 from cachesvc_client.ctl.report import describe_bytes
+from cachesvc_client.ctl.target import add_target, count, target_of
 
 VIEWS = ("summary", "tree", "blocks", "next")
 DUMP_DEADLINE_SECONDS = 20 * DEADLINE_SECONDS
@@ -22,19 +23,19 @@ DUMP_DEADLINE_SECONDS = 20 * DEADLINE_SECONDS
 
 def add_commands(commands: Any) -> None:
     """Add them to the parser."""
-    text = "write a model's index (keys and counts, never tokens) to a file for study"
+    text = "write a model's index (keys, never tokens) to a file for study"
     dump = commands.add_parser("dump", help=text, description=text)
     dump.add_argument("file", type=Path, metavar="FILE", help="JSON lines; with a name in .zst compressed")
-    dump.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    dump.add_argument("--model", type=int, default=1, metavar="ID", help="default 1")
+    dump.add_argument("--model", type=count, default=1, metavar="ID", help="default 1")
+    add_target(dump)
     dump.set_defaults(command=_dump)
     text = "study a dumped index; no daemon is needed"
     load = commands.add_parser("load", help=text, description=text)
     load.add_argument("file", type=Path, metavar="FILE", help="written by cachesvc dump")
     load.add_argument("view", nargs="?", choices=VIEWS, default="summary", help="default summary")
     load.add_argument("--key", default="", metavar="HEX", help="tree: start at this block; its first digits do")
-    load.add_argument("--depth", type=int, default=6, metavar="N", help="tree: levels at most (default 6)")
-    load.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
+    load.add_argument("--depth", type=count, default=6, metavar="N", help="tree: levels at most (default 6)")
+    load.add_argument("--limit", type=count, default=40, metavar="N", help="lines at most (default 40)")
     load.add_argument("--place", default="", metavar="NAME", help="next: evicted from where (default: replica 0)")
     load.set_defaults(command=_load)
 
@@ -45,7 +46,7 @@ def _dump(arguments: argparse.Namespace) -> int:
     # The suffix decides how it is written, so the unfinished file carries it too.
     part = part.with_suffix(".part.zst") if arguments.file.suffix == ".zst" else part
     try:
-        with open_local(arguments.socket) as channel:
+        with target_of(arguments).open() as channel:
             request = inspect_pb2.DumpIndexRequest(model_id=arguments.model)
             parts = admin_pb2_grpc.AdminServiceStub(channel).DumpIndex(request, timeout=DUMP_DEADLINE_SECONDS)
             blocks = write_index(part, parts)
@@ -63,7 +64,7 @@ def _load(arguments: argparse.Namespace) -> int:
     try:
         print(views[arguments.view](index, arguments))
     except ValueError as error:
-        print(f"cachesvc: {error}")
+        print(f"cachesvc: {error}", file=sys.stderr)
         return 2
     return 0
 

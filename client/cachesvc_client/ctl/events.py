@@ -13,8 +13,8 @@ from cachesvc.wire.convert import layout_from_proto
 from cachesvc_client.adapters.bridge import KvEventBridge
 from cachesvc_client.adapters.kv_events import MEDIA, Event, Form, KvEventMapper, wire_batch
 from cachesvc_client.adapters.zmq_events import ZmqPublisher
-from cachesvc_client.credentials import open_local
-from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET
+from cachesvc_client.ctl.inspect import DEADLINE_SECONDS
+from cachesvc_client.ctl.target import Target, add_target, count, target_of
 from cachesvc_client.errors import InvalidRequest, NotFound
 from cachesvc_client.event_batch import Batch, Part, Run
 from cachesvc_client.events import EventSubscriber
@@ -27,26 +27,27 @@ def add_command(commands: Any) -> None:
     """Add it to the parser."""
     parser = commands.add_parser("events", help=TEXT, description=TEXT)
     add = parser.add_argument
-    add("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    add("--model", type=int, default=1, metavar="ID", help="default 1")
+    add("--model", type=count, default=1, metavar="ID", help="default 1")
     add("--no-snapshot", action="store_true", help="begin with what happens next, not with what is there")
-    add("--count", type=int, default=0, metavar="N", help="end after so many changes (default 0: never)")
+    add("--count", type=count, default=0, metavar="N", help="end after so many changes (default 0: never)")
     add("--format", choices=("text", "json", "vllm"), default="text", help="vllm: the KV events that routers read")
     add("--zmq", default="", metavar="ENDPOINT", help="publish there instead, e.g. tcp://*:5557 (with --format vllm)")
     add("--replay", default="", metavar="ENDPOINT", help="where subscribers fetch what they missed (with --zmq)")
     add("--topic", default="", metavar="TEXT", help="llm-d: kv@POD@MODEL (with --zmq)")
-    add("--replica", type=int, default=0, metavar="N", help="whose device is GPU (with --format vllm; default 0)")
+    add("--replica", type=count, default=0, metavar="N", help="whose device is GPU (with --format vllm; default 0)")
     add("--host-medium", default=MEDIA["host"], metavar="WORD", help="older Dynamo: CPU_PINNED (default CPU)")
     add("--event-form", choices=[form.value for form in Form], default="map", help="array: vLLM before mid-2026")
+    add_target(parser)
     parser.set_defaults(command=follow)
 
 
 def follow(arguments: argparse.Namespace, say: Say = print) -> int:
     """Until interrupted, or ``--count`` is reached."""
-    model = _model(arguments.socket, arguments.model)
+    target = target_of(arguments)
+    model = _model(target, arguments.model)
 
     def connect() -> EventSubscriber:
-        return EventSubscriber(arguments.socket, model.namespace)
+        return EventSubscriber(target.address, model.namespace, make_channel=target.make_channel)
 
     if arguments.zmq and arguments.format != "vllm":
         raise InvalidRequest("--zmq publishes what routers read: say --format vllm as well")
@@ -85,9 +86,9 @@ def _for_routers(
     return 0
 
 
-def _model(socket: str, model_id: int) -> admin_pb2.ModelStatus:
+def _model(target: Target, model_id: int) -> admin_pb2.ModelStatus:
     """The model's namespace and layout, which operators may know. Raises NotFound."""
-    with open_local(socket) as channel:
+    with target.open() as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         models = admin.ListModels(admin_pb2.ListModelsRequest(), timeout=DEADLINE_SECONDS).models
     for model in models:

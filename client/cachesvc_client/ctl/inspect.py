@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inspect_pb2
 
-from cachesvc_client.credentials import Credentials, credentials_from, open_remote
 from cachesvc_client.ctl.report import describe_bytes
+from cachesvc_client.ctl.target import add_target, count, target_of
 
-DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
 DEADLINE_SECONDS = 30.0
 VERIFY_DEADLINE_SECONDS = 600.0
 Admin = admin_pb2_grpc.AdminServiceStub
@@ -23,60 +21,50 @@ Show = Callable[[Admin, argparse.Namespace], tuple[Message, str, int]]
 
 
 def add_commands(commands: Any) -> None:
-    """Add them to the parser."""
+    """Add those that look, to the parser."""
     rows: list[tuple[str, str, Show]] = [
-        ("status", "what needs attention, pools, hits, transfers, counters and settings", _status),
+        ("status", "what needs attention, pools, hits, transfers, settings", _status),
         ("models", "models, layouts and replicas", _models),
-        ("leases", "who holds what", _leases),
+        ("leases", "which engine holds what", _leases),
         ("tenants", "what each tenant holds and may hold", _tenants),
         ("sequences", "open sequences", _sequences),
-        ("blocks", "resident blocks, the most recently used or most often hit first; why tells more of one", _blocks),
-        ("tickets", "transfers, the newest first", _tickets),
+        ("blocks", "resident blocks, most recently used or most often hit first", _blocks),
         ("tree", "the prefix index as a tree, the biggest branches first", _tree),
-        ("evict", "drop unpinned blocks from a tier", _evict),
-        ("drain", "open nothing new from now on", _drain),
-        ("verify", "check that every page, count and (on demand) checksum adds up; exit code 1 if not", _verify),
+        ("tickets", "transfers, the newest first", _tickets),
+        ("verify", "check that all pages and counts add up; exit code 1 if not", _verify),
     ]
-    for name, text, show in rows:
-        parser = commands.add_parser(name, help=text, description=text)
-        parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-        add_proof(parser)
-        parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-        parser.set_defaults(command=_runner(show))
-        if name in ("blocks", "tree", "evict"):
-            parser.add_argument("--model", type=int, default=1, metavar="ID", help="default 1")
-        if name == "verify":
-            parser.add_argument("--model", type=int, default=0, metavar="ID", help="default 0: every model")
-            parser.add_argument(
-                "--checksums", action="store_true", help="also compare sealed pages with their checksums"
-            )
-        if name == "blocks":
-            parser.add_argument("--order", choices=("recent", "hits"), default="recent", help="default recent")
-            parser.add_argument("--key", type=_hex, action="append", default=[], metavar="HEX", help="only this block")
-        if name in ("sequences", "blocks", "tickets", "tree"):
-            parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines at most (default 40)")
-        if name == "tree":
-            parser.add_argument("--key", type=_hex, metavar="HEX", help="start at this block")
-            parser.add_argument("--depth", type=int, default=6, metavar="N", help="levels at most (default 6)")
-        if name == "evict":
-            parser.add_argument("--tier", choices=("device", "host"), default="device")
-            parser.add_argument("--blocks", type=int, default=0, metavar="N", help="0: all that can go (default)")
+    for row in rows:
+        _add(commands, *row)
 
 
-def add_proof(parser: argparse.ArgumentParser) -> None:
-    """Add the flags by which an operator proves who calls."""
+def add_actions(commands: Any) -> None:
+    """Add those that change something, to the parser."""
+    _add(commands, "evict", "drop unpinned blocks from a tier", _evict)
+    _add(commands, "drain", "open nothing new from now on", _drain)
+
+
+def _add(commands: Any, name: str, text: str, show: Show) -> None:
+    parser = commands.add_parser(name, help=text, description=text)
     add = parser.add_argument
-    add("--address", default="", metavar="HOST:PORT", help="over TCP instead of the socket")
-    add("--token-file", metavar="FILE", help="file with the token (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
-    add("--tls-ca", default="", metavar="FILE", help="PEM roots that sign the daemon's certificate: TLS for --address")
-    add("--tls-certificate", default="", metavar="FILE", help="PEM certificate of one's own")
-    add("--tls-key", default="", metavar="FILE", help="its key")
-
-
-def proof_of(arguments: argparse.Namespace) -> Credentials:
-    """What those flags, or the environment, prove."""
-    found = credentials_from(None, arguments.token_file)
-    return replace(found, root_ca=arguments.tls_ca, certificate=arguments.tls_certificate, key=arguments.tls_key)
+    if name in ("blocks", "tree", "evict"):
+        add("--model", type=count, default=1, metavar="ID", help="default 1")
+    if name == "verify":
+        add("--model", type=count, default=0, metavar="ID", help="default 0: every model")
+        add("--checksums", action="store_true", help="also compare sealed pages with their checksums")
+    if name == "blocks":
+        add("--order", choices=("recent", "hits"), default="recent", help="default recent")
+        add("--key", type=_hex, action="append", default=[], metavar="HEX", help="only this block; its first digits do")
+    if name in ("sequences", "blocks", "tickets", "tree"):
+        add("--limit", type=count, default=40, metavar="N", help="lines at most (default 40)")
+    if name == "tree":
+        add("--key", type=_hex, metavar="HEX", help="start at this block; its first digits do")
+        add("--depth", type=count, default=6, metavar="N", help="levels at most (default 6)")
+    if name == "evict":
+        add("--tier", choices=("device", "host"), default="device", help="default device")
+        add("--blocks", type=count, default=0, metavar="N", help="0: all that can go (default)")
+    add("--json", action="store_true", help="print the answer as JSON")
+    add_target(parser)
+    parser.set_defaults(command=_runner(show))
 
 
 def _hex(text: str) -> str:
@@ -88,7 +76,7 @@ def _hex(text: str) -> str:
 
 def _runner(show: Show) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
-        with open_remote(arguments.address or arguments.socket, proof_of(arguments)) as channel:
+        with target_of(arguments).open() as channel:
             message, text, code = show(Admin(channel), arguments)
         if arguments.json:
             print(json.dumps(MessageToDict(message, preserving_proto_field_name=True), indent=2))

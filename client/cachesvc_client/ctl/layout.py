@@ -62,7 +62,7 @@ class Fit:
 
 def add_command(commands: Any) -> None:
     """Add it to the parser."""
-    text = "planes, bytes and capacity of a model's cache, from its config.json (no daemon needed)"
+    text = "what a model's cache takes and what fits, from its config.json"
     parser = commands.add_parser("layout", help=text, description=text)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a config.json, or the folder that has it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cachesvc_client.ctl.synthetic_trace import SyntheticTraceSpec, write_synthe
 from cachesvc_client.ctl.trace import TraceRequest, read_trace
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+EVICTIONS = ("deepest_first", "lfu", "lru")
 CHUNK_BYTES = 1 << 30
 SLAB_SLACK_BYTES = 1 << 20
 
@@ -35,8 +37,8 @@ def add_commands(commands: Any) -> None:
         help="device pool, in blocks or %% of the distinct",
     )
     add("--host-blocks", type=_blocks, default="0", metavar="H", help="host pool, likewise (default 0)")
-    add("--write-policy", choices=WRITE_POLICIES, default="write_back")
-    add("--eviction", default="lru", metavar="E", help="lru (default), lfu or deepest_first")
+    add("--write-policy", choices=WRITE_POLICIES, default="write_back", help="default write_back")
+    add("--eviction", choices=EVICTIONS, default="lru", help="default lru")
     add("--block-bytes", type=_positive, default=4096, metavar="B", help="bytes of a block, a multiple of 8 * layers")
     add("--block-tokens", type=_positive, default=512, metavar="T", help="tokens of a trace block (default 512)")
     add("--layers", type=_positive, default=1, metavar="L", help="planes that share a block's bytes (default 1)")
@@ -53,18 +55,16 @@ def add_commands(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def _blocks(text: str) -> tuple[float, bool]:
     """``(number, is a percentage)``."""
-    number = float(text.removesuffix("%"))
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return number, text.endswith("%")
+    if not re.fullmatch(r"\d+(\.\d+)?%?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of blocks, such as 5000, or a share, such as 10%")
+    return float(text.removesuffix("%")), text.endswith("%")
 
 
 def _resolve(wish: tuple[float, bool], distinct: int) -> int:

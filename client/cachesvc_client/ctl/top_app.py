@@ -14,9 +14,9 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
-from cachesvc_client.credentials import open_local
 from cachesvc_client.ctl.inspect import describe_hits
 from cachesvc_client.ctl.report import describe_bytes
+from cachesvc_client.ctl.target import Target
 from cachesvc_client.ctl.watching import (
     MARKS,
     History,
@@ -31,7 +31,7 @@ from cachesvc_client.ctl.watching import (
     take_look,
     ticket_rows,
 )
-from cachesvc_client.errors import error_of
+from cachesvc_client.errors import CacheClientError, error_of
 
 COLOURS = dict(zip(MARKS, ("green", "dodger_blue1", "yellow", "red"), strict=True))
 MOST_POOLS = 6
@@ -60,9 +60,9 @@ class TopApp(App[None]):
     TITLE = "cachesvc top"
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, socket: str, every: float) -> None:
+    def __init__(self, target: Target, every: float) -> None:
         super().__init__()
-        self._socket = socket
+        self._target = target
         self._every = every
         self._history = History()
         self._sort = 0
@@ -78,7 +78,7 @@ class TopApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """Head, rates, pools; leases beside prefixes or tickets."""
-        yield Static(f"connecting to {self._socket}", id="head", markup=False)
+        yield Static(f"connecting to {self._target.address}", id="head", markup=False)
         yield Static("", id="rates", markup=False)
         yield Static("", id="pools", markup=False)
         with Horizontal(id="below"):
@@ -105,10 +105,12 @@ class TopApp(App[None]):
     def _ask(self) -> None:
         worker = get_current_worker()
         try:
-            with open_local(self._socket) as channel:
+            with self._target.open() as channel:
                 found: Look | str = take_look(admin_pb2_grpc.AdminServiceStub(channel))
         except grpc.RpcError as error:
             found = str(error_of(error))
+        except CacheClientError as error:  # a token file that is gone, say: it may come back
+            found = str(error)
         if not worker.is_cancelled:
             self.call_from_thread(self._answered, found)
 
@@ -160,9 +162,9 @@ class TopApp(App[None]):
     def _head(self, look: Look | None) -> Text:
         text = Text()
         if self._lost:
-            text.append(f"NO ANSWER on {self._socket}: trying again. {self._lost:.120}\n", "bold red")
+            text.append(f"NO ANSWER on {self._target.address}: trying again. {self._lost:.120}\n", "bold red")
         if look is None:
-            return text if self._lost else Text(f"connecting to {self._socket}")
+            return text if self._lost else Text(f"connecting to {self._target.address}")
         status = look.status
         moving = status.transfers
         text.append(f"cachesvcd {status.version} {status.backend}", "bold")

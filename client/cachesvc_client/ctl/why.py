@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
-from cachesvc_client.credentials import open_local
-from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, DEFAULT_SOCKET, table
+from cachesvc_client.ctl.inspect import DEADLINE_SECONDS, table
+from cachesvc_client.ctl.target import add_target, count, target_of
 
 TEXT = "where a block is, who pins it, and why it came or went"
 
@@ -20,34 +21,38 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("why", help=TEXT, description=TEXT, epilog="Keys are shown by blocks and tree.")
     add = parser.add_argument
     add("key", type=_prefix, metavar="KEY", help="a block's key in hexadecimal, or how it begins (4 digits or more)")
-    add("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    add("--model", type=int, default=0, metavar="ID", help="default 0: every model")
-    add("--events", type=int, default=16, metavar="N", help="of each block, the newest first (default 16)")
+    add("--model", type=count, default=0, metavar="ID", help="default 0: every model")
+    add("--events", type=count, default=16, metavar="N", help="of each block, the newest first (default 16)")
     add("--json", action="store_true", help="print the answer as JSON")
+    add_target(parser)
     parser.set_defaults(command=why)
 
 
-def _prefix(text: str) -> bytes:
+def _prefix(text: str) -> str:
     digits = text.lower().removeprefix("0x")
-    try:
-        return bytes.fromhex(digits[: len(digits) // 2 * 2])
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal") from error
+    if not re.fullmatch("[0-9a-f]{4,64}", digits):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 4 to 64 hexadecimal digits of a key; see cachesvc blocks")
+    return digits
 
 
 def why(arguments: argparse.Namespace) -> int:
     """Exit code 1 where no block, past or present, begins so."""
-    request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=arguments.key, events=arguments.events)
-    with open_local(arguments.socket) as channel:
+    digits: str = arguments.key
+    prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
+    request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=prefix, events=arguments.events)
+    with target_of(arguments).open() as channel:
         answer = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=DEADLINE_SECONDS)
+    fitting = [story for story in answer.stories if story.key.hex().startswith(digits)]  # a last odd digit counts
+    del answer.stories[:]
+    answer.stories.extend(fitting)
     if arguments.json:
         print(json.dumps(MessageToDict(answer, preserving_proto_field_name=True), indent=2))
     else:
-        print(describe(answer, arguments.key))
+        print(describe(answer, digits))
     return 0 if answer.stories else 1
 
 
-def describe(answer: admin_pb2.ExplainResponse, prefix: bytes) -> str:
+def describe(answer: admin_pb2.ExplainResponse, digits: str) -> str:
     """The answer for people."""
     reach = (
         f"changes are known for the last {answer.forgotten_before_seconds:.0f} s"
@@ -55,7 +60,7 @@ def describe(answer: admin_pb2.ExplainResponse, prefix: bytes) -> str:
         else "every change since the daemon started is known"
     )
     if not answer.stories:
-        return f"no block that begins with {prefix.hex()} is here, and no change that is known was about one; {reach}"
+        return f"no block that begins with {digits} is here, and no change that is known was about one; {reach}"
     text = "\n\n".join(_story(story) for story in answer.stories)
     more = "\n(more blocks begin so; give more digits)" if answer.truncated else ""
     return f"{text}\n\n{reach}{more}"
