@@ -236,15 +236,7 @@ class Daemon:
         self._stack.callback(following.close)
         health.start()
         self._stack.push_async_callback(health.close)
-
-        def reload() -> None:
-            try:
-                reloader.reload_by_signal()
-            finally:  # whatever is wrong with the one file, the other counts
-                if keyring is not None:
-                    keyring.reload()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_files, reloader, keyring)
         return port
 
     def _reloader(self, live: Mapping[str, Callable[[Any], None]], shown: dict[str, str]) -> Reloader:
@@ -306,6 +298,15 @@ class Daemon:
         leases = self._node.core.ledger.leases
         while time.monotonic() < until and any(lease.state is LeaseState.LIVE for lease in leases.values()):  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
+
+
+def reload_files(reloader: Reloader, keyring: Keyring | None) -> None:
+    """Read the configuration and the tokens again; whatever is wrong with the one file, the other counts."""
+    try:
+        reloader.reload_by_signal()
+    finally:
+        if keyring is not None:
+            keyring.reload()
 
 
 def _core(config: Config, engine: SwapEngine) -> Core:
