@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Processes that share the tests, file by file; PYTEST_ARGS='-n 0' runs them in one, for a debugger.
+TEST_PROCESSES ?= 2
 # BREAKING=yes lets proto-accept take an incompatible API as the new baseline.
 BREAKING ?= no
 
@@ -43,7 +45,7 @@ help: ## List the goals
 setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
 test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py $(PYTEST_ARGS)

@@ -78,6 +78,7 @@ VOCABULARY: dict[str, Event] = {
     "certificate_not_read": Event("warning", "The certificate cannot be read; the one before is served.", ("reason",)),
     "reloaded": Event("info", "Settings changed while running, one field each.", ("...",)),
     "reload_refused": Event("warning", "The file asks for what cannot be, or not live; nothing changed.", ("reason",)),
+    "reload_too_early": Event("info", "SIGHUP came before the daemon was up; its files are being read anyway."),
     "reload_by_signal_refused": Event("debug", "SIGHUP asked for that reload.", ("code",)),
     "process_ended": Event("info", "The kernel says that an engine's process is gone.", ("pid",)),
     "connection_ended": Event(

@@ -197,6 +197,7 @@ class AdminServiceServicer(object):
 
     def Reload(self, request, context):
         """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
+        Tokens and certificates are not among it: those files are watched, and read again as they change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

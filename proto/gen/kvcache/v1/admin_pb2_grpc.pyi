@@ -63,7 +63,9 @@ class AdminServiceStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
     Reload: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ReloadRequest, _inspect_pb2.ReloadResponse]
-    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
+    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
+    Tokens and certificates are not among it: those files are watched, and read again as they change.
+    """
     DumpIndex: _grpc.UnaryStreamMultiCallable[_inspect_pb2.DumpIndexRequest, _inspect_pb2.DumpIndexResponse]
     """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes."""
 
@@ -97,7 +99,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
     Reload: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ReloadRequest, _inspect_pb2.ReloadResponse]  # type: ignore[assignment]
-    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
+    """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
+    Tokens and certificates are not among it: those files are watched, and read again as they change.
+    """
     DumpIndex: _aio.UnaryStreamMultiCallable[_inspect_pb2.DumpIndexRequest, _inspect_pb2.DumpIndexResponse]  # type: ignore[assignment]
     """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes."""
 
@@ -206,7 +210,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.ReloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ReloadResponse, _abc.Awaitable[_inspect_pb2.ReloadResponse]]:
-        """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing."""
+        """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
+        Tokens and certificates are not among it: those files are watched, and read again as they change.
+        """
 
     @_abc_1.abstractmethod
     def DumpIndex(
