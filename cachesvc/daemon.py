@@ -282,7 +282,8 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        loop.add_signal_handler(signal.SIGHUP, events.event, "reload_too_early")  # its default would end the daemon
+        # Until the server is up; what SIGHUP does by itself would end the daemon.
+        loop.add_signal_handler(signal.SIGHUP, lambda: events.event("reload_too_early"))
         await self.start()
         await self._stopping.wait()
         await self._drain()
