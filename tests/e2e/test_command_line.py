@@ -85,7 +85,7 @@ def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None
         ("tls_key = 'k'\n", "are for listen, which is not set"),
         ("device_pool = [1]\n", "is no size"),
         ("device_pool = '" + "9" * 400 + "'\n", "is no size that memory can have"),
-        ("leases = inf\n", "leases: inf is not a int"),
+        ("leases = inf\n", "leases: inf is not a whole number"),
         ("= 3\n", "cannot read the configuration"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_broken_line_of_a_trace_is_named(folder: Path) -> None:
         (["--device-blocks", "0"], "--device-blocks must be at least 1"),
         (["--block-bytes", "12"], "must be a multiple of 8 times --layers 1"),
         (["--eviction", "newest"], "newest"),
-        (["--engines", "0"], "0 is not positive"),
+        (["--engines", "0"], "is not a positive number"),
         (["--device-blocks", "900000000000"], "leaves"),
         (["--socket", "/nobody/listens.sock"], "is the daemon running on that --socket?"),
     ],
