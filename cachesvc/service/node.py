@@ -12,7 +12,7 @@ from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, ErrorCode
+from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
 from cachesvc.model.words import Run
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -42,6 +42,7 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._vault: Vault | None = None
 
     @property
@@ -57,7 +58,8 @@ class Node:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def close(self) -> None:
-        """Stop sweeping."""
+        """Stop sweeping; calls that still wait are refused at their next turn."""
+        self._is_closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -105,6 +107,10 @@ class Node:
             if not isinstance(answer, Wait):
                 return answer
             left = until - self.now()
+            if self._is_closed:
+                raise Unavailable("the daemon stops; go on without the cache")
+            if left <= 0:  # tickets may end for ever without bringing what the flow needs
+                raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
             patience = left if answer.seconds is None else min(left, answer.seconds)
             if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
                 raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")

@@ -11,6 +11,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.core import Limits
 from cachesvc.model.answers import Matched, Wait
+from cachesvc.model.errors import Unavailable
 from cachesvc.service.node import DeadlinePassed, Node
 from cachesvc.service.operations import OPERATIONS
 from tests.unit.ledger_rig import Rig, chain
@@ -74,3 +75,18 @@ def test_a_prefetch_answers_with_the_load_that_it_began() -> None:
     message = cache_pb2.PrefetchRequest(lease_id=b, keys=chain(*"abcd"))
     answer = OPERATIONS["prefetch"].begin(rig.core, b, message, 0.0)()
     assert (answer.device_blocks, [ticket.blocks for ticket in answer.tickets]) == (4, [4])
+
+
+def test_tickets_that_end_without_helping_do_not_keep_a_call_for_ever() -> None:
+    """A daemon that stopped in the midst of an allocate ran its flow again and again, and never ended."""
+    with pytest.raises(DeadlinePassed):
+        on_node(shared("abcd")[0], 0.05, lambda node: node.run_waiting(lambda: Wait((1,)), None))
+
+
+def test_a_node_that_closes_refuses_who_still_waits() -> None:
+    async def close_and_wait(node: Node) -> None:
+        await node.close()
+        await node.run_waiting(lambda: Wait((1,)), None)
+
+    with pytest.raises(Unavailable):
+        on_node(shared("abcd")[0], 60.0, close_and_wait)
