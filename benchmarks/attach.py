@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonFailed, DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.interference import Neighbour, NeighbourLost

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cachesvc_client.ctl.daemon_process import DaemonFailed
-from cachesvc_client.ctl.trace import TraceRequest, read_trace
+from cachesvc_ctl.daemon_process import DaemonFailed
+from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 
 from benchmarks.chaos.crew import Crew, Plan, RunFailed
 from benchmarks.chaos.figures import spread

@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 from cachesvc_client import CacheClient, Lease, opaque
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from benchmarks.machine import describe_machine

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops import reference_batches, reference_keys
-from gpu_ops.batches import (
+from gpu_ops.kernels import reference_batches, reference_keys
+from gpu_ops.kernels.batches import (
     EVERYTHING,
     BlockTable,
     Reach,
@@ -24,11 +24,11 @@ from gpu_ops.batches import (
     window_rows_gathered,
     window_rows_paged,
 )
-from gpu_ops.index_keys import apart, gather_index_keys, read_index_keys, write_index_keys
-from gpu_ops.latents import Gathering, NewLatents, gather_latents, gather_packed_latents
-from gpu_ops.operands import Half
-from gpu_ops.packed_keys import read_packed_keys, write_packed_keys
-from gpu_ops.page_copies import copy_pages, page_pairs, page_planes
+from gpu_ops.kernels.index_keys import apart, gather_index_keys, read_index_keys, write_index_keys
+from gpu_ops.kernels.latents import Gathering, NewLatents, gather_latents, gather_packed_latents
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.packed_keys import read_packed_keys, write_packed_keys
+from gpu_ops.kernels.page_copies import copy_pages, page_pairs, page_planes
 
 SMALL, BIG = 1 << 11, 1 << 18
 """Keys."""

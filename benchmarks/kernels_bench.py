@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.kernel_cases import BIG, CASES, SMALL, Case
 from benchmarks.machine import describe_gpu, describe_machine, require_gpu
-from gpu_ops.batches import EVERYTHING, Reach
-from gpu_ops.decode_attention import PagedCache, decode_attention, head_rules, plan_splits, split_space
+from gpu_ops.kernels.batches import EVERYTHING, Reach
+from gpu_ops.kernels.decode_attention import PagedCache, decode_attention, head_rules, plan_splits, split_space
 
 COPY_BYTES = 1 << 30
 LAUNCHES, REPEATS, CALLS = 10, 15, 100

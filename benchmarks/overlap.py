@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 from cachesvc_client import BlockHasher, CacheClient, CacheClientError, gqa
-from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
 from cachesvc_client.lease import Lease
-from cachesvc_client.pool import AttachedPool
+from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.sequence import Sequence
+from cachesvc_ctl.daemon_process import DaemonFailed, DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu

@@ -22,7 +22,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 from cachesvc_client import CacheClient, Lease, PoolExhausted, Sequence, block_keys, opaque
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.machine import describe_machine

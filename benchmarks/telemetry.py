@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 from cachesvc_client import CacheClient, Lease, opaque
-from cachesvc_client.ctl.daemon_process import DaemonProcess
 from cachesvc_client.stepping import StepStream
+from cachesvc_ctl.daemon_process import DaemonProcess
 
 from benchmarks.machine import describe_machine
 

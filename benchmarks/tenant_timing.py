@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cachesvc_client import CacheClient, Lease, block_keys, opaque
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonProcess
 
 BLOCK_TOKENS = 16
 LAYOUT = opaque(block_bytes=1024, block_tokens=BLOCK_TOKENS, layers=2)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from cachesvc_client import CacheClient, Layout, Lease, Plane, PlaneGroup, TicketView
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonProcess
 
 from benchmarks.capacity_plan import pools_shared, pools_split, requests_of
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu

@@ -27,25 +27,25 @@ from cachesvc.memory.seam import Backend
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
-from cachesvc.service.admin_service import AdminService, DeviceLine
-from cachesvc.service.cache_service import CacheService
+from cachesvc.service.access.keyring import Keyring
+from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls import CallGate
 from cachesvc.service.checksums import Checksums
-from cachesvc.service.device_health import DeviceHealth, Serving
-from cachesvc.service.engine_service import EngineService
-from cachesvc.service.event_service import EventService
 from cachesvc.service.gather import Facts, Gatherer
+from cachesvc.service.host.device_health import DeviceHealth, Serving
+from cachesvc.service.host.life import LifeServer
+from cachesvc.service.host.reload import Reloader, live_settings
+from cachesvc.service.host.server import Listening, Server, Services, make_way, require_socket
+from cachesvc.service.host.socket_files import open_to_group
+from cachesvc.service.host.web import WebPage
 from cachesvc.service.inspection import Inspection
-from cachesvc.service.keyring import Keyring
-from cachesvc.service.lease_service import LeaseService
-from cachesvc.service.life import LifeServer
 from cachesvc.service.node import Node
-from cachesvc.service.quota import Quotas
-from cachesvc.service.reload import Reloader, live_settings
-from cachesvc.service.server import Listening, Server, Services, make_way, require_socket
-from cachesvc.service.socket_files import open_to_group
+from cachesvc.service.rpc.admin_service import AdminService, DeviceLine
+from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.engine_service import EngineService
+from cachesvc.service.rpc.event_service import EventService
+from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.service.telemetry import Telemetry
-from cachesvc.service.web import WebPage
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events

@@ -13,7 +13,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import Backend
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.service.admin_service import DeviceLine
+from cachesvc.service.rpc.admin_service import DeviceLine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.telemetry import events
 from gpu_ops.calibration import LinkFigures, calibrate

@@ -13,10 +13,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from cachesvc_client.credentials import Credentials
-from cachesvc_client.ctl.daemon_process import DaemonProcess
-from cachesvc_client.ctl.target import Target
-from cachesvc_client.ctl.top_app import TopApp
+from cachesvc_client.wire.credentials import Credentials
+from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.target import Target
+from cachesvc_ctl.top_app import TopApp
 
 from tools.lively import lively_daemon
 

@@ -93,7 +93,7 @@ def run(command: str, socket: str, folder: Path) -> str:
     if command.startswith("buf "):
         real = real.replace("buf ", f"{BUF} ", 1)
     else:
-        cli = f"{sys.executable} -m cachesvc_client.ctl.main"
+        cli = f"{sys.executable} -m cachesvc_ctl.main"
         offline = command.startswith("cachesvc load")
         real = real.replace("cachesvc ", f"{cli} ", 1) + ("" if offline else f" --socket {socket}")
     ended = subprocess.run(real, shell=True, capture_output=True, text=True, check=False, cwd=folder)  # noqa: S602

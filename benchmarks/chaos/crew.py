@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cachesvc_client.ctl.daemon_process import DaemonProcess
-from cachesvc_client.ctl.trace import TraceRequest
+from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.lab.trace import TraceRequest
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.chaos.engine import EngineSettings

@@ -40,10 +40,10 @@ from cachesvc_client import (
     Timeouts,
     opaque,
 )
-from cachesvc_client.ctl.page_pattern import PagePattern
+from cachesvc_client.records.steps import StepBatch
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
-from cachesvc_client.steps import StepBatch
+from cachesvc_ctl.lab.page_pattern import PagePattern
 
 from cachesvc.wire.status import LIFE_SUFFIX
 

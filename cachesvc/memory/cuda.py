@@ -23,7 +23,7 @@ from cachesvc.memory.regions import Region, Regions
 from cachesvc.memory.seam import Handle, Slice
 from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline
 from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
-from cachesvc.model.shared_words import WORD_BYTES
+from cachesvc.model.futex import WORD_BYTES
 from cachesvc.model.transfer import Direction
 
 SLICES_ON_WAY = 2

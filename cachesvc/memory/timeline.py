@@ -10,7 +10,7 @@ import secrets
 
 from cachesvc.memory.mapped import address_of, map_memfd, sealed_memfd
 from cachesvc.memory.seam import Handle
-from cachesvc.model.shared_words import WORD_BYTES, store_and_wake, words_of
+from cachesvc.model.futex import WORD_BYTES, store_and_wake, words_of
 
 TIMELINE_WORDS = 8192
 TOKEN_BYTES = 16

@@ -12,9 +12,9 @@ import grpc
 from google.protobuf.message import Message
 
 from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded, QuotaExceeded, Unavailable
-from cachesvc.service.auth import caller
-from cachesvc.service.quota import Meter, Quotas
-from cachesvc.service.reading import require_read
+from cachesvc.service.access.auth import caller
+from cachesvc.service.access.quota import Meter, Quotas
+from cachesvc.service.access.undecodable import require_read
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
 from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES

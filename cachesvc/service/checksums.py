@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from kvcache.v1 import inspect_pb2
 
-from cachesvc.flows import sealed
-from cachesvc.flows.sealed import SealedPage
 from cachesvc.model.errors import CacheError
+from cachesvc.questions import sealed
+from cachesvc.questions.sealed import SealedPage
 from cachesvc.service.node import Node
-from cachesvc.service.turns import Turns
+from cachesvc.service.time_slices import Turns
 from cachesvc.telemetry import events
 
 ReadPage = Callable[[int, int | None, int, int, int], bytes]

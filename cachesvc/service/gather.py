@@ -16,14 +16,14 @@ from cachesvc.ledger.reuse import Miss
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
-from cachesvc.service.cache_service import CacheService
 from cachesvc.service.calls import CallGate
 from cachesvc.service.node import Node
+from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.watch import CallWatch
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.transfer_counts import DIRECTIONS
 from cachesvc.telemetry import events
-from cachesvc.telemetry.reading import Reading
+from cachesvc.telemetry.metric_reader import Reading
 
 SUBSCRIBERS = "event_subscribers"
 LEASE_ENDS = ("closed", "silent", "process_ended", "other")

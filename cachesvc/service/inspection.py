@@ -10,12 +10,13 @@ from functools import partial
 from kvcache.v1 import admin_pb2, inspect_pb2
 
 from cachesvc import __version__
-from cachesvc.flows import dump, study, verify
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
+from cachesvc.questions import dump, verify
+from cachesvc.questions import query as study
+from cachesvc.service.access.owners import shown_namespace, visible_model, visible_models
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.node import Node
-from cachesvc.service.owners import shown_namespace, visible_model, visible_models
-from cachesvc.service.turns import Turns
+from cachesvc.service.time_slices import Turns
 
 MOST_PROBLEMS = 1024
 MESSAGE_BLOCKS = 8192

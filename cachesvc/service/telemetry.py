@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
-from cachesvc.service.server import Services
+from cachesvc.service.host.server import Services
 from cachesvc.service.watch import CallWatch
+from cachesvc.telemetry.metric_reader import Reader, Reading
 from cachesvc.telemetry.otlp import Otlp
 from cachesvc.telemetry.prometheus import MetricsServer
-from cachesvc.telemetry.reading import Reader, Reading
 from cachesvc.telemetry.tracing import Tracer
 
 _DESCRIPTORS = {

@@ -25,7 +25,7 @@ from cachesvc.swap.attached import (
     rank_moves,
 )
 from cachesvc.swap.planner import GroupMove, LinkCosts, plan
-from cachesvc.swap.planning import Planning, ThreadPlanning
+from cachesvc.swap.planner_threads import Planning, ThreadPlanning
 from cachesvc.swap.slots import SlotPool
 from cachesvc.swap.transfer_counts import (
     TransferCounts,

@@ -15,7 +15,7 @@ from typing import Any
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry import events
 from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Kind, Metric
-from cachesvc.telemetry.reading import Buckets, Reader, Reading, Series
+from cachesvc.telemetry.metric_reader import Buckets, Reader, Reading, Series
 from cachesvc.telemetry.tracing import Tracer
 
 SCOPE = "cachesvc"

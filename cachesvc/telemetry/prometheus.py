@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Kind, Metric
-from cachesvc.telemetry.reading import Buckets, Reader, Reading, Series
+from cachesvc.telemetry.metric_reader import Buckets, Reader, Reading, Series
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family

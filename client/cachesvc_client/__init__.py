@@ -16,28 +16,10 @@ Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them
 """
 
 from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
-from cachesvc.model.families import (
-    HeadPlace,
-    IndexPage,
-    dsa,
-    even_window_heads,
-    gqa,
-    gqa_head_windows,
-    gqa_windowed,
-    head_places,
-    mla,
-    mla_windowed,
-    opaque,
-    padding_bytes,
-    split_heads,
-    tensor_names,
-    with_draft,
-)
 from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
 from cachesvc_client.client import CacheClient
-from cachesvc_client.credentials import Credentials, open_remote
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -62,16 +44,34 @@ from cachesvc_client.errors import (
     Unauthenticated,
 )
 from cachesvc_client.events import BlockMirror, EventSubscriber
-from cachesvc_client.hf_config import layout_of_config
+from cachesvc_client.layouts.families import (
+    HeadPlace,
+    IndexPage,
+    dsa,
+    even_window_heads,
+    gqa,
+    gqa_head_windows,
+    gqa_windowed,
+    head_places,
+    mla,
+    mla_windowed,
+    opaque,
+    padding_bytes,
+    split_heads,
+    tensor_names,
+    with_draft,
+)
+from cachesvc_client.layouts.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
-from cachesvc_client.pool import AttachedPool, LoadOutcome
+from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.reattach import Reattacher
+from cachesvc_client.records.steps import StepBatch
+from cachesvc_client.records.stock import Stock
 from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
-from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
 from cachesvc_client.stepping import PendingStep, StepStream
-from cachesvc_client.steps import StepBatch
-from cachesvc_client.stock import Stock
+from cachesvc_client.wire.credentials import Credentials, open_remote
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 
 __all__ = [
     "KEY_BYTES",

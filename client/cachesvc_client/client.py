@@ -13,9 +13,6 @@ from types import TracebackType
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.layout import Layout
-from cachesvc_client.channel import ChannelMaker, open_channel
-from cachesvc_client.connection import Connection
-from cachesvc_client.credentials import credentials_from
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -25,11 +22,14 @@ from cachesvc_client.errors import (
     NotFound,
 )
 from cachesvc_client.lease import Lease, attach_pool
-from cachesvc_client.messages import build_register, parse_registration
-from cachesvc_client.methods import CLOSE, REGISTER
-from cachesvc_client.pool import AttachedPool
+from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.registration import Registration
-from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.channel import ChannelMaker, open_channel
+from cachesvc_client.wire.connection import Connection
+from cachesvc_client.wire.credentials import credentials_from
+from cachesvc_client.wire.messages import build_register, parse_registration
+from cachesvc_client.wire.methods import CLOSE, REGISTER
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 
 DEFAULT_TIMEOUTS = Timeouts()
 DEFAULT_RETRIES = Retries()

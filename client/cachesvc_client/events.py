@@ -19,12 +19,12 @@ from typing import Any
 import grpc
 from kvcache.v1 import event_pb2
 
-from cachesvc_client.channel import ChannelMaker, open_channel
-from cachesvc_client.credentials import Metadata, credentials_from
 from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
-from cachesvc_client.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
-from cachesvc_client.methods import SUBSCRIBE
-from cachesvc_client.settings import ChannelOptions
+from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
+from cachesvc_client.wire.channel import ChannelMaker, open_channel
+from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.methods import SUBSCRIBE
+from cachesvc_client.wire.settings import ChannelOptions
 
 DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
 """gRPC gives a connection no longer than the first pause: 50 ms are too few on a busy node."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc_client.connection import Connection
-from cachesvc_client.credentials import Metadata
 from cachesvc_client.errors import CacheClientError, DaemonUnavailable
-from cachesvc_client.lease_record import LeaseRecord
-from cachesvc_client.methods import KEEP_ALIVE
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.wire.connection import Connection
+from cachesvc_client.wire.credentials import Metadata
+from cachesvc_client.wire.methods import KEEP_ALIVE
 
 RECONNECT_PAUSE_S = 0.05
 """Between two beat streams: long enough for a connection to come back, short beside any silence limit."""

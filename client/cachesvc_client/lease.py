@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from kvcache.v1 import engine_pb2, lease_pb2
 
 from cachesvc.model.answers import Prefetched, TicketView
-from cachesvc_client.connection import Connection
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -26,15 +25,16 @@ from cachesvc_client.errors import (
     Unauthenticated,
 )
 from cachesvc_client.keeper import Keeper
-from cachesvc_client.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
-from cachesvc_client.messages import build_open, build_recycle, build_wait_tickets, parse_recycle, parse_tickets
-from cachesvc_client.methods import ATTACH, CLOSE, DETACH, OPEN, RECYCLE, WAIT_TICKETS, Operation, no_action
-from cachesvc_client.pool import AttachedPool
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.records.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock, stock_targets
 from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
-from cachesvc_client.sequence_record import SequenceRecord
 from cachesvc_client.stepping import StepStream
-from cachesvc_client.stock import Stock, stock_targets
+from cachesvc_client.wire.connection import Connection
+from cachesvc_client.wire.messages import build_open, build_recycle, build_wait_tickets, parse_recycle, parse_tickets
+from cachesvc_client.wire.methods import ATTACH, CLOSE, DETACH, OPEN, RECYCLE, WAIT_TICKETS, Operation, no_action
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from typing import Protocol, TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc_client.errors import Conflict, DaemonUnavailable, InvalidRequest, LeaseLost
-from cachesvc_client.lease_record import LATER, LeaseRecord
-from cachesvc_client.losses import lost_tokens
-from cachesvc_client.methods import Operation
-from cachesvc_client.pool import AttachedPool
-from cachesvc_client.sequence_record import SequenceRecord
-from cachesvc_client.tables import Pages
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.records.lease_record import LATER, LeaseRecord
+from cachesvc_client.records.losses import lost_tokens
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.tables import Pages
+from cachesvc_client.wire.methods import Operation
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.operands import Half
-from gpu_ops.reference_numbers import MAX_E4M3, decode_e4m3, encode_e4m3, narrow, widen
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.reference_numbers import MAX_E4M3, decode_e4m3, encode_e4m3, narrow, widen
 
 Array = Any  # a NumPy array, or a torch tensor of the same shape and dtype
 

@@ -1,7 +1,7 @@
 """Rows of bytes: fp8 (e4m3fn) with scales, and bf16. All is worked out row by row, the same bytes on either module.
 
 A packed latent row: R fp8 values in tiles of 128, a float32 scale for each tile, then the rotated key in bf16: 656
-bytes for R = 512 and 64 rotated columns. It is the row of `gpu_ops.reference_keys`, which starts from bf16.
+bytes for R = 512 and 64 rotated columns. It is the row of `gpu_ops.kernels.reference_keys`, which starts from bf16.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from examples.tiny_transformer.arrays import Array, Arrays
-from gpu_ops.reference_keys import SMALLEST_LARGEST, SMALLEST_NORMAL, TILE_VALUES
-from gpu_ops.reference_numbers import MAX_E4M3
+from gpu_ops.kernels.reference_keys import SMALLEST_LARGEST, SMALLEST_NORMAL, TILE_VALUES
+from gpu_ops.kernels.reference_numbers import MAX_E4M3
 
 SCALE_BYTES = 4
 

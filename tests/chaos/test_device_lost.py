@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import opaque
-from cachesvc_client.life import LifeConnection
+from cachesvc_client.wire.life import LifeConnection
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, lease_pb2, lease_pb2_grpc
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cachesvc_client.ctl.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_client.ctl.trace import TraceRequest, read_trace
+from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 
 from benchmarks.chaos.crew import Plan
 from benchmarks.chaos.faults import FaultRates

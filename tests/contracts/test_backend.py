@@ -20,7 +20,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import COPY_FIELDS, Backend, CopyJob, CopyStep
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
-from cachesvc.model.shared_words import wait_reached, words_of
+from cachesvc.model.futex import wait_reached, words_of
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 from tests.contracts.host_gpu import HostGpu

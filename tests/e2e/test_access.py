@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import CacheClient, Credentials, EventSubscriber, PermissionDenied, Unauthenticated, open_remote
-from cachesvc_client.ctl.daemon_process import DaemonProcess
-from cachesvc_client.ctl.main import main
 from cachesvc_client.errors import error_of
 from cachesvc_client.events import Part
+from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.main import main
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc
 
@@ -342,7 +342,7 @@ def test_every_command_proves_who_asks(command: list[str], shown: str) -> None:
         (folder / "operator.token").write_text(OPERATOR, encoding="utf-8")
 
         def say(*flags: str) -> str:
-            line = [sys.executable, "-m", "cachesvc_client.ctl.main", *command, *flags]
+            line = [sys.executable, "-m", "cachesvc_ctl.main", *command, *flags]
             ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=folder)
             assert "Traceback" not in ended.stderr
             return ended.stdout + ended.stderr

@@ -18,7 +18,7 @@ from cachesvc_client import (
     PoolExhausted,
     Registration,
 )
-from cachesvc_client.messages import build_register
+from cachesvc_client.wire.messages import build_register
 from grpc import StatusCode
 from kvcache.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2, lease_pb2
 

@@ -212,7 +212,7 @@ def test_a_signal_with_engines_at_work_waits_for_them(folder: Path) -> None:
 
 
 def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run("cachesvc_client.ctl.main", "replay", *arguments)
+    return run("cachesvc_ctl.main", "replay", *arguments)
 
 
 def test_a_broken_line_of_a_trace_is_named(folder: Path) -> None:

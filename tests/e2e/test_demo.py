@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonProcess
 
 from examples.demo import COLD, DEVICE, HOST, RESTART, Question, VariantReport, conclude, daemon_flags
 from examples.engine import Answer, EngineSettings, layout_of

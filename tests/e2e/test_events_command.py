@@ -17,8 +17,8 @@ import pytest
 import zmq
 from cachesvc_client.adapters.bridge import KvEventBridge
 from cachesvc_client.adapters.kv_events import Event, KnownTokens, KvEventMapper, hash_of
-from cachesvc_client.ctl.main import main
 from cachesvc_client.events import EventSubscriber
+from cachesvc_ctl.main import main
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.engine import BLOCK_TOKENS, PLAIN, Engine, prompt
@@ -128,7 +128,7 @@ def test_events_for_people_and_scripts(run: Run, node: Node) -> None:
 @contextmanager
 def publishing(node: Node, *arguments: str) -> Iterator[str]:
     """``cachesvc events`` as a process; where it publishes."""
-    command = [sys.executable, "-u", "-m", "cachesvc_client.ctl.main", "events", "--socket", node.socket]
+    command = [sys.executable, "-u", "-m", "cachesvc_ctl.main", "events", "--socket", node.socket]
     process = subprocess.Popen(
         [*command, "--format", "vllm", "--zmq", "tcp://127.0.0.1:*", *arguments],
         stdout=subprocess.PIPE,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_client.ctl.index_file import IndexFileError, read_index
-from cachesvc_client.ctl.study import hottest, next_out
+from cachesvc_ctl.index_file import IndexFileError, read_index
+from cachesvc_ctl.offline import hottest, next_out
 from kvcache.v1 import admin_pb2, inspect_pb2
 
 from tests.e2e.engine import PLAIN, WINDOWED, Engine, prompt
@@ -25,7 +25,7 @@ WEB = ("--web-listen", "127.0.0.1:0")
 
 def ctl(*arguments: str) -> tuple[int, str]:
     """The command line in a process of its own: exit code and all that it printed."""
-    command = [sys.executable, "-m", "cachesvc_client.ctl.main", *arguments]
+    command = [sys.executable, "-m", "cachesvc_ctl.main", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -332,9 +332,9 @@ def test_top_once_is_text_of_80_columns(node: Node) -> None:
 
 async def test_top_shows_a_live_daemon_survives_its_restart_and_obeys_keys(folder: Path) -> None:
     pytest.importorskip("textual")
-    from cachesvc_client.credentials import Credentials
-    from cachesvc_client.ctl.target import Target
-    from cachesvc_client.ctl.top_app import TopApp
+    from cachesvc_client.wire.credentials import Credentials
+    from cachesvc_ctl.target import Target
+    from cachesvc_ctl.top_app import TopApp
     from textual.widgets import DataTable, Static
 
     def text(app: TopApp, name: str) -> str:

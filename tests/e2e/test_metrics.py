@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import EventSubscriber, NotFound, PermissionDenied
-from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
 from cachesvc_client.errors import error_of
+from cachesvc_ctl.daemon_process import DaemonFailed, DaemonProcess
 
 from cachesvc.telemetry.catalogue import CATALOGUE
 from tests.e2e.engine import BLOCK_TOKENS, PLAIN, Engine, prompt

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import DaemonUnavailable
-from cachesvc_client.ctl.main import main
+from cachesvc_ctl.main import main
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -258,7 +258,7 @@ def test_numbers_that_cannot_be_are_refused_and_a_reader_may_leave(run: Run, nod
     ):
         code, said = run(*line)
         assert (code, words in said) == (2, True), said
-    command = f"'{sys.executable}' -m cachesvc_client.ctl.main status --socket {node.socket} | head -1"
+    command = f"'{sys.executable}' -m cachesvc_ctl.main status --socket {node.socket} | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("cachesvcd ")

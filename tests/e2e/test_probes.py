@@ -15,7 +15,7 @@ from threading import Event
 
 import grpc
 import pytest
-from cachesvc_client.ctl.daemon_process import DaemonFailed, DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonFailed, DaemonProcess
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2

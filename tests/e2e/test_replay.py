@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_client.ctl.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_client.ctl.trace import TraceRequest, read_trace
+from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 
 from tests.e2e.remote import ROOT
 from tests.oracle import CacheCounts, distinct_blocks, infinite_hits, lru_hits, pool_capacity
@@ -29,7 +29,7 @@ KEYS = {
 def replay(folder: Path, trace: Path, *arguments: str) -> dict[str, Any]:
     """The report of one replay with a daemon of its own."""
     out = folder / "report.json"
-    command = [sys.executable, "-m", "cachesvc_client.ctl.main", "replay", str(trace), "--json", str(out)]
+    command = [sys.executable, "-m", "cachesvc_ctl.main", "replay", str(trace), "--json", str(out)]
     ended = subprocess.run(
         [*command, "--block-bytes", str(BLOCK_BYTES), *arguments], capture_output=True, text=True, cwd=ROOT, check=False
     )

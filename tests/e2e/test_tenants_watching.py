@@ -17,8 +17,8 @@ from cachesvc_client import (
     Unauthenticated,
     open_remote,
 )
-from cachesvc_client.ctl.daemon_process import DaemonProcess
 from cachesvc_client.errors import error_of
+from cachesvc_ctl.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc, inspect_pb2
 
 from tests.e2e.engine import Engine, prompt

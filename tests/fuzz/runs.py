@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from cachesvc_client.ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.daemon_process import DaemonProcess
 
 from cachesvc.telemetry.events import start_logging
 from tests.fuzz.fuzzer import Findings, Fuzzer

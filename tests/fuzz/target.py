@@ -27,17 +27,17 @@ from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.words import PageState, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
-from cachesvc.service.admin_service import AdminService
-from cachesvc.service.auth import EVERYONE, set_caller
-from cachesvc.service.cache_service import CacheService
+from cachesvc.service.access.auth import EVERYONE, set_caller
 from cachesvc.service.calls import CallGate
 from cachesvc.service.checksums import Checksums
-from cachesvc.service.device_health import DeviceHealth, Serving
-from cachesvc.service.engine_service import EngineService
-from cachesvc.service.event_service import EventService
+from cachesvc.service.host.device_health import DeviceHealth, Serving
 from cachesvc.service.inspection import Inspection
-from cachesvc.service.lease_service import LeaseService
 from cachesvc.service.node import Node
+from cachesvc.service.rpc.admin_service import AdminService
+from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.engine_service import EngineService
+from cachesvc.service.rpc.event_service import EventService
+from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault

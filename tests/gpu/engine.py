@@ -16,7 +16,7 @@ from cachesvc_client.sequence import SequenceView
 from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Plane, PlaneGroup
-from gpu_ops.pages import Stamps, check_pages, count_wrong, stamp_pages, stamps
+from gpu_ops.kernels.pages import Stamps, check_pages, count_wrong, stamp_pages, stamps
 from tests.e2e.engine import BLOCK_TOKENS, Engine, Tabled
 from tests.e2e.rig import Node, wait_until
 from tests.gpu.frameworks import cupy

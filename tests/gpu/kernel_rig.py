@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.batches import EVERYTHING, Reach
-from gpu_ops.operands import Half
-from gpu_ops.reference_batches import Lengths, Table, cumulate_lengths
-from gpu_ops.reference_numbers import HalfBits, narrow
+from gpu_ops.kernels.batches import EVERYTHING, Reach
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.reference_batches import Lengths, Table, cumulate_lengths
+from gpu_ops.kernels.reference_numbers import HalfBits, narrow
 from tests.gpu.frameworks import cupy
 
 POISON_HALF = 0x7FC1

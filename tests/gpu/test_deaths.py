@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cachesvc_client import DaemonUnavailable, Timeouts
-from cachesvc_client.pool import LoadOutcome
+from cachesvc_client.memory.pool import LoadOutcome
 
 from tests.e2e.engine import BLOCK_TOKENS, WAIT_SECONDS, prompt
 from tests.e2e.rig import running_node, wait_until

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from cachesvc_client.pool import LoadOutcome
+from cachesvc_client.memory.pool import LoadOutcome
 from kvcache.v1 import admin_pb2
 
 from gpu_ops.gpu import Gpu

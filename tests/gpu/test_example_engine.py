@@ -21,8 +21,8 @@ from examples.tiny_transformer.arrays import NUMPY, torch_arrays
 from examples.tiny_transformer.model import TinyTransformer, build_model, make_planes
 from examples.tiny_transformer.packing import pack_index_key, pack_latent, scale_fp8, unpack_latent
 from examples.workers import PoolWorker, StreamWorker
-from gpu_ops.operands import Half
-from gpu_ops.packed_keys import write_packed_keys
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.packed_keys import write_packed_keys
 from tests.e2e.rig import Node, running_node, wait_until
 from tests.e2e.test_example_engine import (
     CHUNKS,

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_ops.batches import EVERYTHING, Reach
-from gpu_ops.decode_attention import PagedCache, decode_attention, head_rules, split_space
-from gpu_ops.operands import Half
-from gpu_ops.reference_attention import decode_attention as oracle
-from gpu_ops.reference_numbers import HalfBits, narrow, widen
+from gpu_ops.kernels.batches import EVERYTHING, Reach
+from gpu_ops.kernels.decode_attention import PagedCache, decode_attention, head_rules, split_space
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.reference_attention import decode_attention as oracle
+from gpu_ops.kernels.reference_numbers import HalfBits, narrow, widen
 from tests.gpu.frameworks import cupy
 from tests.gpu.kernel_rig import POISON_HALF, put, run, spaced_pages
 

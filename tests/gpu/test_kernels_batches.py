@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_ops import batches, reference_batches
-from gpu_ops.batches import EVERYTHING, BlockTable, Reach
+from gpu_ops.kernels import batches, reference_batches
+from gpu_ops.kernels.batches import EVERYTHING, BlockTable, Reach
 from tests.gpu.frameworks import cupy
 from tests.gpu.kernel_rig import Reaches, batch_of, put, random_batch, random_table, run, same_bits
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_ops.page_copies import copy_pages, page_pairs, page_planes
+from gpu_ops.kernels.page_copies import copy_pages, page_pairs, page_planes
 from tests.gpu.frameworks import cupy
 from tests.gpu.kernel_rig import POISON_BYTE, put, run
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_ops.index_keys import (
+from gpu_ops.kernels.index_keys import (
     IndexPlanes,
     Rounding,
     apart,
@@ -17,14 +17,14 @@ from gpu_ops.index_keys import (
     whole_pages,
     write_index_keys,
 )
-from gpu_ops.operands import Half
-from gpu_ops.packed_keys import packed_row_bytes, read_packed_keys, write_packed_keys
-from gpu_ops.reference_keys import gather_index_keys as oracle_gather
-from gpu_ops.reference_keys import read_index_keys as oracle_read_index
-from gpu_ops.reference_keys import read_packed_keys as oracle_read
-from gpu_ops.reference_keys import split_pages
-from gpu_ops.reference_keys import write_index_keys as oracle_write_index
-from gpu_ops.reference_keys import write_packed_keys as oracle_write
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.packed_keys import packed_row_bytes, read_packed_keys, write_packed_keys
+from gpu_ops.kernels.reference_keys import gather_index_keys as oracle_gather
+from gpu_ops.kernels.reference_keys import read_index_keys as oracle_read_index
+from gpu_ops.kernels.reference_keys import read_packed_keys as oracle_read
+from gpu_ops.kernels.reference_keys import split_pages
+from gpu_ops.kernels.reference_keys import write_index_keys as oracle_write_index
+from gpu_ops.kernels.reference_keys import write_packed_keys as oracle_write
 from tests.gpu.frameworks import cupy
 from tests.gpu.kernel_rig import (
     POISON_BYTE,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_ops.batches import EVERYTHING, Reach
-from gpu_ops.latents import Gathering, NewLatents, gather_latents, gather_packed_latents
-from gpu_ops.operands import Half
-from gpu_ops.packed_keys import packed_row_bytes
-from gpu_ops.reference_batches import gather_latents as oracle
-from gpu_ops.reference_batches import unpack_pool
-from gpu_ops.reference_keys import pack_rows
+from gpu_ops.kernels.batches import EVERYTHING, Reach
+from gpu_ops.kernels.latents import Gathering, NewLatents, gather_latents, gather_packed_latents
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.packed_keys import packed_row_bytes
+from gpu_ops.kernels.reference_batches import gather_latents as oracle
+from gpu_ops.kernels.reference_batches import unpack_pool
+from gpu_ops.kernels.reference_keys import pack_rows
 from tests.gpu.frameworks import cupy
 from tests.gpu.kernel_rig import (
     POISON_HALF,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_ops.pages import check_pages, count_wrong, stamp_pages, stamps
-from gpu_ops.reference import count_wrong as oracle_wrong
-from gpu_ops.reference import page_bytes
+from gpu_ops.kernels.pages import check_pages, count_wrong, stamp_pages, stamps
+from gpu_ops.kernels.reference import count_wrong as oracle_wrong
+from gpu_ops.kernels.reference import page_bytes
 from tests.gpu.frameworks import cupy
 from tests.gpu.rig import scrambled
 

@@ -10,8 +10,8 @@ import pytest
 
 from cachesvc.model.transfer import Direction, PagePairs, has_reached
 from gpu_ops.gpu import Gpu
-from gpu_ops.pages import check_pages, count_wrong, stamps
-from gpu_ops.reference import page_bytes
+from gpu_ops.kernels.pages import check_pages, count_wrong, stamps
+from gpu_ops.kernels.reference import page_bytes
 from tests.gpu.frameworks import cupy
 from tests.gpu.rig import scrambled, spin_until
 from tests.gpu.swap_rig import DEVICE_PAGES, HOST_PAGES, LAYOUTS, CudaRig, GroupBytes, cuda_rig, mla

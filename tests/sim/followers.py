@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from cachesvc_client.event_batch import BlockMirror, Spot, parse_batch
+from cachesvc_client.records.event_batch import BlockMirror, Spot, parse_batch
 
 from cachesvc.flows.follow import Feed
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import EventsForgotten, TooSlow
 from cachesvc.model.words import READY
-from cachesvc.service.event_service import to_message
+from cachesvc.service.rpc.event_service import to_message
 from tests.sim.node import SimNode
 
 FOLLOWERS = 3

@@ -24,7 +24,7 @@ from cachesvc.model.words import READY, Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planning import InlinePlanning
+from cachesvc.swap.planner_threads import InlinePlanning
 from cachesvc.swap.vault import Vault
 from tests.sim.stepped_backend import SteppedBackend
 

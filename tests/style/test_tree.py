@@ -10,7 +10,12 @@ from pathlib import Path
 from tests.style.tree import ROOT, list_files, walk
 
 # Where a package lies in the tree, and where in a wheel.
-PACKAGES = {"cachesvc/": "cachesvc/", "client/cachesvc_client/": "cachesvc_client/", "gpu_ops/": "gpu_ops/"}
+PACKAGES = {
+    "cachesvc/": "cachesvc/",
+    "client/cachesvc_client/": "cachesvc_client/",
+    "client/cachesvc_ctl/": "cachesvc_ctl/",
+    "gpu_ops/": "gpu_ops/",
+}
 STUBS = {"proto/gen/kvcache/": "kvcache/"}
 
 

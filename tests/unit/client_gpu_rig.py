@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cachesvc_client.device import DevicePlane
-from cachesvc_client.life import LifeConnection
-from cachesvc_client.pool import AttachedPool
+from cachesvc_client.memory.device import DevicePlane
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import engine_pb2
 
+from cachesvc.model.futex import WORD_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.shared_words import WORD_BYTES
 from tests.unit.client_rig import FakeDaemon
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"

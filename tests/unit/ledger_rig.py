@@ -16,7 +16,6 @@ from cachesvc.flows.models import PoolWish, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.flows.transfers import land
-from cachesvc.flows.verify import verify_at_once
 from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
@@ -29,6 +28,7 @@ from cachesvc.model.transfer import TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.questions.verify import verify_at_once
 
 Answer = TypeVar("Answer")
 BLOCK_TOKENS = 4

@@ -16,7 +16,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planning import InlinePlanning
+from cachesvc.swap.planner_threads import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
 
 LOAD, STORE = Direction

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.sealed import SealedPage
+from cachesvc.questions.sealed import SealedPage
 from cachesvc.service.checksums import MOST_SUMS, Checksums, Sums
 from tests.fuzz.target import Target
 

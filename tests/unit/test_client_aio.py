@@ -22,11 +22,11 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_client.errors import BY_CODE, AlreadyClosed
+from cachesvc_client.layouts.families import opaque
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import Allocated
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import opaque
 from tests.unit.client_rig import PAGES, FakeDaemon, break_way, cells, hang_until, lose_answer, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)

@@ -24,17 +24,17 @@ from cachesvc_client import (
     LoadFailed,
     NotSupported,
 )
-from cachesvc_client.cuda_device import CudaDevice
-from cachesvc_client.device import DevicePlane
-from cachesvc_client.mapping import open_device
-from cachesvc_client.placement import PlaneView
-from cachesvc_client.pool import AttachedPool
-from cachesvc_client.stream_waits import PRUNE_AT, StreamWaits
+from cachesvc_client.memory.cuda_device import CudaDevice
+from cachesvc_client.memory.device import DevicePlane
+from cachesvc_client.memory.mapping import open_device
+from cachesvc_client.memory.placement import PlaneView
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.memory.stream_waits import PRUNE_AT, StreamWaits
 
 from cachesvc.memory.mapped import map_memfd
 from cachesvc.model.answers import TicketView
+from cachesvc.model.futex import Words, wait_reached, words_of
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.shared_words import Words, wait_reached, words_of
 from cachesvc.model.transfer import TimelineSlot
 from gpu_ops.errors import CudaError
 from tests.unit.client_gpu_rig import UUID, FakeGpu, GpuRig

@@ -21,13 +21,13 @@ from cachesvc_client import (
     Timeouts,
 )
 from cachesvc_client.aio import AsyncCacheClient
-from cachesvc_client.launches import GiveBacks, Launches
-from cachesvc_client.sequence_record import SequenceRecord
-from cachesvc_client.steps import STEPS_UNDER_WAY
+from cachesvc_client.layouts.families import gqa_windowed, opaque
+from cachesvc_client.records.launches import GiveBacks, Launches
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.steps import STEPS_UNDER_WAY
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import gqa_windowed, opaque
 from cachesvc.wire.convert import pack_numbers, unpack_pages
 from tests.unit.client_rig import FakeDaemon, cells, lose_answer, refuse
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import LoadFailed, LoadOutcome
-from cachesvc_client.losses import lost_tokens
-from cachesvc_client.messages import parse_tickets
-from cachesvc_client.sequence_record import SequenceRecord
+from cachesvc_client.records.losses import lost_tokens
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

@@ -7,13 +7,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cachesvc_client import messages, methods
-from cachesvc_client.methods import Method
-from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.layouts.families import gqa_windowed
+from cachesvc_client.wire import messages, methods
+from cachesvc_client.wire.methods import Method
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
 from cachesvc.model.answers import GroupCells, TicketView
-from cachesvc.model.families import gqa_windowed
 from cachesvc.model.transfer import TimelineSlot
 from cachesvc.wire.convert import layout_from_proto, ticket_to_proto
 

@@ -11,8 +11,8 @@ import pytest
 from cachesvc_client import CacheClient, Retries, Timeouts
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.errors import AlreadyClosed
+from cachesvc_client.layouts.families import opaque
 
-from cachesvc.model.families import opaque
 from tests.unit.client_rig import FakeDaemon, break_way
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)

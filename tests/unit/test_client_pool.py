@@ -25,11 +25,11 @@ from cachesvc_client import (
     NotFound,
     NotSupported,
 )
-from cachesvc_client.device import DevicePlane
-from cachesvc_client.life import LifeConnection
-from cachesvc_client.mapping import MappedMemory
-from cachesvc_client.placement import PlaneView
-from cachesvc_client.tensors import to_paddle, to_torch
+from cachesvc_client.memory.device import DevicePlane
+from cachesvc_client.memory.mapping import MappedMemory
+from cachesvc_client.memory.placement import PlaneView
+from cachesvc_client.memory.tensors import to_paddle, to_torch
+from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import common_pb2
 
 from cachesvc.model.answers import TicketView

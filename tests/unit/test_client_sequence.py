@@ -13,15 +13,15 @@ from cachesvc_client.errors import (
     LoadFailed,
     NotOwned,
 )
-from cachesvc_client.messages import parse_tickets
+from cachesvc_client.layouts.families import gqa_windowed
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock
+from cachesvc_client.records.tables import BlockTable
 from cachesvc_client.sequence import SequenceView
-from cachesvc_client.sequence_record import SequenceRecord
-from cachesvc_client.stock import Stock
-from cachesvc_client.tables import BlockTable
+from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.families import gqa_windowed
 from cachesvc.wire.convert import pack_numbers, unpack_pages
 from tests.unit.client_rig import cells
 

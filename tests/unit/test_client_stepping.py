@@ -24,12 +24,12 @@ from cachesvc_client import (
     StockEmpty,
     Timeouts,
 )
-from cachesvc_client.steps import STEPS_UNDER_WAY
+from cachesvc_client.layouts.families import opaque
+from cachesvc_client.records.steps import STEPS_UNDER_WAY
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import Allocated, Published
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import opaque
 from tests.unit.client_rig import FakeDaemon, break_way, cells, hang_until
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)

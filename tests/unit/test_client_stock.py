@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from cachesvc_client.errors import PoolExhausted, StockEmpty
-from cachesvc_client.stock import Stock, stock_targets
+from cachesvc_client.layouts.families import gqa_windowed
+from cachesvc_client.records.stock import Stock, stock_targets
 
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.families import gqa_windowed
 
 BOTH = gqa_windowed(window_layers=[False, True], kv_heads=1, head_dim=4, block_tokens=4, window_tokens=9)
 ALONE = gqa_windowed(window_layers=[True, True], kv_heads=1, head_dim=4, block_tokens=4, window_tokens=9)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from cachesvc_client import CacheClient, Credentials, Unauthenticated
 from cachesvc_client.aio import AsyncCacheClient
-from cachesvc_client.credentials import Metadata, Proof
+from cachesvc_client.layouts.families import opaque
+from cachesvc_client.wire.credentials import Metadata, Proof
 from grpc import Call, RpcError, StatusCode
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import opaque
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from tests.unit.client_rig import FakeDaemon, refuse
 

@@ -25,9 +25,9 @@ from cachesvc_client import (
     Timeouts,
 )
 from cachesvc_client.errors import BY_CODE, AlreadyClosed
+from cachesvc_client.layouts.families import opaque
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.families import opaque
 from cachesvc.wire.status import LIFE_SUFFIX
 from tests.unit.client_rig import EPOCH, LEASE_ID, TOKEN, FakeDaemon, break_way, hang_until, lose_answer, refuse
 

@@ -11,8 +11,8 @@ from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.model.answers import Matched
-from cachesvc.service.auth import EVERYONE, set_caller
-from cachesvc.service.explain import explain
+from cachesvc.service.access.auth import EVERYONE, set_caller
+from cachesvc.service.rpc.explain import explain
 from tests.fuzz.target import Target, list_rpcs
 from tests.fuzz.workload import registers
 

@@ -9,9 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.families import (
+from cachesvc_client.layouts.families import (
     IndexPage,
     dsa,
     gqa,
@@ -23,6 +21,8 @@ from cachesvc.model.families import (
     packed_row_bytes,
     with_draft,
 )
+
+from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes, host_geometry
 from cachesvc.model.layout import ITEM_BYTES, Layout
 

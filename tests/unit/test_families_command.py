@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_client.ctl.layout import block_pages, describe_layers, fit, parse_size, sequence_pages
-from cachesvc_client.ctl.main import main
 from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.layouts.families import gqa_windowed, mla
+from cachesvc_ctl.layout import block_pages, describe_layers, fit, parse_size, sequence_pages
+from cachesvc_ctl.main import main
 
-from cachesvc.model.families import gqa_windowed, mla
 from cachesvc.model.geometry import device_bytes
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"

@@ -6,9 +6,7 @@ import random
 import re
 
 import pytest
-
-from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.families import (
+from cachesvc_client.layouts.families import (
     IndexPage,
     dsa,
     even_window_heads,
@@ -21,6 +19,8 @@ from cachesvc.model.families import (
     tensor_names,
     with_draft,
 )
+
+from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
 

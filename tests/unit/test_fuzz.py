@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from cachesvc_client.messages import build_extend
+from cachesvc_client.wire.messages import build_extend
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.service.reading import readable, require_read
+from cachesvc.service.access.undecodable import readable, require_read
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.messages import mutate
 from tests.fuzz.runs import fuzz_socket, verdict

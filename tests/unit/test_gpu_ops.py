@@ -11,9 +11,9 @@ import pytest
 from gpu_ops.driver import LIBRARY, Copy2D, Driver, IpcHandle, WordOperation, driver
 from gpu_ops.errors import CudaError, CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, GpuFacts, find_gpus
+from gpu_ops.kernels.pages import stamps
+from gpu_ops.kernels.reference import count_wrong, page_bytes
 from gpu_ops.memory import rounded
-from gpu_ops.pages import stamps
-from gpu_ops.reference import count_wrong, page_bytes
 from gpu_ops.streams import BATCH_ENTRY, PITCHED_FIELDS, batch_entries
 
 HOST, DEVICE = 0x7F00_1234_5000, 0x30_2000_0000

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_client.hf_config import ConfigKeyMissing, ConfigValueRejected, UnknownModelType, layout_of_config
+from cachesvc_client.layouts.families import IndexPage, dsa, gqa, gqa_windowed, mla, mla_windowed, with_draft
+from cachesvc_client.layouts.hf_config import ConfigKeyMissing, ConfigValueRejected, UnknownModelType, layout_of_config
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.families import IndexPage, dsa, gqa, gqa_windowed, mla, mla_windowed, with_draft
 from cachesvc.model.layout import Layout
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"

@@ -7,7 +7,7 @@ import math
 import pickle
 
 import pytest
-from cachesvc_client.ctl.histogram import BUCKETS_PER_DECADE, DECADES, LOWEST_MS, LatencyHistogram
+from cachesvc_ctl.lab.histogram import BUCKETS_PER_DECADE, DECADES, LOWEST_MS, LatencyHistogram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

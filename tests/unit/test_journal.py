@@ -8,7 +8,6 @@ import pytest
 
 from cachesvc.flows.admin import evict
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.explain import holders_of, story
 from cachesvc.flows.follow import Changes, Feed, Part, find_model, runs_of
 from cachesvc.flows.match import match
 from cachesvc.flows.release import release
@@ -16,6 +15,7 @@ from cachesvc.ledger.journal import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
+from cachesvc.questions.explanation import holders_of, story
 from tests.unit.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

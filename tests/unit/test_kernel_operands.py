@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_ops import batches, index_keys, latents, packed_keys, page_copies
-from gpu_ops.batches import BlockTable, Reach
-from gpu_ops.compile import compile_source, kernel_files
-from gpu_ops.decode_attention import HeadRules, PagedCache, SplitSpace, decode_attention, plan_splits
-from gpu_ops.launch import whole_source
-from gpu_ops.operands import Half, Kind, bytes_operand, operand
+from gpu_ops.kernels import batches, index_keys, latents, packed_keys, page_copies
+from gpu_ops.kernels.batches import BlockTable, Reach
+from gpu_ops.kernels.compile import compile_source, kernel_files
+from gpu_ops.kernels.decode_attention import HeadRules, PagedCache, SplitSpace, decode_attention, plan_splits
+from gpu_ops.kernels.launch import whole_source
+from gpu_ops.kernels.operands import Half, Kind, bytes_operand, operand
 
 STREAM = 0
 

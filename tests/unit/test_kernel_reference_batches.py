@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_ops.batches import EVERYTHING, Reach
-from gpu_ops.operands import Half
-from gpu_ops.reference_attention import decode_attention
-from gpu_ops.reference_batches import (
+from gpu_ops.kernels.batches import EVERYTHING, Reach
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.reference_attention import decode_attention
+from gpu_ops.kernels.reference_batches import (
     cumulate_lengths,
     expand_tables,
     gather_latents,
@@ -21,7 +21,7 @@ from gpu_ops.reference_batches import (
     window_rows_gathered,
     window_rows_paged,
 )
-from gpu_ops.reference_numbers import narrow, widen
+from gpu_ops.kernels.reference_numbers import narrow, widen
 
 
 def ints(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_ops.operands import Half
-from gpu_ops.packed_keys import packed_row_bytes
-from gpu_ops.reference_keys import (
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.packed_keys import packed_row_bytes
+from gpu_ops.kernels.reference_keys import (
     gather_index_keys,
     pack_index_keys,
     pack_rows,
@@ -20,7 +20,7 @@ from gpu_ops.reference_keys import (
     write_index_keys,
     write_packed_keys,
 )
-from gpu_ops.reference_numbers import HalfBits, decode_e4m3, narrow, widen
+from gpu_ops.kernels.reference_numbers import HalfBits, decode_e4m3, narrow, widen
 
 LATENT, ROPE = 512, 64
 

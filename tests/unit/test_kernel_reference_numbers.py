@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_ops.operands import Half
-from gpu_ops.reference_numbers import SIZES, decode_e4m3, encode_e4m3, narrow, scaled, widen
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.reference_numbers import SIZES, decode_e4m3, encode_e4m3, narrow, scaled, widen
 
 ALL_HALVES = np.arange(1 << 16, dtype=np.uint16)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unauthenticated
-from cachesvc.service.keyring import Keyring, read_keys
+from cachesvc.service.access.keyring import Keyring, read_keys
 
 DIGEST = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
 GOOD = json.dumps({"token": [{"name": "a", "sha256": DIGEST, "scopes": ["admin"]}]})

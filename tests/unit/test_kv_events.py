@@ -20,7 +20,7 @@ from cachesvc_client import KEY_BYTES, EventsMissed, InvalidRequest, Layout, Pla
 from cachesvc_client.adapters.bridge import KvEventBridge
 from cachesvc_client.adapters.kv_events import FIELDS, Form, KnownTokens, KvEventMapper, hash_of, wire_batch
 from cachesvc_client.adapters.zmq_events import END, ZmqPublisher
-from cachesvc_client.event_batch import Batch, Kind, Part, Run, Spot
+from cachesvc_client.records.event_batch import Batch, Kind, Part, Run, Spot
 
 BLOCK_TOKENS = 4
 LAYOUT = opaque(block_bytes=64, block_tokens=BLOCK_TOKENS, layers=1)

@@ -7,9 +7,9 @@ from itertools import pairwise
 from math import prod
 
 import pytest
+from cachesvc_client.layouts.families import gqa, gqa_windowed, mla, opaque
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.families import gqa, gqa_windowed, mla, opaque
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes, host_geometry
 from cachesvc.model.layout import ITEM_BYTES, Layout, Plane, PlaneGroup
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cachesvc_client.ctl.layout import block_pages, fit, sequence_pages
-
-from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.families import (
+from cachesvc_client.layouts.families import (
     gqa,
     gqa_head_windows,
     gqa_windowed,
@@ -14,6 +11,9 @@ from cachesvc.model.families import (
     tensor_names,
     with_draft,
 )
+from cachesvc_ctl.layout import block_pages, fit, sequence_pages
+
+from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes
 from cachesvc.model.layout import MARKER_GROUP, MARKER_PAGES, MARKER_PLANE, Layout, Plane, PlaneGroup
 from cachesvc.wire.convert import layout_from_proto, layout_to_proto

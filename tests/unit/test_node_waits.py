@@ -13,7 +13,7 @@ from cachesvc.flows.core import Limits
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import Unavailable
 from cachesvc.service.node import DeadlinePassed, Node
-from cachesvc.service.operations import OPERATIONS
+from cachesvc.service.rpc.operations import OPERATIONS
 from tests.unit.ledger_rig import Rig, chain
 from tests.unit.peers_rig import shared
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cachesvc_client.ctl.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_client.ctl.trace import read_trace
+from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.trace import read_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cachesvc_client.layouts.families import gqa, gqa_windowed, mla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.memory.extents import Extent, ExtentTable, Int64s
 from cachesvc.memory.seam import CopyStep
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.families import gqa, gqa_windowed, mla
 from cachesvc.model.geometry import Geometry, PlaneSpan, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction

@@ -7,7 +7,7 @@ import threading
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.swap.planning import ThreadPlanning, Work
+from cachesvc.swap.planner_threads import ThreadPlanning, Work
 
 LOAD, STORE = Direction
 AWAITED, BACKGROUND = Urgency

@@ -12,9 +12,9 @@ import pytest
 from kvcache.v1 import admin_pb2
 
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
-from cachesvc.service.auth import EVERYONE, LOOPBACK, Caller, Scope, scopes_of, set_caller
+from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Caller, Scope, scopes_of, set_caller
+from cachesvc.service.access.quota import NO_QUOTA, Bucket, Meter, Quota, Quotas, parse_quota
 from cachesvc.service.calls import CallGate
-from cachesvc.service.quota import NO_QUOTA, Bucket, Meter, Quota, Quotas, parse_quota
 from tests.fuzz.target import CallContext, Target, list_rpcs
 
 

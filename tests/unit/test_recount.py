@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.flows.dump import Columns
-from cachesvc.flows.study import Ranking, Tree, block_lines, find_keys, tree_lines
-from cachesvc.flows.verify import verify_at_once
 from cachesvc.ledger.conservation import audit
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
+from cachesvc.questions.dump import Columns
+from cachesvc.questions.query import Ranking, Tree, block_lines, find_keys, tree_lines
+from cachesvc.questions.verify import verify_at_once
 from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
 

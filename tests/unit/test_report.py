@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cachesvc_client.ctl.extras import MissingExtraError
-from cachesvc_client.ctl.histogram import LatencyHistogram
-from cachesvc_client.ctl.picture import BLUE, GREEN, MAX_COLUMNS, RED, YELLOW, draw_picture, gather_columns
-from cachesvc_client.ctl.report import (
+from cachesvc_ctl.extras import MissingExtraError
+from cachesvc_ctl.lab.histogram import LatencyHistogram
+from cachesvc_ctl.lab.picture import BLUE, GREEN, MAX_COLUMNS, RED, YELLOW, draw_picture, gather_columns
+from cachesvc_ctl.lab.report import (
     ReplayReport,
     Sample,
     describe_bytes,

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachesvc.model.shared_words import WORD_BYTES, Words, store_and_wake, wait_reached, words_of
+from cachesvc.model.futex import WORD_BYTES, Words, store_and_wake, wait_reached, words_of
 
 FOREVER_S = 1e9
 WORDS = 16
 
 WAITER = """
 import mmap, sys, time
-from cachesvc.model.shared_words import store_and_wake, wait_reached, words_of
+from cachesvc.model.futex import store_and_wake, wait_reached, words_of
 view = memoryview(mmap.mmap(int(sys.argv[1]), 64))
 words = words_of(view)
 for i in range(int(sys.argv[2])):

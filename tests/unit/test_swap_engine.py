@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cachesvc_client.layouts.families import gqa, gqa_windowed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotFound, StateConflict, Unavailable
-from cachesvc.model.families import gqa, gqa_windowed
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planning import InlinePlanning
+from cachesvc.swap.planner_threads import InlinePlanning
 from cachesvc.swap.slots import SlotPool
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from cachesvc_client.layouts.families import gqa
 
 from cachesvc.model.errors import NotFound
-from cachesvc.model.families import gqa
 from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planning import Devices, InlinePlanning, Work
+from cachesvc.swap.planner_threads import Devices, InlinePlanning, Work
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import MODEL, REPLICA, Rig, mixed_layout, rig_of
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from cachesvc_client.trace import trace_headers
+from cachesvc_client.wire.trace import trace_headers
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -22,9 +22,9 @@ from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.histogram import Histogram
 from cachesvc.telemetry.catalogue import CATALOGUE
+from cachesvc.telemetry.metric_reader import LABEL_CHARACTERS, Reader, Reading, label_text
 from cachesvc.telemetry.otlp import metrics_data
 from cachesvc.telemetry.prometheus import families
-from cachesvc.telemetry.reading import LABEL_CHARACTERS, Reader, Reading, label_text
 from cachesvc.telemetry.tracing import Tracer
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

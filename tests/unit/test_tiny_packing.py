@@ -8,9 +8,9 @@ from examples.tiny_transformer.arrays import FP8_VALUES, NUMPY
 from examples.tiny_transformer.packed import best_keys
 from examples.tiny_transformer.packing import pack_index_key, pack_latent, packed_width, scale_fp8, unpack_latent
 from examples.tiny_transformer.reference import nearest_fp8
-from gpu_ops.operands import Half
-from gpu_ops.reference_keys import pack_index_keys, pack_rows, unpack_rows
-from gpu_ops.reference_numbers import narrow, widen
+from gpu_ops.kernels.operands import Half
+from gpu_ops.kernels.reference_keys import pack_index_keys, pack_rows, unpack_rows
+from gpu_ops.kernels.reference_numbers import narrow, widen
 
 BF16 = Half.BF16
 

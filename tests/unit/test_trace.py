@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from cachesvc_client.ctl.extras import MissingExtraError
-from cachesvc_client.ctl.synthetic_trace import SyntheticTraceSpec, generate_trace, write_synthetic_trace
-from cachesvc_client.ctl.trace import MAX_LINE_BYTES, MAX_NUMBER, TraceError, TraceRequest, read_trace
+from cachesvc_ctl.extras import MissingExtraError
+from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, generate_trace, write_synthetic_trace
+from cachesvc_ctl.lab.trace import MAX_LINE_BYTES, MAX_NUMBER, TraceError, TraceRequest, read_trace
 
 from tests.oracle import distinct_blocks, infinite_hits
 

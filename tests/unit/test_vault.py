@@ -22,7 +22,7 @@ from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import lru
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planning import InlinePlanning
+from cachesvc.swap.planner_threads import InlinePlanning
 from cachesvc.swap.vault import Vault
 from tests.contracts.host_gpu import UNIT_BYTES, HostGpu
 from tests.unit.ledger_rig import windowed

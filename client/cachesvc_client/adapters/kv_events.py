@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc_client.event_batch import Batch, BlockMirror, Kind, Part, Spot
+from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Spot
 
 Event = dict[str, Any]
 MEDIA: Mapping[str, str] = {"device": "GPU", "host": "CPU", "storage": "DISK"}

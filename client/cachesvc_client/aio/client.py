@@ -14,8 +14,6 @@ from kvcache.v1 import engine_pb2
 from cachesvc.model.layout import Layout
 from cachesvc_client.aio.connection import AsyncConnection
 from cachesvc_client.aio.lease import AsyncLease
-from cachesvc_client.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.credentials import credentials_from
 from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -24,10 +22,12 @@ from cachesvc_client.errors import (
     LeaseLost,
     NotFound,
 )
-from cachesvc_client.messages import build_register, parse_registration
-from cachesvc_client.methods import CLOSE, REGISTER
 from cachesvc_client.registration import Registration
-from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
+from cachesvc_client.wire.credentials import credentials_from
+from cachesvc_client.wire.messages import build_register, parse_registration
+from cachesvc_client.wire.methods import CLOSE, REGISTER
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The awaited twin of ``cachesvc_client.connection``: the same life connection and retry rule around an aio channel."""
+"""The awaited twin of ``wire.connection``: the same life connection and retry rule around an aio channel."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import grpc.aio
 from kvcache.v1 import lease_pb2
 
 from cachesvc_client.attachments import Attachments
-from cachesvc_client.attempts import Attempts
-from cachesvc_client.channel import AsyncChannelMaker
-from cachesvc_client.connection import GONE, NO_CREDENTIALS
-from cachesvc_client.credentials import Credentials, Proof
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable
-from cachesvc_client.life import LifeConnection
-from cachesvc_client.methods import Method, Q, R
-from cachesvc_client.settings import ChannelOptions, Retries, Timeouts
-from cachesvc_client.trace import trace_headers
+from cachesvc_client.wire.attempts import Attempts
+from cachesvc_client.wire.channel import AsyncChannelMaker
+from cachesvc_client.wire.connection import GONE, NO_CREDENTIALS
+from cachesvc_client.wire.credentials import Credentials, Proof
+from cachesvc_client.wire.life import LifeConnection
+from cachesvc_client.wire.methods import Method, Q, R
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.trace import trace_headers
 
 
 class AsyncConnection:

@@ -12,13 +12,13 @@ import grpc.aio
 from kvcache.v1 import event_pb2
 
 from cachesvc_client.aio.connection import is_cancelled
-from cachesvc_client.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.credentials import Metadata, credentials_from
 from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
-from cachesvc_client.event_batch import Batch, parse_batch
 from cachesvc_client.events import DEFAULT_OPTIONS, subscription
-from cachesvc_client.methods import SUBSCRIBE
-from cachesvc_client.settings import ChannelOptions
+from cachesvc_client.records.event_batch import Batch, parse_batch
+from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
+from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.methods import SUBSCRIBE
+from cachesvc_client.wire.settings import ChannelOptions
 
 
 class AsyncEventSubscriber:

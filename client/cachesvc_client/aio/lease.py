@@ -31,9 +31,13 @@ from cachesvc_client.errors import (
     Unauthenticated,
 )
 from cachesvc_client.keeper import RECONNECT_PAUSE_S
-from cachesvc_client.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
-from cachesvc_client.messages import build_open, build_recycle, build_wait_tickets, parse_recycle, parse_tickets
-from cachesvc_client.methods import (
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.records.lease_record import ANSWER_MARGIN_S, LONGEST_WAIT_S, LeaseRecord, list_running
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock, stock_targets
+from cachesvc_client.registration import Registration
+from cachesvc_client.wire.messages import build_open, build_recycle, build_wait_tickets, parse_recycle, parse_tickets
+from cachesvc_client.wire.methods import (
     ATTACH,
     CLOSE,
     DETACH,
@@ -44,10 +48,6 @@ from cachesvc_client.methods import (
     Operation,
     no_action,
 )
-from cachesvc_client.pool import AttachedPool
-from cachesvc_client.registration import Registration
-from cachesvc_client.sequence_record import SequenceRecord
-from cachesvc_client.stock import Stock, stock_targets
 
 T = TypeVar("T")
 

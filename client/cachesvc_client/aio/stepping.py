@@ -13,13 +13,13 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc_client.aio.connection import AsyncConnection, is_cancelled
 from cachesvc_client.aio.sequence import AsyncSequence
-from cachesvc_client.attempts import Attempts
-from cachesvc_client.credentials import Metadata
 from cachesvc_client.errors import AlreadyClosed, CacheClientError, DeadlineExceeded, InvalidRequest
-from cachesvc_client.lease_record import LeaseRecord
-from cachesvc_client.methods import STEP
-from cachesvc_client.sequence_record import SequenceRecord
-from cachesvc_client.steps import SentStep, StepBatch, StepBook
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.steps import SentStep, StepBatch, StepBook
+from cachesvc_client.wire.attempts import Attempts
+from cachesvc_client.wire.credentials import Metadata
+from cachesvc_client.wire.methods import STEP
 
 log = logging.getLogger(__name__)
 

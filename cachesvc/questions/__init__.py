@@ -1,0 +1,1 @@
+"""Pure reads of the ledger: what operators ask. Nothing here changes anything, waits or touches a socket."""

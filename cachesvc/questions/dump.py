@@ -1,0 +1,98 @@
+"""A model's index as columns of one moment, parents before children: for study elsewhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.model.words import NO_PAGE
+from cachesvc.questions.snapshot import int32s, int64s, live_rows, place_states, uint16s
+
+
+class PoolRoom(NamedTuple):
+    """One pool's size."""
+
+    place: str
+    group: str
+    capacity: int
+    free: int
+    page_bytes: int
+
+
+class CopyColumn(NamedTuple):
+    """Copies in one group and place."""
+
+    place: int
+    group: int
+    states: bytes
+    pages: list[int]
+
+
+class Rows(NamedTuple):
+    """Consecutive blocks of a dump."""
+
+    keys: bytes
+    parents: list[int]
+    positions: list[int]
+    children: list[int]
+    hits: list[int]
+    stamps: list[int]
+    transfers: list[int]
+    pins: list[int]
+    copies: list[CopyColumn]
+
+
+class Columns:
+    """Copied in one go when made; ``put_in_order`` and ``rows`` need the ledger no more."""
+
+    def __init__(self, model: Model) -> None:
+        index = model.blocks.index
+        self.places = [place.name for place in index.places]
+        self.pools = [
+            PoolRoom(place.name, model.layout.groups[g].name, pool.capacity, pool.free, model.layout.page_bytes(g))
+            for place in index.places
+            for g, pool in enumerate(place.pools)
+        ]
+        self.blocks = len(index)
+        self._keys = list(index.keys)
+        self._parent, self._depth, self._children = int32s(index.parent), int32s(index.depth), int32s(index.children)
+        self._hits, self._stamp, self._flights = int32s(index.hits), int64s(index.stamp), uint16s(index.flights)
+        self._pins = [int32s(place.pins) for place in index.places]
+        self._states = [place_states(place) for place in index.places]
+        self._pages = [[int32s(pages) for pages in place.pages] for place in index.places]
+        self._order = np.empty(0, np.int64)
+        self._number = np.empty(0, np.int64)
+
+    def put_in_order(self) -> None:
+        """Number the blocks by depth, so that a reader knows a parent before its children."""
+        live = np.flatnonzero(live_rows(len(self._keys), self._states))
+        self._order = live[np.argsort(self._depth[live], kind="stable")]
+        self.blocks = len(self._order)
+        self._number = np.full(len(self._keys) + 1, NO_ROW, np.int64)  # the last one: that of NO_ROW
+        self._number[self._order] = np.arange(self.blocks)
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Blocks ``first`` to ``first + count``, or to the end."""
+        rows = self._order[first : first + count]
+        pins = np.sum([column[rows] for column in self._pins], axis=0)
+        copies = [
+            CopyColumn(place, group, states[rows].tobytes(), np.where(states[rows] > 0, pages[rows], NO_PAGE).tolist())
+            for place, columns in enumerate(self._states)
+            for group, (states, pages) in enumerate(zip(columns, self._pages[place], strict=True))
+            if states[rows].any()
+        ]
+        keys = self._keys
+        return Rows(
+            b"".join(keys[row] or b"" for row in rows.tolist()),
+            self._number[self._parent[rows]].tolist(),
+            self._depth[rows].tolist(),
+            self._children[rows].tolist(),
+            self._hits[rows].tolist(),
+            self._stamp[rows].tolist(),
+            self._flights[rows].tolist(),
+            pins.tolist(),
+            copies,
+        )

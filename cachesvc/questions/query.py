@@ -1,0 +1,223 @@
+"""What operators see of the index: blocks, trees, dumps. Captures are of one moment; the thinking is done elsewhere.
+
+Every question is two or three steps: ``capture`` on the thread of truth copies columns, a pure step computes which rows
+to show, and ``lines`` looks these few up again; rows that have gone meanwhile are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cachesvc.flows.core import Core
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.model.errors import InvalidRequest, NotFound
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import CopyState, Tier
+from cachesvc.questions.snapshot import Ints, Shape, int32s, int64s, live_now
+
+MAX_LISTED = 4096
+PREFIX_DIGITS_MIN = 4
+ROWS_A_STEP = 8192
+MOST_NAMED = 4
+
+
+class CopyLine(NamedTuple):
+    """One copy of a block."""
+
+    place: str
+    group: str
+    state: str
+    page: int
+
+
+class BlockLine(NamedTuple):
+    """One block of the index."""
+
+    key: bytes
+    parent_key: bytes
+    position: int
+    children: int
+    pins: int
+    hits: int
+    stamp: int
+    copies: tuple[CopyLine, ...]
+
+
+class TreeLine(NamedTuple):
+    """One node of a subtree, in depth-first order; ``descendants`` counts the blocks below it."""
+
+    key: bytes
+    position: int
+    depth: int
+    children: int
+    tiers: str
+    descendants: int
+    hits: int
+
+
+class TreeRow(NamedTuple):
+    """A node before it is looked up."""
+
+    row: int
+    depth: int
+    descendants: int
+
+
+def find_keys(core: Core, model_id: int, digits: str) -> Iterator[bytes | None]:
+    """Steps of a search for the one block whose key begins with these hexadecimal digits; the last gives its key.
+
+    Raises InvalidRequest for what is no such text or names several blocks, NotFound.
+    """
+    text = digits.strip().lower()
+    if len(text) < PREFIX_DIGITS_MIN or len(text) > 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
+        raise InvalidRequest(
+            f"{digits!r} is not {PREFIX_DIGITS_MIN} to {2 * KEY_BYTES} hexadecimal digits of a key; see ListBlocks"
+        )
+    index = core.ledger.model(model_id).blocks.index
+    if len(text) == 2 * KEY_BYTES:
+        key = bytes.fromhex(text)
+        if key not in index.rows:
+            raise NotFound("block", text, "it is not resident, or belongs to another model")
+        yield key
+        return
+    start, odd = bytes.fromhex(text[: len(text) // 2 * 2]), len(text) % 2
+    found: list[bytes] = []
+    for first in range(0, len(index.keys), ROWS_A_STEP):
+        few = [key for key in index.keys[first : first + ROWS_A_STEP] if key is not None and key.startswith(start)]
+        found += [key for key in few if not odd or key.hex().startswith(text)]
+        if len(found) > MOST_NAMED:
+            break
+        yield None
+    if not found:
+        raise NotFound("block", text, "no resident block's key begins so; see ListBlocks")
+    if len(found) > 1:
+        named = ", ".join(key.hex()[: len(text) + 8] for key in found[:MOST_NAMED])
+        raise InvalidRequest(f"{text} names several blocks ({named}, ...); give more digits")
+    yield found[0]
+
+
+class Ranking:
+    """Which blocks come first: by last access, or by hits. ``first`` is pure."""
+
+    def __init__(self, core: Core, model_id: int, *, by_hits: bool) -> None:
+        index = core.ledger.model(model_id).blocks.index
+        self._stamp, self._depth = int64s(index.stamp), int32s(index.depth)
+        self._hits = int32s(index.hits) if by_hits else None
+        self._live = live_now(index)
+
+    def first(self, count: int) -> list[int]:
+        """At most ``count`` rows."""
+        rows = np.flatnonzero(self._live)
+        if self._hits is not None:
+            rows = rows[self._hits[rows] > 0]
+        keys: Ints = self._stamp[rows] if self._hits is None else self._hits[rows].astype(np.int64)
+        if len(rows) > count:
+            edge = np.partition(keys, len(keys) - count)[len(keys) - count]
+            keep = keys >= edge
+            rows, keys = rows[keep], keys[keep]
+        order = np.lexsort((-self._depth[rows], -self._stamp[rows], -keys))
+        return [int(row) for row in rows[order][:count]]
+
+
+def rows_of(core: Core, model_id: int, keys: bytes) -> list[int]:
+    """Rows of those of the packed ``keys`` that are resident. Raises InvalidRequest, NotFound."""
+    if len(keys) % KEY_BYTES:
+        raise InvalidRequest(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
+    rows = core.ledger.model(model_id).blocks.index.rows
+    wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    return [rows[key] for key in wanted if key in rows]
+
+
+def block_lines(core: Core, model_id: int, rows: list[int]) -> list[BlockLine]:
+    """The rows that still hold a block."""
+    model = core.ledger.model(model_id)
+    keys = model.blocks.index.keys
+    return [block_line(model, row) for row in rows if keys[row] is not None]
+
+
+def block_line(model: Model, row: int) -> BlockLine:
+    index = model.blocks.index
+    copies = tuple(
+        CopyLine(place.name, model.layout.groups[group].name, CopyState(states[row]).name, place.pages[group][row])
+        for place in index.places
+        for group, states in enumerate(place.states)
+        if states[row]
+    )
+    parent = index.parent[row]
+    return BlockLine(
+        index.keys[row] or b"",
+        (index.keys[parent] or b"") if parent != NO_ROW else b"",
+        index.depth[row],
+        index.children[row],
+        sum(place.pins[row] for place in index.places),
+        index.hits[row],
+        index.stamp[row],
+        copies,
+    )
+
+
+class Tree:
+    """The index below one block or the root, of one moment. ``nodes`` is pure."""
+
+    def __init__(self, core: Core, model_id: int, key: bytes) -> None:
+        """``key``: empty for the root. Raises NotFound for a key that is not resident."""
+        index = core.ledger.model(model_id).blocks.index
+        if key and key not in index.rows:
+            raise NotFound("block", key.hex(), "it is not resident, or belongs to another model")
+        self._top = index.rows[key] if key else NO_ROW
+        self._shape = Shape(index)
+
+    def nodes(self, depth: int, limit: int) -> tuple[list[TreeRow], bool]:
+        """Depth first, the biggest subtrees first; and whether something was left out."""
+        below, children = self._shape.descendants(), self._shape.children_of()
+
+        def largest_last(row: int) -> list[int]:
+            rows = children.of(row)
+            kept = rows[np.argsort(-below[rows], kind="stable")][: limit + 1]
+            return [int(child) for child in kept[::-1]]
+
+        out: list[TreeRow] = []
+        stack = [(self._top, 0)] if self._top != NO_ROW else [(row, 0) for row in largest_last(NO_ROW)]
+        truncated = False
+        while stack:
+            row, level = stack.pop()
+            if len(out) >= limit:
+                return out, True
+            out.append(TreeRow(row, level, int(below[row])))
+            if level + 1 < depth:
+                stack.extend((child, level + 1) for child in largest_last(row))
+            else:
+                truncated = truncated or bool(below[row])
+        return out, truncated
+
+
+def tree_lines(core: Core, model_id: int, rows: list[TreeRow]) -> list[TreeLine]:
+    """The nodes that still hold a block."""
+    model = core.ledger.model(model_id)
+    index = model.blocks.index
+    return [
+        TreeLine(
+            key,
+            index.depth[node.row],
+            node.depth,
+            index.children[node.row],
+            _tiers(model, node.row),
+            node.descendants,
+            index.hits[node.row],
+        )
+        for node in rows
+        if (key := index.keys[node.row]) is not None
+    ]
+
+
+def _tiers(model: Model, row: int) -> str:
+    tiers = (
+        (Tier.HOST if place is model.blocks.host else Tier.DEVICE).value
+        for place in reversed(model.blocks.index.places)
+        if place.states[place.lead][row]
+    )
+    return "+".join(dict.fromkeys(tiers))

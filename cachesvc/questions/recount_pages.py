@@ -1,0 +1,188 @@
+"""The pages of one place, recounted: each is held by exactly one, and is in the state that its holder gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.place import Place
+from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states
+
+MOST_TOLD = 256
+
+
+@dataclass
+class PoolColumns:
+    """One pool of one moment."""
+
+    name: str
+    capacity: int
+    usable: int
+    counts: list[int]
+    states: Bytes
+    added: Bytes
+    run_starts: Int32s
+    run_counts: Int32s
+
+
+@dataclass
+class Held:
+    """Pages that something other than a block holds, all in one state."""
+
+    group: int
+    state: PageState
+    by: str
+    pages: npt.NDArray[np.int64]
+
+
+@dataclass
+class PlacePages:
+    """A place's copies and pools of one moment, and who else holds pages there."""
+
+    name: str
+    copies: list[Bytes]
+    pages: list[Int32s]
+    pools: list[PoolColumns]
+    held: list[Held] = field(default_factory=list)
+
+
+def capture_pages(ledger: Ledger, model: Model, place: Place, position: int) -> PlacePages:
+    """What ``recount_pages`` compares; ``position``: of the place in the index."""
+    seen = PlacePages(
+        place.name, place_states(place), [int32s(pages) for pages in place.pages], [_pool(p) for p in place.pools]
+    )
+    if position == 0:
+        _host_holders(ledger, model, seen)
+    else:
+        _device_holders(ledger, model, position - 1, seen)
+    return seen
+
+
+def _pool(pool: PagePool) -> PoolColumns:
+    starts, counts = pool.free_runs()
+    return PoolColumns(
+        pool.name,
+        pool.capacity,
+        pool.usable,
+        list(pool.counts),
+        states(pool.states),
+        states(pool.added),
+        np.array(starts, np.int32),
+        np.array(counts, np.int32),
+    )
+
+
+def _hold(seen: PlacePages, group: int, state: PageState, by: str, pages: set[int] | list[int]) -> None:
+    if pages:
+        seen.held.append(Held(group, state, by, np.fromiter(pages, np.int64, len(pages))))
+
+
+def _host_holders(ledger: Ledger, model: Model, seen: PlacePages) -> None:
+    for lease in ledger.leases.values():
+        for sequence in lease.sequences.values() if lease.model == model.id else ():
+            for group, _, page in () if sequence.swap_ticket else sequence.swapped:
+                _hold(seen, group, PageState.PRIVATE, f"sequence {sequence.id}", [page])
+    for ticket in ledger.tickets.running.values():
+        for move in ticket.moves if ticket.model == model.id else ():
+            _hold(seen, move.group, PageState.IN_FLIGHT, f"ticket {ticket.id}", [move.host_page])
+
+
+def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages) -> None:
+    flying: dict[int, set[int]] = {}
+    for ticket in ledger.tickets.running.values():
+        if ticket.model == model.id and ticket.replica == replica:
+            for move in ticket.moves:
+                if move.is_own:
+                    flying.setdefault(move.group, set()).add(move.device_page)
+    for group, pages in flying.items():
+        _hold(seen, group, PageState.IN_FLIGHT, "a swap", pages)
+    for lease in ledger.leases.values():
+        if lease.model != model.id or lease.replica != replica:
+            continue
+        for group in range(len(seen.pools)):
+            lost = [page for g, page in lease.quarantine if g == group]
+            _hold(seen, group, PageState.QUARANTINED, f"lease {lease.id}", lost)
+            _hold(seen, group, PageState.PRIVATE, f"stock of {lease.id}", lease.stock[group])
+        for sequence in lease.sequences.values():
+            for group, own in enumerate(sequence.own):
+                mine = own - flying[group] if group in flying else own
+                _hold(seen, group, PageState.PRIVATE, f"sequence {sequence.id}", mine)
+
+
+def recount_pages(seen: PlacePages) -> list[str]:
+    """What does not add up."""
+    out: list[str] = []
+    for group, pool in enumerate(seen.pools):
+        out += _absent(seen, group)
+        out += _holders(seen, group, pool)
+        out += _counts(pool)
+        out += _runs(pool)
+    return out
+
+
+def _absent(seen: PlacePages, group: int) -> list[str]:
+    rows = np.flatnonzero((seen.copies[group] == ABSENT) & (seen.pages[group] != NO_PAGE))
+    return [f"{seen.name} row {row}: absent, yet it names a page" for row in rows[:MOST_TOLD].tolist()]
+
+
+def _holders(seen: PlacePages, group: int, pool: PoolColumns) -> list[str]:
+    """Every page against whoever holds it."""
+    rows = np.flatnonzero(seen.copies[group] != ABSENT)
+    settled = seen.copies[group][rows] == READY
+    pages = [seen.pages[group][rows].astype(np.int64)]
+    expected = [np.where(settled, PageState.SEALED, PageState.IN_FLIGHT).astype(np.uint8)]
+    mine = [held for held in seen.held if held.group == group]
+    for held in mine:
+        pages.append(held.pages)
+        expected.append(np.full(len(held.pages), held.state, np.uint8))
+    every, states_of = np.concatenate(pages), np.concatenate(expected)
+    inside = (every >= 0) & (every < pool.capacity)
+    out = [f"{pool.name}: page {page} is held, but not of this pool" for page in every[~inside][:MOST_TOLD].tolist()]
+    every, states_of = every[inside], states_of[inside]
+    owners = np.bincount(every, minlength=pool.capacity)
+    twice = np.flatnonzero(owners > 1)[:MOST_TOLD].tolist()
+    out += [f"{pool.name} page {page}: held by {_names(seen, group, page, mine)}" for page in twice]
+    wanted = np.zeros(pool.capacity, np.uint8)
+    wanted[every] = states_of
+    wrong = np.flatnonzero(wanted != pool.states)[:MOST_TOLD].tolist()
+    return out + [
+        f"{pool.name} page {page}: {PageState(int(pool.states[page])).name}, but held by "
+        f"{_names(seen, group, page, mine)}"
+        for page in wrong
+    ]
+
+
+def _names(seen: PlacePages, group: int, page: int, mine: list[Held]) -> str:
+    rows = np.flatnonzero((seen.pages[group] == page) & (seen.copies[group] != ABSENT)).tolist()
+    names = [f"row {row}" for row in rows] + [held.by for held in mine if page in held.pages]
+    return " and by ".join(names) or "nobody"
+
+
+def _counts(pool: PoolColumns) -> list[str]:
+    out: list[str] = []
+    if sum(pool.counts) != pool.usable or int(pool.added.sum()) != pool.usable:
+        out.append(f"{pool.name}: counts {pool.counts} do not add up to {pool.usable}")
+    seen = np.bincount(pool.states, minlength=len(PageState))
+    for state in PageState:
+        expected = pool.counts[state] + (pool.capacity - pool.usable if state is PageState.FREE else 0)
+        if seen[state] != expected:
+            out.append(f"{pool.name}: {seen[state]} pages are {state.name}, {expected} are counted")
+    return out
+
+
+def _runs(pool: PoolColumns) -> list[str]:
+    """Free runs cover the free pages exactly once, and neighbours are joined."""
+    cover = np.zeros(pool.capacity + 1, np.int64)
+    np.add.at(cover, pool.run_starts, 1)
+    np.add.at(cover, pool.run_starts + pool.run_counts, -1)
+    inside = np.cumsum(cover)[:-1]
+    free = (pool.states == PageState.FREE) & (pool.added == 1)
+    off = np.flatnonzero(inside != free)[:MOST_TOLD].tolist()
+    out = [f"{pool.name} page {page}: free runs hold it {inside[page]} times, free is {free[page]}" for page in off]
+    joined = np.intersect1d(pool.run_starts, pool.run_starts + pool.run_counts)[:MOST_TOLD].tolist()
+    return out + [f"{pool.name}: the run from {page} on is not joined with its neighbour" for page in joined]

@@ -1,0 +1,288 @@
+"""Who is calling, and what they may do: scopes, callers, and the interceptor that lets nobody past without one.
+
+A caller is found once for each RPC (for a stream: when it begins) and kept in a context variable, which the task that
+serves the RPC shares with its interceptors. ``caller()`` is how servicers ask. RPCs that no rule names are for
+operators alone, so that a new one is closed until somebody opens it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import grpc
+
+from cachesvc.model.errors import CacheError, NotFound, PermissionDenied, Unauthenticated
+from cachesvc.service.access.undecodable import readable
+from cachesvc.wire.status import (
+    AUTHORIZATION_METADATA_KEY,
+    BEARER,
+    ERROR_METADATA_KEY,
+    GRPC_CODES,
+    PROCESS_METADATA_KEY,
+)
+
+
+class Scope(Enum):
+    """What a caller may do. ADMIN includes the others."""
+
+    ENGINE = "engine"
+    READ = "read-only"
+    ADMIN = "admin"
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """Somebody who may call. ``tenant`` None: of all tenants (operators, routers); ``expires``: seconds since 1970.
+
+    ``revoked`` is set when the tokens' file no longer has the entry: streams that are open then end with their next
+    message. ``digest``: of its token, where it has one.
+    """
+
+    name: str
+    scopes: frozenset[Scope]
+    tenant: str | None = None
+    expires: float = math.inf
+    revoked: bool = False
+    digest: str = ""
+
+    @property
+    def acts_for(self) -> str:
+        """The tenant whose models it registers and opens; the shared one where it has none of its own."""
+        return self.tenant or ""
+
+    def may(self, scopes: Iterable[Scope]) -> bool:
+        """True when it has one of the scopes."""
+        return Scope.ADMIN in self.scopes or any(scope in self.scopes for scope in scopes)
+
+    @property
+    def sees_all(self) -> bool:
+        """True when listings may show it every tenant."""
+        return self.tenant is None or Scope.ADMIN in self.scopes
+
+    def sees(self, tenant: str) -> bool:
+        """True when listings may show it what belongs to ``tenant``."""
+        return self.sees_all or tenant == self.tenant
+
+    def check(self) -> None:
+        """Raises Unauthenticated once the token has expired or was taken out of the file."""
+        if self.revoked:
+            raise Unauthenticated(f"the token {self.name!r} is no longer accepted; ask the operator for a new one")
+        if self.expires < time.time():
+            raise Unauthenticated(f"the token {self.name!r} has expired; ask the operator for a new one")
+
+
+EVERYONE = Caller("everyone", frozenset(Scope))
+"""Who calls where no tokens are configured: whoever may open the socket is an engine and an operator."""
+
+LOOPBACK = Caller("loopback", frozenset({Scope.READ}))
+"""Who calls on TCP without TLS and without tokens: any user of the node can, so they may only read."""
+
+UNPROVEN = (EVERYONE, LOOPBACK)
+"""Who has proved nothing. Namespaces of models with a salt are kept from them: they are what their engines prove."""
+
+_CALLER: ContextVar[Caller] = ContextVar("caller")
+
+
+def caller() -> Caller:
+    """Who makes the RPC that the running task serves. Raises Unauthenticated outside of one."""
+    found = _CALLER.get(None)
+    if found is None:
+        raise Unauthenticated("nobody is known to be calling; the call did not come through the server")
+    return found
+
+
+def set_caller(found: Caller) -> None:
+    """The running task serves ``found`` from now on."""
+    _CALLER.set(found)
+
+
+_PREFIX = "/kvcache.v1."
+_ENGINES = (Scope.ENGINE,)
+_READERS = (Scope.READ,)
+_OPERATORS = (Scope.ADMIN,)
+_SERVICES: dict[str, tuple[Scope, ...]] = {
+    "EngineService": _ENGINES,
+    "LeaseService": _ENGINES,
+    "CacheService": _ENGINES,
+    "EventService": (Scope.ENGINE, Scope.READ),
+}
+_READING = ("Get", "List", "Verify")
+"""How the RPCs of AdminService begin that change nothing."""
+_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+
+
+def scopes_of(method: str) -> tuple[Scope, ...]:
+    """Who may call ``/package.Service/Method``: one of these scopes is enough, and none is needed where it is empty."""
+    if method.startswith(_OPEN):
+        return ()
+    if not method.startswith(_PREFIX):
+        return _OPERATORS
+    service, _, name = method.removeprefix(_PREFIX).partition("/")
+    if service == "AdminService":
+        return _READERS if name.startswith(_READING) else _OPERATORS
+    return _SERVICES.get(service, _OPERATORS)
+
+
+def require_own(tenant: str, kind: str, name: object, hint: str = "") -> None:
+    """Raises the very NotFound of a thing that is not there, where it belongs to another tenant than the caller's."""
+    if tenant != caller().acts_for:
+        raise NotFound(kind, name, hint)
+
+
+class Doorkeeper(Protocol):
+    """Finds the caller behind the metadata of a call."""
+
+    def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller | None:
+        """The caller with this token, life-socket token or certificate; None where nothing of that was given.
+
+        Raises Unauthenticated for a token that is not known.
+        """
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Stands before every RPC of one listener.
+
+    ``otherwise``: who calls that proves nothing; None: they are refused. ``by_certificate``: the transport has asked
+    for a certificate, whose names count. ``refused(method, code)`` is told of everybody who does not get past; the
+    method is as they wrote it.
+    """
+
+    def __init__(
+        self,
+        keeper: Doorkeeper | None,
+        otherwise: Caller | None,
+        *,
+        by_certificate: bool = False,
+        refused: Callable[[str, str], None] = lambda _method, _code: None,
+    ) -> None:
+        self._keeper = keeper
+        self._otherwise = otherwise
+        self._by_certificate = by_certificate
+        self._refused = refused
+        self._handlers: dict[str, Any] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of the call, or one that refuses it."""
+        method = handler_call_details.method
+        scopes = scopes_of(method)
+        if not scopes:
+            return await continuation(handler_call_details)
+        metadata = handler_call_details.invocation_metadata
+        try:
+            found = self._find(metadata, ())
+            if found is None and self._by_certificate:
+                handler = readable(await continuation(handler_call_details), method)
+                return self._ask_certificate(handler, method, metadata)
+            set_caller(allow(found or self._otherwise, scopes, method))
+        except CacheError as refusal:
+            self._refused(method, refusal.code.value)
+            return refusing(refusal)
+        handler = self._handlers.get(method)
+        if handler is None:
+            handler = readable(await continuation(handler_call_details), method)
+            if handler is not None:
+                self._handlers[method] = handler
+        return handler
+
+    def _find(self, metadata: Any, names: Iterable[str]) -> Caller | None:
+        if self._keeper is None:
+            return None
+        token, process = credentials_of(metadata)
+        return self._keeper.find(token, process, names)
+
+    def _ask_certificate(self, handler: Any, method: str, metadata: Any) -> Any:
+        """``handler`` behind a look at the certificate, which is known only once the call has its context."""
+
+        def enter(context: Any) -> None:
+            try:
+                found = self._find(metadata, names_of(context.auth_context()))
+                set_caller(allow(found or self._otherwise, scopes_of(method), method))
+            except CacheError as refusal:
+                self._refused(method, refusal.code.value)
+                raise
+
+        return None if handler is None else _wrap(handler, enter)
+
+
+def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Caller:
+    """``found``, if it may call ``method``. Raises Unauthenticated for nobody, PermissionDenied."""
+    if found is None:
+        raise Unauthenticated(
+            f"{method.rpartition('/')[2]} needs a token: send it as the metadata 'authorization: Bearer TOKEN' "
+            "(the client takes token=, token_file= or CACHESVC_TOKEN)"
+        )
+    found.check()
+    if not found.may(scopes):
+        needed = " or ".join(scope.value for scope in scopes)
+        raise PermissionDenied(f"{found.name!r} may not call {method.rpartition('/')[2]}: that takes scope {needed}")
+    return found
+
+
+def credentials_of(metadata: Any) -> tuple[str, bytes]:
+    """The bearer token and the life-socket token of a call's metadata; empty where there is none."""
+    token, process = "", b""
+    for key, value in metadata or ():
+        if key == AUTHORIZATION_METADATA_KEY and isinstance(value, str) and value.startswith(BEARER):
+            token = value[len(BEARER) :]
+        elif key == PROCESS_METADATA_KEY and isinstance(value, bytes):
+            process = value
+    return token, process
+
+
+def names_of(auth_context: Any) -> list[str]:
+    """Names that a checked client certificate carries: the common name and the alternative ones."""
+    keys = ("x509_common_name", "x509_subject_alternative_name")
+    return [value.decode(errors="replace") for key in keys for value in auth_context.get(key, ())]
+
+
+def refusing(error: CacheError) -> Any:
+    """A handler for a call of any shape that ends it with the error's status."""
+
+    async def refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
+        context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+        await context.abort(GRPC_CODES[error.code], str(error))
+        yield b""  # not reached: it makes this a stream
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
+    """The same handler, begun with ``enter(context)``."""
+
+    async def one(request: Any, context: Any) -> Any:
+        try:
+            enter(context)
+        except CacheError as error:
+            context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+            await context.abort(GRPC_CODES[error.code], str(error))
+        serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        return await serve(request, context)
+
+    async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            enter(context)
+        except CacheError as error:
+            context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+            await context.abort(GRPC_CODES[error.code], str(error))
+        serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        async for answer in serve(request, context):
+            yield answer
+
+    shape = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    behaviour: Any = many if handler.response_streaming else one
+    return shape(behaviour, handler.request_deserializer, handler.response_serializer)

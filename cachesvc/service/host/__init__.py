@@ -1,0 +1,1 @@
+"""The daemon's edges on its host: sockets, liveness, TLS, health, reload, the page on loopback."""

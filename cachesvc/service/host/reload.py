@@ -1,0 +1,108 @@
+"""Settings that change while the daemon runs: the file is read again, and applied whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from cachesvc.memory.seam import Backend
+from cachesvc.model.errors import CacheError, InvalidRequest, StateConflict
+from cachesvc.model.transfer import Direction
+from cachesvc.model.words import WritePolicy
+from cachesvc.service.calls import CallGate
+from cachesvc.service.node import Node
+from cachesvc.telemetry import events
+
+log = logging.getLogger(__name__)
+
+
+class BoundedSteps(Protocol):
+    """What holds the limit of a step's operations."""
+
+    operations_per_step: int
+
+
+class Change(NamedTuple):
+    """One setting, as text."""
+
+    name: str
+    before: str
+    after: str
+
+
+class Reloader:
+    """``reread`` gives every setting as the file and the flags have it now; None: there is no file. ``live``: what may
+    change, and how to apply it: these calls may not fail. ``current`` is kept up to date."""
+
+    def __init__(
+        self,
+        current: dict[str, Any],
+        reread: Callable[[], Mapping[str, Any]] | None,
+        live: Mapping[str, Callable[[Any], None]],
+    ) -> None:
+        self._current = current
+        self._reread = reread
+        self._live = live
+
+    def reload(self) -> list[Change]:
+        """Apply what the file says now; what was changed. Logged, whatever comes of it.
+
+        Raises InvalidRequest (no file, or one that cannot be) and StateConflict (settings that need a restart, by
+        name); nothing is changed then.
+        """
+        try:
+            changes = self._apply()
+        except CacheError as refused:
+            events.warning("reload_refused", reason=str(refused))
+            raise
+        events.event("reloaded", **{change.name: f"{change.before} -> {change.after}" for change in changes})
+        return changes
+
+    def reload_by_signal(self) -> None:
+        """As ``reload``, where nobody is there to hear of a refusal but the log."""
+        try:
+            self.reload()
+        except CacheError as refused:
+            log.debug("reload_by_signal_refused code=%s", refused.code.value)
+
+    def _apply(self) -> list[Change]:
+        if self._reread is None:
+            raise InvalidRequest("there is no configuration file to read again; start the daemon with --config FILE")
+        wanted = self._reread()
+        different = [name for name, value in wanted.items() if value != self._current[name]]
+        fixed = [name for name in different if name not in self._live]
+        if fixed:
+            said = ", ".join(f"{name} ({self._current[name]} -> {wanted[name]})" for name in fixed)
+            raise StateConflict(f"{said} cannot change while the daemon runs; nothing was changed: restart it, or undo")
+        changes = [Change(name, str(self._current[name]), str(wanted[name])) for name in different]
+        for name in different:
+            self._live[name](wanted[name])
+            self._current[name] = wanted[name]
+        return changes
+
+
+def live_settings(
+    node: Node, gate: CallGate, cache: BoundedSteps, backend: Backend
+) -> dict[str, Callable[[Any], None]]:
+    """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""
+    core = node.core
+
+    def limit(name: str, value: int) -> None:
+        core.limits = replace(core.limits, **{name: value})
+
+    limits = ("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases")
+    return {
+        **{name: partial(limit, name) for name in limits},
+        "load_limit": partial(backend.limit_copies, Direction.LOAD),
+        "store_limit": partial(backend.limit_copies, Direction.STORE),
+        "write_policy": lambda value: setattr(core, "writing", replace(core.writing, policy=WritePolicy(value))),
+        "write_through_threshold": lambda value: setattr(core, "writing", replace(core.writing, threshold=value)),
+        "wait_seconds": partial(setattr, node, "wait_seconds"),
+        "operations_per_step": partial(setattr, cache, "operations_per_step"),
+        "calls_in_flight": partial(setattr, gate, "limit"),
+        "log_level": lambda value: logging.getLogger().setLevel(value.upper()),
+        "drain_seconds": lambda _: None,  # the daemon's own: read when it ends
+    }

@@ -1,0 +1,197 @@
+"""A read-only page for a browser on this machine: status, pools, and a timeline of hits and transfers.
+
+It is served on loopback alone, answers GET for three paths, and only to requests that name loopback as their host: a
+page from elsewhere whose name was rebound to 127.0.0.1 gets nothing. It holds no whole keys, no tokens and no switch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import socket
+from asyncio import Task, create_task
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from cachesvc import __version__
+from cachesvc.model.errors import Unavailable
+from cachesvc.model.words import PageState
+from cachesvc.questions import status
+from cachesvc.service.access.owners import SHOWN
+from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
+from cachesvc.service.node import Node
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MOST_LISTED = 64
+CONNECTIONS_MAX = 32
+
+
+class WebPage:
+    """Runs on the daemon's loop. ``listen``: HOST:PORT, checked to be loopback."""
+
+    def __init__(self, node: Node, listen: str, backend: str) -> None:
+        self._node = node
+        host, _, port = listen.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._backend = backend
+        self._samples = Samples(node)
+        self._server: Any = None
+        self._task: Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen and serve; returns the port. Raises Unavailable: packages missing, or the port taken."""
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise Unavailable(
+                f"web_listen needs the Python module {error.name}; pip install 'cachesvc[web]', or serve without it"
+            ) from error
+        listening = self._listen()
+        port = int(listening.getsockname()[1])
+        config = uvicorn.Config(
+            self._app(allowed_hosts(port)),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS_MAX,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=1,
+        )
+
+        class QuietServer(uvicorn.Server):
+            """Signals are the daemon's."""
+
+            @contextmanager
+            def capture_signals(self) -> Generator[None, None, None]:
+                yield
+
+        self._samples.start()
+        self._server = QuietServer(config)
+        self._task = create_task(self._server.serve([listening]))
+        return port
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1" if self._host == "localhost" else self._host, self._port))
+            listening.listen(CONNECTIONS_MAX)
+        except OSError as error:
+            listening.close()
+            raise Unavailable(
+                f"cannot serve the page on {self._host}:{self._port}: {error}; choose another --web-listen"
+            ) from error
+        listening.setblocking(False)
+        return listening
+
+    async def close(self) -> None:
+        """Stop."""
+        await self._samples.close()
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+
+    def _app(self, hosts: frozenset[str]) -> Starlette:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.base import BaseHTTPMiddleware
+        from starlette.responses import JSONResponse, PlainTextResponse
+        from starlette.responses import Response as Answer
+        from starlette.routing import Route
+
+        page = resources.files("cachesvc.service").joinpath("web_page.html").read_text(encoding="utf-8")
+        headers = {"Content-Security-Policy": content_policy(page), **FIXED_HEADERS}
+
+        async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+            if request.headers.get("host", "").lower() not in hosts:
+                return PlainTextResponse("this page is for this machine's own address\n", 421, headers)
+            answer = await go_on(request)
+            answer.headers.update(headers)
+            return answer
+
+        async def show_page(_: Request) -> Response:
+            return Answer(page, media_type="text/html; charset=utf-8")
+
+        async def show_status(request: Request) -> Response:
+            since = request.query_params.get("since", "0")
+            return JSONResponse(self.status(int(since) if re.fullmatch(r"\d{1,15}", since) else 0))
+
+        return Starlette(
+            routes=[Route("/", show_page), Route("/status.json", show_status)],
+            middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
+        )
+
+    def status(self, since: int) -> dict[str, Any]:
+        """What the page shows; samples only after the one numbered ``since``."""
+        node, core = self._node, self._node.core
+        models = core.ledger.models.values()
+        leases = [status.lease_line(core, lease, lease.id[:SHOWN], node.now()) for lease in core.ledger.leases.values()]
+        hits = status.hits(models)
+        return {
+            "version": __version__,
+            "backend": self._backend,
+            "epoch": str(node.epoch),
+            "uptime_seconds": round(node.now() - node.started, 1),
+            "lease_seconds": node.lease_seconds,
+            "draining": core.ledger.draining,
+            "attention": status.attention(core, models, leases, node.lease_seconds),
+            "models": [{"id": model.id, "name": model.name, "blocks": len(model.blocks.index)} for model in models],
+            "pools": [_pool(line) for line in status.pools(models)][:MOST_LISTED],
+            "hits": {**hits._asdict(), "missed_blocks": hits.missed_blocks},
+            "transfers": status.transfers(core.ledger.tickets.running.values(), core.counters)._asdict(),
+            "leases": [
+                {**line._asdict(), "silent_seconds": round(line.silent_seconds, 1)} for line in leases[:MOST_LISTED]
+            ],
+            "sample_seconds": SAMPLE_SECONDS,
+            "samples": self._samples.since(since),
+        }
+
+
+FIXED_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def _pool(line: status.PoolLine) -> dict[str, Any]:
+    return {
+        "model": line.model,
+        "place": line.place,
+        "group": line.group,
+        "capacity": line.capacity,
+        "page_bytes": line.page_bytes,
+        **{state.name.lower(): line.counts[state] for state in PageState},
+    }
+
+
+def allowed_hosts(port: int) -> frozenset[str]:
+    """Values of the Host header that name loopback."""
+    return frozenset(f"{host}:{port}" for host in ("127.0.0.1", "localhost", "[::1]"))
+
+
+def content_policy(page: str) -> str:
+    """Nothing but this page's own script and style, by their digests, and its own status."""
+
+    def digests(tag: str) -> str:
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        sums = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found)
+        return " ".join(f"'sha256-{one}'" for one in sums)
+
+    return (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,1 @@
+"""The gRPC services: one line a call, over the dispatcher and the questions."""

@@ -1,0 +1,213 @@
+"""EventService on the wire: each subscriber follows a journal at its own pace, and is cut off when it falls too far
+behind.
+
+Nothing is queued for a subscriber. It has a cursor and at most one answer on its way, so a slow one costs a fast one
+and the daemon nothing, however long it stalls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from kvcache.v1 import event_pb2, event_pb2_grpc
+
+from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
+from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
+from cachesvc.model.words import Tier
+from cachesvc.service.access.auth import UNPROVEN, caller
+from cachesvc.service.access.undecodable import require_read
+from cachesvc.service.calls import Context, refuse
+from cachesvc.service.node import Node
+from cachesvc.telemetry import events
+from cachesvc.wire.limits import check_fields
+
+LINGER_SECONDS = 0.005
+"""Changes of this long travel together: an answer costs 0.1 ms, and there may be hundreds of changes in it."""
+GOODBYE_SECONDS = 1.0
+"""How long one who was cut off may take to be told so. It takes nothing off its stream, or it would not be slow."""
+
+
+class _Subscriber:
+    """A feed, when to look at it again, and why it ends, once it has to. ``tenant`` None: it sees all of them."""
+
+    def __init__(self, feed: Feed, tenant: str | None) -> None:
+        self.feed = feed
+        self.tenant = tenant
+        self.wake = asyncio.Event()
+        self.cut: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
+
+    def end(self, why: CacheError) -> None:
+        """Cut it off, even in the midst of an answer."""
+        if not self.cut.done():
+            self.cut.set_result(why)
+        self.wake.set()
+
+
+class EventService(event_pb2_grpc.EventServiceServicer):
+    """Subscribe: to a model of the caller's tenant by its namespace; to any model for a token that sees all tenants."""
+
+    def __init__(self, node: Node, limit: int) -> None:
+        self._node = node
+        self._limit = limit
+        self._subscribers: set[_Subscriber] = set()
+        self._is_due = False
+
+    def start(self) -> None:
+        """Hear of changes from now on."""
+        self._node.on_change = self._changed
+
+    def close(self) -> None:
+        """End every stream: the daemon stops."""
+        self._node.on_change = None
+        for subscriber in self._subscribers:
+            subscriber.end(Unavailable("the daemon stops; subscribe anew when it is back, with a snapshot"))
+
+    async def Subscribe(  # type: ignore[override]  # written, not yielded: an answer may be given up half way
+        self, request: event_pb2.SubscribeRequest, context: Context
+    ) -> None:
+        try:
+            await self._serve(self._begin(request), context)
+        except CacheError as error:
+            await refuse(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001 - the root of a call
+            events.failure("call_broke")
+            await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
+
+    async def _serve(self, subscriber: _Subscriber, context: Context) -> None:
+        """Follow until the caller hangs up, or has to be told why its stream ends."""
+        counters = self._node.core.counters
+        self._subscribers.add(subscriber)
+        self._node.core.count("event_subscriptions")
+        counters["event_subscribers"] = len(self._subscribers)
+        try:
+            await self._follow(subscriber, context)
+            return
+        except CacheError as error:
+            why = error.with_traceback(None)  # it would keep the feed and its model for as long as the caller hangs
+        finally:
+            self._subscribers.discard(subscriber)
+            counters["event_subscribers"] = len(self._subscribers)
+        if isinstance(why, TooSlow):
+            self._node.core.count("event_subscribers_cut_off")
+            events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
+        await _say_goodbye(context, why)
+
+    def _begin(self, request: event_pb2.SubscribeRequest) -> _Subscriber:
+        require_read()
+        check_fields(request)
+        who = caller()
+        tenant = None if who.sees_all else who.acts_for
+        self._require_room(tenant)
+        return _Subscriber(self._feed_of(request), tenant)
+
+    def _require_room(self, tenant: str | None) -> None:
+        """One tenant has its share of the limit while others follow, and three quarters alone. Raises LimitExceeded."""
+        following = [each.tenant for each in self._subscribers]
+        if len(following) >= self._limit:
+            raise LimitExceeded("event subscribers", len(following) + 1, self._limit)
+        if tenant is None:
+            return
+        own, busy = following.count(tenant), len({*following, tenant})
+        share = max(1, self._limit * 3 // 4 if busy == 1 else self._limit // busy)
+        if own >= share:
+            raise LimitExceeded("event subscribers of this tenant", own + 1, share)
+
+    def _feed_of(self, request: event_pb2.SubscribeRequest) -> Feed:
+        core = self._node.core
+        who = caller()
+        by_number = who.sees_all and who not in UNPROVEN
+        model = find_model(core, request.model_id, request.namespace, sees_all=by_number, sees=who.sees)
+        after = request.after_sequence_number if request.HasField("after_sequence_number") else None
+        if request.snapshot:
+            return Feed(model, snapshot=True)
+        if after is not None and request.epoch != self._node.epoch:
+            raise OtherEpoch(request.epoch, self._node.epoch)
+        return Feed(model, snapshot=False, after=after)
+
+    async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
+        model = subscriber.feed.model
+        who = caller()
+        while True:
+            if subscriber.cut.done():
+                raise subscriber.cut.result()
+            self._require_there(model)
+            who.check()
+            subscriber.wake.clear()
+            changes = subscriber.feed.next()
+            if changes is None:
+                await subscriber.wake.wait()
+                continue
+            who.check()  # its token may have been taken back since
+            await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
+
+    def _require_there(self, model: Model) -> None:
+        if self._node.core.ledger.models.get(model.id) is not model:
+            raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
+
+    def _changed(self) -> None:
+        """A flow has run. Whoever follows is told in a moment, together with what follows."""
+        if self._subscribers and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        self._is_due = False
+        for subscriber in self._subscribers:
+            feed = subscriber.feed
+            try:
+                self._require_there(feed.model)  # whoever hangs in an answer would keep all of it in memory
+            except NotFound as gone:
+                subscriber.end(gone)
+            if feed.is_overrun:
+                subscriber.end(TooSlow(feed.behind, feed.model.blocks.journal.keep))
+            else:
+                subscriber.wake.set()
+
+
+async def _send(subscriber: _Subscriber, context: Context, message: event_pb2.SubscribeResponse) -> None:
+    """Write one answer, unless the subscriber is cut off before it has gone out."""
+    sending = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.wait((sending, subscriber.cut), return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            await sending
+    finally:
+        sending.cancel()
+
+
+async def _say_goodbye(context: Context, error: CacheError) -> None:
+    """``refuse`` one that may never take what it is told."""
+    try:
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await refuse(context, error)
+    except TimeoutError:
+        events.event("subscriber_hung", reason=error.code.value)
+
+
+def to_message(epoch: int, model: int, changes: Changes) -> event_pb2.SubscribeResponse:
+    """One answer as a message."""
+    return event_pb2.SubscribeResponse(
+        epoch=epoch,
+        model_id=model,
+        sequence_number=changes.last,
+        first_sequence_number=changes.first,
+        snapshot_part=event_pb2.SnapshotPart.ValueType(changes.part),
+        runs=[_run(run) for run in changes.runs],
+    )
+
+
+def _run(run: BlockRun) -> event_pb2.BlockRun:
+    return event_pb2.BlockRun(
+        kind=event_pb2.EventKind.ValueType(run.kind),
+        present=run.present,
+        keys=bytes(run.keys),
+        parent_key=run.parent,
+        group=run.group,
+        tier=(Tier.DEVICE if run.place else Tier.HOST).value,
+        replica=max(0, run.place - 1),
+        reason="" if run.cause is None else run.cause.name.lower(),
+    )

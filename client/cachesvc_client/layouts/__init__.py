@@ -1,0 +1,1 @@
+"""Layouts of attention families, and of models by their configuration."""

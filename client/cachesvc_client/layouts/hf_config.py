@@ -1,0 +1,400 @@
+"""A model's layout out of its Hugging Face ``config.json``.
+
+Defaults are taken only where transformers' own class has them and published configs rely on it; anything else that is
+missing is an error, for a guessed size would share nothing and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cachesvc.model.errors import LayoutRejected
+from cachesvc.model.layout import ITEM_BYTES, Layout
+from cachesvc_client.layouts.families import (
+    IndexPage,
+    dsa,
+    gqa,
+    gqa_head_windows,
+    gqa_windowed,
+    mla,
+    mla_windowed,
+    with_draft,
+)
+
+AUTO = "auto"
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"} | {
+    name: name for name in ITEM_BYTES
+}
+PACKED_DTYPES = (AUTO, "uint8", "float8_e4m3fn")  # of layers whose rows are packed: nothing, or what they are
+MAX_NUMBER = 1 << 20
+WINDOW_TYPES = {"full_attention": False, "sliding_attention": True}
+
+
+class ConfigRejected(LayoutRejected):
+    """The configuration does not describe a layout that can be built."""
+
+
+class UnknownModelType(ConfigRejected):
+    """``model_type`` is none that is known here. ``known``: those that are."""
+
+    def __init__(self, model_type: object) -> None:
+        self.model_type = model_type
+        self.known = tuple(sorted(READERS))
+        super().__init__(
+            f"unknown model_type {_shortened(model_type)}; known are {', '.join(self.known)}; for any other, build the "
+            "layout with a function of cachesvc_client such as gqa or mla"
+        )
+
+
+class ConfigKeyMissing(ConfigRejected):
+    """A key that the model type needs is not there."""
+
+    def __init__(self, model_type: str, key: str, why: str = "") -> None:
+        super().__init__(f"config of {model_type} has no {key}" + (f": {why}" if why else ""))
+        self.model_type = model_type
+        self.key = key
+
+
+class ConfigValueRejected(ConfigRejected):
+    """A key has a value that cannot be."""
+
+    def __init__(self, model_type: str, key: str, value: object, wanted: str) -> None:
+        super().__init__(f"config of {model_type}: {key} is {_shortened(value)}, but must be {wanted}")
+        self.model_type = model_type
+        self.key = key
+        self.value = value
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWindows:
+    """Which kv heads have a window: ``marks[layer][global kv head]``, and what it is."""
+
+    marks: Sequence[Sequence[bool]]
+    window_tokens: int
+    sink_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What the caller decides."""
+
+    block_tokens: int
+    tensor_parallel: int
+    kv_dtype: str
+    scale_dtype: str | None
+    index_page: IndexPage
+    heads: HeadWindows | None
+
+
+class _Read(NamedTuple):
+    """The layers of the model itself, and how further full ones of the same kind are made."""
+
+    target: Layout
+    more_layers: Callable[[int], Layout]
+
+
+def layout_of_config(
+    config: Mapping[str, Any],
+    *,
+    block_tokens: int,
+    tensor_parallel: int = 1,
+    kv_dtype: str = AUTO,
+    scale_dtype: str | None = None,
+    mtp: bool = False,
+    index_page: IndexPage = IndexPage.SPLIT,
+    heads: HeadWindows | None = None,
+) -> Layout:
+    """The layout of the model that ``config``, the contents of a ``config.json``, describes.
+
+    ``kv_dtype``: ``auto`` for the model's own, or another such as ``fp8``; ``scale_dtype`` adds a scale for each head
+    and token. ``mtp`` adds the model's next-token-prediction layers in groups of their own. ``heads``: windows head by
+    head, which no configuration tells. Raises UnknownModelType, ConfigKeyMissing, ConfigValueRejected, and
+    LayoutRejected (also their base) for what the layout cannot be.
+    """
+    dtype = kv_dtype if kv_dtype == AUTO else _dtype(kv_dtype)
+    scales = None if scale_dtype is None else _dtype(scale_dtype)
+    wish = _Wish(block_tokens, tensor_parallel, dtype, scales, index_page, heads)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in READERS:
+        raise UnknownModelType(model_type)
+    keys = _Keys(model_type, config)
+    read = READERS[model_type](keys, wish)
+    if not mtp:
+        return read.target
+    drafts = keys.find_number("num_nextn_predict_layers", least=0)
+    if not drafts:
+        raise ConfigKeyMissing(model_type, "num_nextn_predict_layers", "it names no MTP layers; leave mtp out")
+    return with_draft(read.target, read.more_layers(drafts))
+
+
+class _Keys:
+    """The keys of one configuration, checked as they are read. ``null`` is as good as absent."""
+
+    def __init__(self, model_type: str, config: Mapping[str, Any], outer: Mapping[str, Any] | None = None) -> None:
+        self._model_type = model_type
+        self._config = config
+        self._outer = outer or {}
+
+    def inner(self, key: str) -> _Keys:
+        """A configuration inside this one."""
+        value = self._config.get(key)
+        if value is None:
+            raise ConfigKeyMissing(self._model_type, key)
+        if not isinstance(value, Mapping):
+            raise self.rejected(key, value, "an object")
+        return _Keys(self._model_type, value, outer=self._config)
+
+    def find(self, key: str) -> Any:
+        return self._config.get(key)
+
+    def find_number(self, key: str, *, least: int = 1) -> int | None:
+        value = self._config.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_NUMBER:
+            raise self.rejected(key, value, f"a whole number in {least}..{MAX_NUMBER}")
+        return value
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.find_number(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigKeyMissing(self._model_type, key)
+        return default
+
+    def flags(self, key: str, meaning: Mapping[Any, bool], length: int) -> tuple[bool, ...] | None:
+        """A list of ``length`` values, each translated by ``meaning``; None where it is absent."""
+        values = self._config.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list | tuple) or len(values) != length:
+            raise self.rejected(key, values, f"a list with one entry for each of {length} layers")
+        for value in values:
+            if not isinstance(value, str | int) or value not in meaning:
+                raise self.rejected(key, value, f"a list of {' and '.join(map(str, meaning))}")
+        return tuple(meaning[value] for value in values)
+
+    def dtype(self, wish: _Wish, default: str | None = None) -> str:
+        """The dtype that the caller wants, or else the model's own."""
+        if wish.kv_dtype != AUTO:
+            return wish.kv_dtype
+        for config in (self._config, self._outer):
+            for key in ("dtype", "torch_dtype"):
+                value = config.get(key)
+                if value is not None:
+                    if not isinstance(value, str) or value not in ITEM_BYTES:
+                        raise self.rejected(key, value, f"one of {', '.join(ITEM_BYTES)}")
+                    return value
+        if default is None:
+            raise ConfigKeyMissing(self._model_type, "dtype", "say what the cache holds by kv_dtype")
+        return default
+
+    def rejected(self, key: str, value: object, wanted: str) -> ConfigValueRejected:
+        return ConfigValueRejected(self._model_type, key, value, wanted)
+
+
+def _llama(keys: _Keys, wish: _Wish) -> _Read:
+    """Llama 3.1; without ``num_key_value_heads`` every query head has its own."""
+    kv_heads = keys.find_number("num_key_value_heads") or keys.number("num_attention_heads")
+    return _gqa_layers(keys, wish, kv_heads, _head_dim(keys), ())
+
+
+def _ernie(keys: _Keys, wish: _Wish) -> _Read:
+    """ERNIE 4.5, dense and MoE."""
+    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), ())
+
+
+def _qwen3(keys: _Keys, wish: _Wish) -> _Read:
+    """Qwen 3: layers from ``max_window_layers`` on have a window, where ``use_sliding_window`` is on."""
+    layers = keys.number("num_hidden_layers")
+    windows = keys.flags("layer_types", WINDOW_TYPES, layers)
+    if windows is None and keys.find("use_sliding_window"):
+        first = keys.number("max_window_layers")
+        windows = tuple(layer >= first for layer in range(layers))
+    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows or ())
+
+
+def _gemma3(keys: _Keys, wish: _Wish) -> _Read:
+    return _gemma3_text(keys.inner("text_config"), wish)
+
+
+def _gemma3_text(keys: _Keys, wish: _Wish) -> _Read:
+    """Gemma 3: five local layers, then a global one. Defaults are Gemma3TextConfig's: the 4B leaves out the heads."""
+    layers = keys.number("num_hidden_layers")
+    windows = keys.flags("layer_types", WINDOW_TYPES, layers)
+    if windows is None:
+        pattern = keys.find_number("sliding_window_pattern") or keys.number("_sliding_window_pattern", 6)
+        windows = tuple((layer + 1) % pattern != 0 for layer in range(layers))
+    window_tokens = keys.number("sliding_window")
+    kv_heads, head_dim = keys.number("num_key_value_heads", 4), keys.number("head_dim", 256)
+    return _gqa_layers(keys, wish, kv_heads, head_dim, windows, layers=layers, window_tokens=window_tokens)
+
+
+def _gpt_oss(keys: _Keys, wish: _Wish) -> _Read:
+    """gpt-oss. Its sinks are learned logits, one a head: no tokens, so nothing of them is cached. Its configs name no
+    dtype: the experts are MXFP4, and attention is bfloat16."""
+    windows = keys.flags("layer_types", WINDOW_TYPES, keys.number("num_hidden_layers"))
+    if windows is None:
+        raise ConfigKeyMissing("gpt_oss", "layer_types")
+    kv_heads = keys.number("num_key_value_heads")
+    return _gqa_layers(keys, wish, kv_heads, keys.number("head_dim"), windows, default_dtype="bfloat16")
+
+
+def _deepseek(keys: _Keys, wish: _Wish) -> _Read:
+    """DeepSeek-V3, and what is V3 with an indexer. The indexer is looked for first: a DSA model has a latent too."""
+    if keys.find("index_head_dim") is not None:
+        return _deepseek_sparse(keys, wish)
+    _refuse_scales(wish)
+    layers = keys.number("num_hidden_layers")
+    latent = {"kv_lora_rank": keys.number("kv_lora_rank"), "rope_dim": keys.number("qk_rope_head_dim")}
+    shared = {"block_tokens": wish.block_tokens, "tensor_parallel": wish.tensor_parallel}
+    dtype = keys.dtype(wish)
+
+    def full(count: int) -> Layout:
+        return mla(layers=count, dtype=dtype, **latent, **shared)
+
+    windows = _latent_windows(keys, layers)
+    if not any(windows):
+        return _Read(full(layers), full)
+    window_tokens = keys.number("sliding_window")
+    target = mla_windowed(window_layers=windows, window_tokens=window_tokens, dtype=dtype, **latent, **shared)
+    return _Read(target, full)
+
+
+def _latent_windows(keys: _Keys, layers: int) -> tuple[bool, ...]:
+    """FastDeploy's list: 1 marks a layer with a window; MTP layers may be in it. (Elsewhere a *number* of that name
+    means other things.)"""
+    key, drafts = "window_attn_skip_freq", keys.find_number("num_nextn_predict_layers", least=0) or 0
+    listed = keys.find(key)
+    with_drafts = isinstance(listed, list) and len(listed) == layers + drafts
+    windows = keys.flags(key, {0: False, 1: True}, layers + drafts if with_drafts else layers) or ()
+    if any(windows[layers:]):
+        raise keys.rejected(key, listed, "0 for MTP layers: a draft's prefix is matched by full layers")
+    return windows[:layers]
+
+
+def _deepseek_sparse(keys: _Keys, wish: _Wish) -> _Read:
+    """DeepSeek-V3.2: always packed rows, whatever the model's own dtype."""
+    _refuse_scales(wish)
+    if wish.kv_dtype not in PACKED_DTYPES:
+        raise ConfigRejected(f"sparse attention keeps packed fp8 rows, not {wish.kv_dtype}: leave kv_dtype out")
+    rank, rope = keys.number("kv_lora_rank"), keys.number("qk_rope_head_dim")
+    index = keys.number("index_head_dim")
+
+    def full(count: int) -> Layout:
+        return dsa(
+            layers=count,
+            kv_lora_rank=rank,
+            rope_dim=rope,
+            index_head_dim=index,
+            block_tokens=wish.block_tokens,
+            index_page=wish.index_page,
+            tensor_parallel=wish.tensor_parallel,
+        )
+
+    return _Read(full(keys.number("num_hidden_layers")), full)
+
+
+def _gqa_layers(
+    keys: _Keys,
+    wish: _Wish,
+    kv_heads: int,
+    head_dim: int,
+    windows: tuple[bool, ...],
+    *,
+    layers: int | None = None,
+    window_tokens: int | None = None,
+    default_dtype: str | None = None,
+) -> _Read:
+    dtype = keys.dtype(wish, default_dtype)
+
+    def full(count: int) -> Layout:
+        return gqa(
+            layers=count,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_tokens=wish.block_tokens,
+            dtype=dtype,
+            scale_dtype=wish.scale_dtype,
+            tensor_parallel=wish.tensor_parallel,
+        )
+
+    layers = layers or keys.number("num_hidden_layers")
+    if wish.heads is not None:
+        _check_heads(wish.heads, layers, kv_heads, windows)
+        target = gqa_head_windows(
+            window_heads=wish.heads.marks,
+            head_dim=head_dim,
+            block_tokens=wish.block_tokens,
+            window_tokens=wish.heads.window_tokens,
+            sink_tokens=wish.heads.sink_tokens,
+            dtype=dtype,
+            scale_dtype=wish.scale_dtype,
+            tensor_parallel=wish.tensor_parallel,
+        )
+        return _Read(target, full)
+    if not any(windows):
+        return _Read(full(layers), full)
+    target = gqa_windowed(
+        window_layers=windows,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=wish.block_tokens,
+        window_tokens=window_tokens or keys.number("sliding_window"),
+        dtype=dtype,
+        scale_dtype=wish.scale_dtype,
+        tensor_parallel=wish.tensor_parallel,
+    )
+    return _Read(target, full)
+
+
+def _check_heads(heads: HeadWindows, layers: int, kv_heads: int, windows: tuple[bool, ...]) -> None:
+    if any(windows):
+        raise ConfigRejected("the model's own layers have windows: head by head they cannot have others")
+    if len(heads.marks) != layers or any(len(layer) != kv_heads for layer in heads.marks):
+        raise ConfigRejected(f"windows head by head need {layers} layers of {kv_heads} kv heads")
+
+
+def _head_dim(keys: _Keys) -> int:
+    found = keys.find_number("head_dim")
+    if found is not None:
+        return found
+    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+    if hidden % heads:
+        raise keys.rejected("hidden_size", hidden, f"a multiple of {heads} heads, or come with a head_dim")
+    return hidden // heads
+
+
+def _refuse_scales(wish: _Wish) -> None:
+    if wish.heads is not None:
+        raise ConfigRejected("a latent is all heads' together: it has no windows head by head")
+    if wish.scale_dtype is not None:
+        raise ConfigRejected("latents have no scales of their own: leave scale_dtype out")
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPE_NAMES:
+        raise ConfigRejected(f"unknown dtype {_shortened(name)}; known are {AUTO}, {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[name]
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+READERS: dict[str, Callable[[_Keys, _Wish], _Read]] = {
+    "deepseek_v3": _deepseek,
+    "deepseek_v32": _deepseek_sparse,
+    "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3_text,
+    "gpt_oss": _gpt_oss,
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3,
+}

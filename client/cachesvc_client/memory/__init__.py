@@ -1,0 +1,1 @@
+"""The daemon's device pools as this process has them mapped."""

@@ -1,0 +1,117 @@
+"""Memory of the daemon, mapped into this process by its handle."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from kvcache.v1 import common_pb2
+
+from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
+from cachesvc_client.memory.cuda_mapping import FdMemory, IpcMemory
+from cachesvc_client.memory.device import Device
+from cachesvc_client.memory.placement import PlaneView
+
+FdSource = Callable[[bytes], int]
+"""Fetches the descriptor behind a handle's token."""
+
+DEVICE_KINDS = ("cuda_ipc", "cuda_fd")
+
+
+class Memory(Protocol):
+    """One mapping, of any kind."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What may be used."""
+
+    def start(self) -> None:
+        """Map it. Raises NotSupported, NotFound, DaemonFault, DaemonUnavailable, DeadlineExceeded, GpuFailed."""
+
+    def plane(self, view: PlaneView) -> Any:
+        """A plane of it, which keeps it mapped for as long as it is held. Raises AlreadyClosed."""
+
+    def close(self) -> bool:
+        """Unmap; True when it is unmapped now, False while planes or arrays of it are held. Ask again then."""
+
+
+class MappedMemory:
+    """A memfd. Arrays made of ``bytes`` keep it mapped for as long as they are held, so they never dangle: NumPy holds
+    the memoryview for that. (Of an array made by ``np.ndarray(buffer=mapping)`` the mapping knows nothing.)
+    """
+
+    def __init__(self, handle: common_pb2.MemoryHandle, fetch_fd: FdSource, *, protection: int) -> None:
+        self._handle = handle
+        self._fetch_fd = fetch_fd
+        self._protection = protection
+        self._mapping: mmap.mmap | None = None
+        self._left: weakref.ref[mmap.mmap] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What may be used."""
+        return self._handle.size_bytes
+
+    def start(self) -> None:
+        """Map it. Raises NotSupported, NotFound, DaemonFault, DaemonUnavailable, DeadlineExceeded."""
+        descriptor = self._fetch_fd(self._handle.token)
+        try:
+            there = os.fstat(descriptor).st_size
+            if there < self._handle.size_bytes:
+                raise DaemonFault(f"a slab of {self._handle.size_bytes} bytes came as a file of {there}")
+            self._mapping = mmap.mmap(descriptor, self._handle.size_bytes, prot=self._protection)
+        except OSError as error:
+            raise NotSupported(
+                f"this process cannot map {self._handle.size_bytes} bytes of the daemon's memory ({error}); look at "
+                "its limits (ulimit -v)"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """All of it. Raises AlreadyClosed."""
+        if self._mapping is None:
+            raise AlreadyClosed("this memory is not mapped any more; attach again")
+        return np.frombuffer(memoryview(self._mapping), np.uint8)
+
+    def plane(self, view: PlaneView) -> npt.NDArray[Any]:
+        """A NumPy array over a plane. Raises AlreadyClosed."""
+        return np.ndarray(view.shape, view.dtype, buffer=self.bytes, offset=view.offset, strides=view.strides)
+
+    def close(self) -> bool:
+        """Unmap; True when the memory is unmapped now, False while arrays of it are still held: the last one unmaps."""
+        if self._mapping is None:
+            return self._left is None or self._left() is None
+        mapping, self._mapping = self._mapping, None
+        try:
+            mapping.close()
+        except BufferError:
+            self._left = weakref.ref(mapping)
+            return False
+        return True
+
+
+def open_device(name: str) -> Device:
+    """The GPU of that UUID, on real hardware. Raises NotSupported that says what to do."""
+    from cachesvc_client.memory.cuda_device import open_cuda_device
+
+    return open_cuda_device(name)
+
+
+def memory_of(handle: common_pb2.MemoryHandle, fetch_fd: FdSource, device: Device | None) -> Memory:
+    """The mapping for a kind of handle, writable. Raises NotSupported for a kind that this client does not know."""
+    if handle.kind in DEVICE_KINDS:
+        assert device is not None
+        return IpcMemory(handle, device) if handle.kind == "cuda_ipc" else FdMemory(handle, device, fetch_fd)
+    if handle.kind == "memfd":
+        return MappedMemory(handle, fetch_fd, protection=mmap.PROT_READ | mmap.PROT_WRITE)
+    raise NotSupported(
+        f"the daemon's memory is of kind {handle.kind!r}, which this client cannot map; it maps memfd, "
+        f"{', '.join(DEVICE_KINDS)}: update it"
+    )

@@ -1,0 +1,351 @@
+"""One rank's device pool as this process sees it: planes over the daemon's own memory, and waits for loads."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from kvcache.v1 import engine_pb2
+
+from cachesvc.model.answers import TicketView
+from cachesvc.model.futex import Words, wait_reached, words_of
+from cachesvc.model.layout import Layout
+from cachesvc.model.transfer import TimelineSlot, has_reached
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    Conflict,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    GpuFailed,
+    InvalidRequest,
+    LoadFailed,
+    NotSupported,
+)
+from cachesvc_client.memory import tensors
+from cachesvc_client.memory.device import Device, DeviceOpener
+from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
+from cachesvc_client.memory.placement import view_of
+from cachesvc_client.memory.planes import PlaneKey, PoolPlanes
+from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
+from cachesvc_client.wire.life import LifeConnection
+
+WAIT_SLICE_S = 0.1
+"""A waiter sleeps in the kernel on the timeline word, which a dead daemon moves no more: it looks up this often."""
+
+POLL_S = (100e-6, 1e-3)
+"""A GPU sets words and wakes nobody: the first and the longest pause of a waiter between two looks."""
+
+log = logging.getLogger(__name__)
+
+
+class LoadOutcome(Enum):
+    """What has become of a load, as one rank's pool knows it."""
+
+    RUNNING = "running"
+    CAME = "came"
+    FAILED = "failed"
+    LOST = "lost"  # the daemon went before it ended
+
+
+class AttachedPool:
+    """Planes of one rank by ``(layer, name)``, each an array ``[pages, *page_shape]`` over the daemon's memory: NumPy's
+    over shared memory, CuPy's on a GPU.
+
+    ``bfloat16`` and fp8 planes are uint16 and uint8 arrays of the same bits. Write only into pages that are private to
+    your sequence. After ``close`` every use raises AlreadyClosed. Waits may run in many threads.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        attached: engine_pb2.AttachResponse,
+        life: LifeConnection,
+        detach: Callable[[], object],
+        opener: DeviceOpener = open_device,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.device = attached.device
+        self.pages = tuple(slab.pages for slab in sorted(attached.slabs, key=lambda slab: slab.group))
+        self._life = life
+        self._detach = detach
+        self._attached = attached
+        self._opener = opener
+        self._gpu: Device | None = None
+        self._memories: list[Memory] = []
+        self._planes = PoolPlanes(layout, self._show)
+        self._words: Words | None = None
+        self._poll_s: tuple[float, float] | None = None
+        self._waits: StreamWaits | None = None
+        self._is_closed = False
+        self._is_told = False
+
+    def start(self) -> None:
+        """Map everything. Raises NotSupported (says what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
+        nothing stays mapped then, and the daemon is told."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if {slab.handle.kind for slab in self._attached.slabs} & set(DEVICE_KINDS):
+                self._gpu = self._opener(self.device)
+                self._gpu.start()
+            self._map_timeline()
+            for slab in self._attached.slabs:
+                memory = memory_of(slab.handle, self._life.fetch_fd, self._gpu)
+                self._map(memory)
+                for placement in slab.planes:
+                    spec = self._planes.spec(placement.group, placement.layer, placement.name)
+                    view = view_of(spec, slab.pages, placement, memory.size_bytes)
+                    self._planes.put(spec, memory.plane(view))
+            undo.pop_all()
+
+    @property
+    def planes(self) -> Mapping[PlaneKey, Any]:
+        """All planes by ``(layer, name)``; where two groups hold a plane of one name in one layer (heads split over
+        groups), neither is here: take ``group_planes``. Markers are no planes. Raises NotSupported on a GPU without
+        CuPy."""
+        self._require_open()
+        return MappingProxyType(self._planes.unambiguous())
+
+    def group_planes(self, group: str) -> Mapping[PlaneKey, Any]:
+        """Planes of one group by ``(layer, name)``. Raises InvalidRequest for an unknown group, and as ``planes``."""
+        self._require_open()
+        return MappingProxyType(self._planes.of_group(group))
+
+    def page(self, group: str, page: int) -> dict[PlaneKey, Any]:
+        """One page of a group: a view ``[*page_shape]`` of each of its planes. Raises InvalidRequest."""
+        planes = self.group_planes(group)
+        count = self.pages[self.layout.group_index[group]]
+        if not 0 <= page < count:
+            raise InvalidRequest(f"page {page} of group {group!r}, which has {count}")
+        return {key: plane[page] for key, plane in planes.items()}
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True where streams and kernels use this pool."""
+        return self._gpu is not None
+
+    @property
+    def timeline(self) -> Words:
+        """The timeline's words: for reading only."""
+        self._require_open()
+        assert self._words is not None
+        return self._words
+
+    def wait_layer(self, ticket: TicketView, layer: int, timeout_s: float) -> None:
+        """Wait until layer ``layer`` (counted from 0) of a load is in place.
+
+        Raises LoadFailed (the whole load counts as failed), DeadlineExceeded, DaemonUnavailable (soon after the daemon
+        goes), InvalidRequest (no such layer).
+        """
+        slot = _slot(ticket)
+        if slot is not None:
+            self._wait(ticket, slot, _target(slot, layer), timeout_s)
+
+    def wait_ticket(self, ticket: TicketView, timeout_s: float) -> None:
+        """Wait until all of a transfer is in place; raises as ``wait_layer``."""
+        slot = _slot(ticket)
+        if slot is not None:
+            self._wait(ticket, slot, slot.end, timeout_s)
+
+    def wait_layer_on(self, stream: object, ticket: TicketView, layer: int) -> None:
+        """Have a GPU stream wait for a layer; returns at once, and may be captured into a graph.
+
+        ``stream``: the driver's handle, or a stream of CuPy, torch or paddle. The wait ends with the load, however it
+        ends, and soon after the daemon goes: so synchronise the stream and call ``confirm`` before you use what was
+        computed. Raises LoadFailed and DaemonUnavailable for what is known already, NotSupported (no GPU: take
+        ``wait_layer``), InvalidRequest (layer, stream).
+        """
+        slot = _slot(ticket)
+        if slot is not None:
+            self._wait_on(stream, ticket, slot, _target(slot, layer))
+
+    def wait_ticket_on(self, stream: object, ticket: TicketView) -> None:
+        """Have a GPU stream wait for all of a transfer; as ``wait_layer_on``."""
+        slot = _slot(ticket)
+        if slot is not None:
+            self._wait_on(stream, ticket, slot, slot.end)
+
+    def confirm(self, *tickets: TicketView) -> None:
+        """Make sure that loads which streams waited for did come: once the stream was synchronised, before what was
+        computed behind the waits is used. Does not wait.
+
+        It speaks of this rank's bytes. A load of several ranks has come where each rank's pool says so, and only then:
+        one rank's part may be in place before another's fails. ``Sequence.wait_loaded`` knows of all ranks, and
+        ``publish`` refuses what did not come whole.
+
+        Raises LoadFailed, DaemonUnavailable (it went before the load ended: recompute), Conflict (it has not ended:
+        synchronise first).
+        """
+        for ticket in tickets:
+            self._require_open()
+            slot = _slot(ticket)
+            outcome = LoadOutcome.CAME if slot is None else self._outcome_of(slot)
+            self._require_came(ticket, outcome)
+            if outcome is LoadOutcome.RUNNING:
+                raise Conflict(
+                    f"load {ticket.id} has not ended; synchronise the stream that waits for it, then confirm"
+                )
+
+    def outcome(self, ticket: TicketView) -> LoadOutcome:
+        """What has become of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline)."""
+        self._require_open()
+        if ticket.state == "failed":
+            return LoadOutcome.FAILED
+        slot = _slot(ticket)
+        return LoadOutcome.CAME if slot is None else self._outcome_of(slot)
+
+    def to_torch(self, layer: int, name: str, group: str | None = None) -> Any:
+        """A plane as a torch tensor of the layout's dtype over the same bytes. Raises ImportError without torch,
+        NotSupported for a plane on a GPU where torch has no CUDA."""
+        self._require_open()
+        spec, plane = self._planes.find(layer, name, group)
+        return tensors.to_torch(plane, spec.dtype)
+
+    def to_paddle(self, layer: int, name: str, group: str | None = None) -> Any:
+        """A plane as a paddle tensor of the layout's dtype over the same bytes. Raises ImportError without paddle."""
+        self._require_open()
+        spec, _ = self._planes.find(layer, name, group)
+        return tensors.to_paddle(self._planes.array(spec), spec.dtype)
+
+    def close(self) -> bool:
+        """Unmap, and tell the daemon: True. Kernels and stream waits that use the pool must have ended.
+
+        False while arrays or tensors are held, or a stream may still wait for a load: their memory stays mapped, and
+        the daemon takes this process for a possible writer. Call it again when they are gone. Idempotent.
+        """
+        self._is_closed = True
+        if not self._unmap():
+            return False
+        if not self._is_told:
+            self._is_told = True
+            self._detach()
+        return True
+
+    def __enter__(self) -> AttachedPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, ticket: TicketView, slot: TimelineSlot, target: int, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            words = self.timeline
+            slice_s = min(deadline_s, time.monotonic() + WAIT_SLICE_S)
+            if wait_reached(words, slot.word, target, slice_s, poll_s=self._poll_s):
+                break
+            if self._life.lost.is_set():
+                raise DaemonUnavailable(f"the daemon went away during load {ticket.id}; recompute its blocks")
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"load {ticket.id} did not get to word value {target} within {timeout_s:g} s")
+        self._require_came(ticket, self._outcome_of(slot))
+
+    def _require_came(self, ticket: TicketView, outcome: LoadOutcome) -> None:
+        if outcome is LoadOutcome.FAILED:
+            raise LoadFailed(f"load {ticket.id} failed; release its sequence, match again and recompute")
+        if outcome is LoadOutcome.LOST:
+            raise DaemonUnavailable(f"the daemon went away during load {ticket.id}; recompute its blocks")
+
+    def _wait_on(self, stream: object, ticket: TicketView, slot: TimelineSlot, target: int) -> None:
+        self._require_open()
+        handle = stream_handle(stream)
+        if self._waits is None:
+            raise NotSupported(f"the pool of rank {self.rank} is in host memory: no stream waits there; use wait_layer")
+        if handle is None:
+            raise InvalidRequest(
+                f"{type(stream).__name__} is no stream: pass its handle, or one of CuPy, torch or paddle"
+            )
+        if self._life.lost.is_set():
+            raise DaemonUnavailable(
+                f"the daemon went away before load {ticket.id} was waited for; recompute its blocks"
+            )
+        self._waits.wait(ticket.id, slot, handle, target)
+
+    def _outcome_of(self, slot: TimelineSlot) -> LoadOutcome:
+        words = self.timeline
+        if not has_reached(int(words[slot.word]), slot.end):
+            return LoadOutcome.LOST if self._life.lost.is_set() else LoadOutcome.RUNNING
+        if int(words[slot.failed_word]) != slot.end:
+            return LoadOutcome.CAME
+        is_ours = self._waits is not None and self._waits.has_released(slot)
+        return LoadOutcome.LOST if is_ours else LoadOutcome.FAILED
+
+    def _map_timeline(self) -> None:
+        handle = self._attached.timeline
+        if handle.kind != "memfd":
+            raise NotSupported(
+                f"the daemon's timeline is of kind {handle.kind!r}, which this client cannot map: update it"
+            )
+        rights = mmap.PROT_READ if self._gpu is None else mmap.PROT_READ | mmap.PROT_WRITE
+        memory = MappedMemory(handle, self._life.fetch_fd, protection=rights)
+        self._map(memory)
+        self._words = words_of(memory.bytes.data)
+        if self._gpu is not None:
+            self._poll_s = POLL_S
+            waits = StreamWaits(self._gpu, self._words)
+            waits.start()
+            self._waits = waits
+            self._life.watch(waits.lose)
+
+    def _map(self, memory: Memory) -> None:
+        memory.start()
+        self._memories.append(memory)
+
+    def _show(self, plane: Any) -> Any:
+        return plane if self._gpu is None else self._gpu.array(plane)
+
+    def _require_open(self) -> None:
+        if self._is_closed or self._words is None:
+            raise AlreadyClosed(f"the pool of rank {self.rank} is not attached; attach again")
+
+    def _unmap(self) -> bool:
+        """True when nothing is mapped any more."""
+        self._planes.clear()
+        try:
+            if self._waits is not None:
+                if not self._waits.close():
+                    return False
+                self._life.unwatch(self._waits.lose)
+            self._words = None
+            self._waits = None
+            self._memories = [memory for memory in self._memories if not self._unmap_one(memory)]
+            if self._memories:
+                return False
+            if self._gpu is not None:
+                self._gpu.close()
+        except GpuFailed as error:
+            log.warning("pool_not_unmapped rank=%s why=%s", self.rank, error)
+            return False
+        return True
+
+    def _unmap_one(self, memory: Memory) -> bool:
+        """Each is unmapped, whatever becomes of the others."""
+        try:
+            return memory.close()
+        except GpuFailed as error:  # the context is broken, or goes with the process: there is nothing to be done
+            log.warning("pool_not_unmapped rank=%s why=%s", self.rank, error)
+            return False
+
+
+def _target(slot: TimelineSlot, layer: int) -> int:
+    if not 0 <= layer < max(slot.layers, 1):
+        raise InvalidRequest(f"layer {layer} of a load of {slot.layers} layers")
+    return (slot.base + layer + 1) & 0xFFFFFFFF
+
+
+def _slot(ticket: TicketView) -> TimelineSlot | None:
+    """Where to wait; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
+    if ticket.state == "failed":
+        raise LoadFailed(f"load {ticket.id} failed: {ticket.reason}; release its sequence, match again and recompute")
+    if ticket.state == "done":
+        return None
+    if ticket.slot is None:
+        raise InvalidRequest(f"ticket {ticket.id} has no place on the timeline; wait for it with lease.wait_tickets")
+    return ticket.slot

@@ -1,0 +1,206 @@
+"""What a client knows of one lease: its name, its ids, its stock, and whether it still lives. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from kvcache.v1 import lease_pb2
+
+from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LeaseLost,
+    LimitExceeded,
+    NotFound,
+    QuotaExceeded,
+    Unauthenticated,
+    error_of,
+    is_refusal,
+)
+from cachesvc_client.records.launches import Launches
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock
+from cachesvc_client.registration import Registration
+from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
+from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
+
+BEATS_WITHIN_SILENCE = 3
+"""A beat may be late or lost twice before the daemon takes the engine for silent."""
+
+LONGEST_PAUSE_S = 1.0
+"""The daemon refuses to pause write-backs for longer at a time."""
+
+LONGEST_WAIT_S = 10.0
+"""One WaitTickets holds a slot of the daemon's; longer waits ask again."""
+
+ANSWER_MARGIN_S = 1.0
+"""What an answer may take beyond the wait that was asked for."""
+
+
+LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
+"""Why a release may fail that has to be tried again: the daemon may still hold the sequence."""
+
+
+class LeaseRecord:
+    """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
+
+    ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
+    never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
+    ``ending``: sequences that were released while launches used them: each goes once those are complete.
+    """
+
+    def __init__(self, opened: lease_pb2.OpenResponse, registration: Registration) -> None:
+        self.id = opened.lease_id
+        self.epoch = opened.epoch
+        self.silence_limit_s = opened.silence_limit_ms / 1000
+        self.registration = registration
+        self.stock: Stock | None = None
+        self.growing: dict[int, SequenceRecord] = {}
+        self.orphans: list[SequenceRecord] = []
+        self.launches = Launches()
+        self.ending: list[SequenceRecord] = []
+        self.is_draining = False
+        self.is_closed = False
+        self.loss: LeaseLost | DaemonUnavailable | None = None
+        self._pause_ms = 0
+        self._request_ids = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
+        self._used_ids: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def beat_interval_s(self) -> float:
+        """Seconds from one beat to the next."""
+        return self.silence_limit_s / BEATS_WITHIN_SILENCE
+
+    def check(self) -> None:
+        """Raises AlreadyClosed, LeaseLost or DaemonUnavailable once the lease is over."""
+        if self.is_closed:
+            raise AlreadyClosed(f"lease {self.id} was closed; open another one")
+        if self.loss is not None:
+            raise type(self.loss)(str(self.loss))
+
+    def lose(self, error: CacheClientError) -> bool:
+        """Note that the lease is over for the daemon; True for the first to tell."""
+        with self._lock:
+            is_first = self.loss is None and not self.is_closed
+            if is_first:
+                self.loss = error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost(str(error))
+        return is_first
+
+    def ask_pause(self, seconds: float) -> None:
+        """The next beat tells the daemon to pause write-backs. Raises ValueError, and what ``check`` raises."""
+        if not 0 < seconds <= LONGEST_PAUSE_S:
+            raise ValueError(f"write-backs pause for at most {LONGEST_PAUSE_S:g} s at a time, not {seconds:g}")
+        self.check()
+        with self._lock:
+            self._pause_ms = max(self._pause_ms, math.ceil(seconds * 1000))
+
+    @property
+    def has_news(self) -> bool:
+        """True when a beat should go at once."""
+        return self._pause_ms > 0
+
+    def build_beat(self) -> lease_pb2.KeepAliveRequest:
+        """A beat, with what there is to tell: it is told once."""
+        with self._lock:
+            pause_ms, self._pause_ms = self._pause_ms, 0
+        return lease_pb2.KeepAliveRequest(lease_id=self.id, pause_write_backs_ms=pause_ms)
+
+    def note_beat(self, answer: lease_pb2.KeepAliveResponse) -> CacheClientError | None:
+        """Take in the daemon's answer to a beat; why the lease is over, if it is."""
+        self.is_draining = answer.draining
+        if answer.epoch != self.epoch:
+            return LeaseLost(f"lease {self.id} is of another life of the daemon; open a new one")
+        return None
+
+    def judge_silence(self, failure: grpc.RpcError | None, silent_s: float) -> CacheClientError | None:
+        """The beats ended ``silent_s`` seconds after the last answer: why the lease is over, or None to try again."""
+        error = error_of(failure) if failure is not None else None
+        if failure is not None and is_refusal(failure) and isinstance(error, LeaseLost | NotFound):
+            return error
+        if silent_s > self.silence_limit_s:
+            return LeaseLost(f"lease {self.id}: no beat was answered for {silent_s:.1f} s ({error})")
+        return None
+
+    def next_request_id(self) -> int:
+        """A request_id above all before it."""
+        with self._lock:
+            return next(self._request_ids)
+
+    def address(self, operation: Operation[Any]) -> None:
+        """Put the lease and a fresh request_id into a request that is to be sent by itself."""
+        self.check()
+        operation.request.lease_id = self.id
+        operation.request.request_id = self.next_request_id()
+
+    def new_sequence(self, sequence_id: int | None) -> SequenceRecord:
+        """A sequence under the caller's id (positive), or under the next one that is free."""
+        with self._lock:
+            if sequence_id is None:
+                sequence_id = next(number for number in self._sequence_ids if number not in self._used_ids)
+            elif sequence_id < 1:
+                raise ValueError(f"a sequence_id is positive, got {sequence_id}")
+            else:
+                self._used_ids.add(sequence_id)
+        return SequenceRecord(sequence_id, self.registration.layout, self.launches)
+
+    def forget(self, sequence: SequenceRecord) -> None:
+        """A sequence has ended."""
+        with self._lock:
+            self._used_ids.discard(sequence.id)
+        self.growing.pop(sequence.id, None)
+
+    def is_quiesced(self, quiesced: bool | None) -> bool:
+        """The caller's word that no kernel uses the pool any more, or for None what the launches say."""
+        return not self.launches.are_under_way if quiesced is None else quiesced
+
+    @property
+    def has_ended(self) -> bool:
+        """True when a release that had to wait for a launch can go."""
+        return any(sequence.ends_after <= self.launches.completed for sequence in self.ending)
+
+    def hold(self, sequence: SequenceRecord) -> None:
+        """Its release waits for a launch."""
+        with self._lock:
+            self.ending.append(sequence)
+
+    def take_ended(self, but_for: Iterable[object] = ()) -> list[SequenceRecord]:
+        """Sequences whose release waits for no launch any more, but for some; they are forgotten here.
+
+        Those that owe an answer become orphans: it has to be asked for first.
+        """
+        if not self.ending:
+            return []
+        kept = {id(each) for each in but_for}
+        with self._lock:
+            completed = self.launches.completed
+            ended = [each for each in self.ending if each.ends_after <= completed and id(each) not in kept]
+            self.ending = [each for each in self.ending if each not in ended]
+            self.orphans += [each for each in ended if each.unanswered is not None or each.is_released]
+        return [each for each in ended if each.unanswered is None and not each.is_released]
+
+    def take_orphan(self, *, and_ended: bool) -> SequenceRecord | None:
+        """One of the orphans, which is none any more; ``and_ended``: of the sequences of ``take_ended`` too."""
+        ended = self.take_ended() if and_ended else []
+        with self._lock:
+            self.orphans += ended
+            return self.orphans.pop() if self.orphans else None
+
+    def prefetch(self, keys: bytes) -> Operation[Prefetched]:
+        """Load a prefix towards the device."""
+        self.check()
+        return Operation(PREFETCH, build_prefetch(keys), parse_prefetch, no_action)
+
+
+def list_running(tickets: Iterable[TicketView]) -> list[int]:
+    """Ids of the transfers that have not ended."""
+    return [ticket.id for ticket in tickets if ticket.state == "running"]

@@ -1,0 +1,347 @@
+"""What a client knows of one sequence, and the operations on it. No I/O: others send them and bring the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, TypeVar
+
+from kvcache.v1 import cache_pb2
+
+from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    Conflict,
+    DaemonUnavailable,
+    InvalidRequest,
+    LeaseLost,
+    LoadFailed,
+    NotFound,
+)
+from cachesvc_client.records.launches import GiveBacks, Launches
+from cachesvc_client.records.stock import Stock
+from cachesvc_client.records.tables import BlockTable
+from cachesvc_client.wire.messages import (
+    SWAP_IN,
+    SWAP_OUT,
+    build_allocate,
+    build_extend,
+    build_match,
+    build_publish,
+    build_recycle,
+    build_release,
+    build_swap,
+    parse_allocate,
+    parse_match,
+    parse_publish,
+    parse_recycle,
+    parse_swap,
+)
+from cachesvc_client.wire.methods import (
+    ALLOCATE,
+    EXTEND,
+    MATCH,
+    PUBLISH,
+    RECYCLE,
+    RELEASE,
+    SWAP,
+    Method,
+    Operation,
+    no_action,
+)
+
+T = TypeVar("T")
+
+
+class SequenceRecord:
+    """Block tables and cursors of one sequence, as of the last answer.
+
+    ``loading``: blocks that ``tickets`` bring, or brought.
+    ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
+    stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
+    answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
+    ``ends_after``: the launch that its release waits for, 0 for none.
+    """
+
+    def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
+        self.id = sequence_id
+        self.layout = layout
+        self.launches = launches if launches is not None else Launches()
+        self.tables = [BlockTable() for _ in layout.groups]
+        self.matched = Matched(0, 0, 0, ())
+        self.sealed_blocks = 0
+        self.asked_blocks = 0
+        self.known_keys = 0
+        self.tickets: tuple[TicketView, ...] = ()
+        self.loading = range(0)
+        self.has_failed_load = False
+        self.give_backs = GiveBacks(self.launches)
+        self.growth: list[GroupCells] = []
+        self.stranded: list[GroupCells] = []
+        self.is_swapped_out = False
+        self.swap_tickets: tuple[TicketView, ...] = ()
+        self.is_released = False
+        self.ends_after = 0
+        self.freed_pages = 0
+        self.failure: CacheClientError | None = None
+        self.unanswered: Operation[Any] | None = None
+        self.allocations = 0
+        self.steps = 0
+
+    @property
+    def blocks(self) -> int:
+        """Length of the block tables."""
+        return self.tables[0].blocks
+
+    def open(self, keys: bytes, max_blocks: int) -> Operation[SequenceRecord]:
+        """Match: the sequence begins with the longest hit."""
+
+        def apply(response: cache_pb2.MatchResponse) -> SequenceRecord:
+            self.matched = parse_match(response)
+            self.sealed_blocks = self.asked_blocks = self.matched.device_blocks
+            self.known_keys = len(keys) // KEY_BYTES
+            self._put(self.matched.tables)
+            return self
+
+        return self._operation(MATCH, build_match(self.id, keys, max_blocks), apply, self._end)
+
+    def allocate(self, blocks: int) -> Operation[Allocated]:
+        """Make the tables ``blocks`` long."""
+        self._require_usable()
+
+        self.allocations += 1
+
+        def apply(response: cache_pb2.AllocateResponse) -> Allocated:
+            self.allocations -= 1
+            answer = parse_allocate(response)
+            self._put(answer.tables)
+            self.tickets += answer.tickets
+            hit = self.matched.device_blocks + self.matched.host_blocks
+            if answer.tickets:
+                self.loading = range(self.matched.device_blocks, hit)
+            self.sealed_blocks = max(self.sealed_blocks, hit)
+            self.asked_blocks = max(self.asked_blocks, hit)
+            return answer
+
+        def fail(_: CacheClientError) -> None:
+            self.allocations -= 1
+
+        return self._operation(ALLOCATE, build_allocate(self.id, blocks), apply, fail)
+
+    def publish(self, upto_blocks: int, keys: bytes) -> Operation[Published]:
+        """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
+        self._require_usable()
+        first = self.asked_blocks
+        if upto_blocks < first:
+            raise InvalidRequest(
+                f"blocks up to {first} of sequence {self.id} are published already; publish({upto_blocks}) goes back"
+            )
+        wanted = b""
+        if upto_blocks > self.known_keys:
+            if len(keys) < upto_blocks * KEY_BYTES:
+                raise InvalidRequest(
+                    f"publish up to block {upto_blocks} needs the keys of all {upto_blocks} blocks from the root on; "
+                    f"{len(keys) // KEY_BYTES} were given, and Match was told {self.known_keys}"
+                )
+            wanted = bytes(keys[first * KEY_BYTES : upto_blocks * KEY_BYTES])
+        self.asked_blocks = upto_blocks
+
+        def apply(response: cache_pb2.PublishResponse) -> Published:
+            answer = parse_publish(response)
+            self.sealed_blocks = answer.sealed_blocks
+            if answer.sealed_blocks < upto_blocks:
+                self.asked_blocks = answer.sealed_blocks
+            self.known_keys = max(self.known_keys, upto_blocks)
+            self._take_sealed(answer)
+            self.tickets = ()  # the daemon publishes only what has been loaded
+            return answer
+
+        def fail(_: CacheClientError) -> None:
+            self.asked_blocks = self.sealed_blocks
+
+        return self._operation(PUBLISH, build_publish(self.id, first, upto_blocks - first, wanted), apply, fail)
+
+    def recycle(self, computed_tokens: int, launch: int | None = None) -> Operation[Recycled]:
+        """Give back the spares, and what fell out of every window, as far as no launch under way may use them."""
+        self._require_usable()
+        self.give_backs.hold_windows(computed_tokens, launch)
+        due = self.give_backs.take_due()
+
+        def apply(response: cache_pb2.RecycleResponse) -> Recycled:
+            answer = parse_recycle(response)
+            for group, cursor in zip(self.layout.window_groups, answer.cursors, strict=True):
+                self.tables[group].clear(self.layout.sink_blocks(group), cursor)
+            return answer
+
+        def fail(_: CacheClientError) -> None:
+            self.give_backs.put_back(due.pages)
+
+        request = build_recycle(self.id, due.computed_tokens, _as_cells(due.pages))
+        return self._operation(RECYCLE, request, apply, fail)
+
+    def swap_out(self, launch: int | None = None) -> Operation[Swapped]:
+        """Take the sequence off the device, which only ``launch`` and those before it use."""
+        self._require_usable()
+        if pending := self.launches.pending(launch):
+            raise Conflict(
+                f"launch {pending} may still write sequence {self.id}, and {self.launches.completed} is the last that "
+                "is complete; swap it out after lease.completed, or say which launch was the last to use it"
+            )
+
+        def apply(response: cache_pb2.SwapResponse) -> Swapped:
+            answer = parse_swap(response)
+            self.is_swapped_out = True
+            self.give_backs.forget()  # the daemon has freed them
+            self.tickets = ()  # the daemon swaps out only what has been loaded
+            self.swap_tickets = answer.tickets
+            return answer
+
+        return self._operation(SWAP, build_swap(self.id, SWAP_OUT), apply)
+
+    def swap_in(self) -> Operation[Swapped]:
+        """Bring the sequence back."""
+        self._require_usable()
+
+        def apply(response: cache_pb2.SwapResponse) -> Swapped:
+            answer = parse_swap(response)
+            self._put(answer.tables)
+            self.is_swapped_out = False
+            self.tickets = self.swap_tickets = answer.tickets
+            self.loading = range(self.blocks)
+            return answer
+
+        return self._operation(SWAP, build_swap(self.id, SWAP_IN), apply)
+
+    def release(self, stock: Stock | None) -> Operation[int]:
+        """End the sequence; stock pages that the daemon never saw in it go back to the stock."""
+        if self.is_released:
+            raise AlreadyClosed(f"sequence {self.id} was released before")
+
+        def apply(response: cache_pb2.ReleaseResponse) -> int:
+            self._end()
+            self.freed_pages = response.freed_pages
+            if stock is not None:
+                stock.add(self.growth + self.stranded)
+            self.growth, self.stranded = [], []
+            return response.freed_pages
+
+        def fail(error: CacheClientError) -> None:
+            self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
+
+        return self._operation(RELEASE, build_release(self.id), apply, fail)
+
+    def end_later(self, launch: int | None) -> bool:
+        """True where the release has to wait for ``launch`` (None: the newest): nothing else can be done with it then.
+
+        Raises AlreadyClosed (released before), InvalidRequest (no such launch).
+        """
+        if self.is_released or self.ends_after:
+            raise AlreadyClosed(f"sequence {self.id} was released before")
+        self.ends_after = self.launches.pending(launch)
+        return self.ends_after > 0
+
+    def grow(self, stock: Stock, blocks: int) -> None:
+        """Take stock pages as the next cells; the next step tells the daemon. Raises StockEmpty."""
+        self._require_usable()
+        if self.allocations:
+            raise Conflict(f"sequence {self.id} has an allocate without an answer; collect it, then grow")
+        cells = stock.take(blocks, self.blocks)
+        self._put(cells)
+        self.growth += cells
+
+    def extend(self) -> Operation[int]:
+        """Tell the daemon of the growth. A refusal makes the sequence unusable: its tables say what is not so."""
+        grown, self.growth = self.growth, []
+        expected = self.blocks
+
+        def apply(response: cache_pb2.ExtendResponse) -> int:
+            if response.blocks != expected:
+                self.failure = Conflict(
+                    f"sequence {self.id} has {response.blocks} blocks in the daemon and {expected} here; release it"
+                )
+            return response.blocks
+
+        def fail(error: CacheClientError) -> None:
+            self.failure = error
+            self.stranded += grown
+
+        return self._operation(EXTEND, build_extend(self.id, _merged(grown)), apply, fail)
+
+    def end_swap(self, tickets: tuple[TicketView, ...]) -> None:
+        """The swap's transfer has ended. Raises LoadFailed where it failed: the sequence is where it was before."""
+        ended = {ticket.id for ticket in tickets}
+        self.tickets = tuple(ticket for ticket in self.tickets if ticket.id not in ended)
+        self.swap_tickets = ()
+        broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
+        if broken is not None:
+            self.is_swapped_out = broken.direction == "load"
+            raise LoadFailed(
+                f"sequence {self.id} could not be swapped ({broken.reason}); it is where it was before, swap it again"
+            )
+
+    def end_loads(self, tickets: tuple[TicketView, ...]) -> None:
+        """The loads have ended. Raises LoadFailed where one failed."""
+        self.tickets = ()
+        broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
+        if broken is not None:
+            self.has_failed_load = True
+            self.failure = LoadFailed(
+                f"load {broken.id} of sequence {self.id} failed: {broken.reason}; release it, match again and recompute"
+            )
+            raise self.failure
+
+    def _require_usable(self) -> None:
+        if self.is_released or self.ends_after:
+            raise AlreadyClosed(f"sequence {self.id} was released; match again")
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure))
+
+    def _end(self, _: CacheClientError | None = None) -> None:
+        self.is_released = True
+
+    def _operation(
+        self,
+        method: Method[Any, Any],
+        request: Any,
+        apply: Callable[[Any], T],
+        fail: Callable[[CacheClientError], None] = no_action,
+    ) -> Operation[T]:
+        def refused(error: CacheClientError) -> None:
+            self.has_failed_load |= isinstance(error, LoadFailed)
+            fail(error)
+
+        return Operation(method, request, apply, refused, self)
+
+    def _put(self, tables: tuple[GroupCells, ...]) -> None:
+        for cells in tables:
+            self.tables[cells.group].put(cells.first_block, cells.pages)
+
+    def _take_sealed(self, answer: Published) -> None:
+        for cells in answer.duplicates:
+            self.tables[cells.group].put_at(answer.duplicate_positions, cells.pages)
+        self.give_backs.add_spares((cells.group, page) for cells in answer.spares for page in cells.pages)
+
+
+def _as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:
+    return [
+        GroupCells(group, 0, tuple(page for _, page in mine))
+        for group, mine in groupby(sorted(pages), key=lambda pair: pair[0])
+    ]
+
+
+def _merged(cells: list[GroupCells]) -> list[GroupCells]:
+    """One GroupCells for each group, in the order in which the pages were taken."""
+    merged: dict[int, GroupCells] = {}
+    for each in cells:
+        known = merged.get(each.group)
+        merged[each.group] = (
+            each
+            if known is None
+            else GroupCells(
+                known.group, known.first_block, known.pages + each.pages, known.generations + each.generations
+            )
+        )
+    return list(merged.values())

@@ -1,0 +1,1 @@
+"""The way to the daemon: channel, calls, messages, credentials, liveness."""

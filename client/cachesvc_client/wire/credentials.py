@@ -1,0 +1,196 @@
+"""What a client proves itself by: a token, or nothing but the process that the life socket knows; and TLS for TCP."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
+from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.wire.settings import ChannelOptions
+
+TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
+TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A token, or a file that holds one and may be replaced at any time. Never shown in a repr or a log.
+
+    ``root_ca``, ``certificate``, ``key``: PEM files for TLS, for channels that ``open_remote`` makes.
+    """
+
+    token: str = ""
+    token_file: str = ""
+    root_ca: str = ""
+    certificate: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.token and self.token_file:
+            raise InvalidRequest("give a token or a token_file, not both")
+        if bool(self.certificate) != bool(self.key):
+            raise InvalidRequest("a client certificate and its key go together")
+
+    def __repr__(self) -> str:
+        return f"Credentials(token={'***' if self.token else ''!r}, token_file={self.token_file!r})"
+
+    def read_token(self) -> str:
+        """The token now; empty where there is none. Raises InvalidRequest for a file that cannot be read."""
+        if not self.token_file:
+            return self.token
+        try:
+            token = Path(self.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"cannot read the token file {self.token_file}: {error}") from error
+        if not token:
+            raise InvalidRequest(f"the token file {self.token_file} is empty")
+        return token
+
+    def metadata(self, process_token: bytes = b"") -> Metadata:
+        """What goes with every call: the token, else the process's own."""
+        token = self.read_token()
+        if token:
+            return ((AUTHORIZATION_METADATA_KEY, BEARER + token),)
+        return ((PROCESS_METADATA_KEY, process_token),) if process_token else ()
+
+
+def credentials_from(
+    token: str | None, token_file: str | None, environment: Mapping[str, str] = os.environ
+) -> Credentials:
+    """What was given, else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE. Raises InvalidRequest for both at once."""
+    if token is None and token_file is None:
+        return Credentials(environment.get(TOKEN_VARIABLE, ""), environment.get(TOKEN_FILE_VARIABLE, ""))
+    return Credentials(token or "", token_file or "")
+
+
+PATIENT_OPTIONS = ChannelOptions(first_reconnect_ms=5000, longest_reconnect_ms=20_000)
+"""gRPC gives up an attempt to connect after the shortest pause between two: an operator's node may be busy."""
+
+
+class Proof:
+    """The metadata of one connection's calls; a token file is read again when the daemon refuses what it held.
+
+    Safe to use from several threads, each of which says what its refused call was made with.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._process_token = b""
+        self.metadata: Metadata = ()
+
+    def start(self, process_token: bytes) -> None:
+        """The connection is there. Raises InvalidRequest for a token file that cannot be read."""
+        self._process_token = process_token
+        self.metadata = self._credentials.metadata(process_token)
+
+    def renew(self, failure: grpc.RpcError, used: Metadata) -> bool:
+        """True when a call that was made with ``used`` was refused for its token, and the file now holds another one:
+        worth another try. Raises InvalidRequest for a file that cannot be read."""
+        is_refused = (
+            isinstance(failure, grpc.Call | grpc.aio.AioRpcError)
+            and failure.code() is grpc.StatusCode.UNAUTHENTICATED
+            and bool(self._credentials.token_file)
+        )
+        if not is_refused:
+            return False
+        if self.metadata == used:
+            self.metadata = self._credentials.metadata(self._process_token)
+        return self.metadata != used
+
+    def renew_stream(self, failure: grpc.RpcError, used: Metadata) -> bool:
+        """``renew`` for a stream, whose thread has nobody to tell of a file that cannot be read: it is no reason to
+        open the stream again."""
+        try:
+            return self.renew(failure, used)
+        except InvalidRequest as unreadable:
+            log.warning("token_not_read why=%s", unreadable)
+            return False
+
+
+class _Details(
+    collections.namedtuple(
+        "_Details", ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression")
+    ),
+    grpc.ClientCallDetails,
+):
+    """Call details that can be made anew."""
+
+
+class _WithMetadata(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Adds the token to every call of a channel that is not hot."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """With the token."""
+        return continuation(self._proven(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """With the token."""
+        return continuation(self._proven(client_call_details), request)
+
+    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        """With the token."""
+        return continuation(self._proven(client_call_details), request_iterator)
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        """With the token."""
+        return continuation(self._proven(client_call_details), request_iterator)
+
+    def _proven(self, details: Any) -> _Details:
+        metadata = (*(details.metadata or ()), *self._metadata)
+        known = (details.method, details.timeout, metadata, details.credentials)
+        return _Details(*known, details.wait_for_ready, details.compression)
+
+
+def open_remote(address: str, credentials: Credentials, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
+    """A channel for operators and routers that proves itself with every call.
+
+    ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket.
+    Raises InvalidRequest for files that cannot be read.
+    """
+    if address.startswith(("/", ".")):
+        channel = grpc.insecure_channel(f"unix:{address}", options=options.as_grpc())
+    elif credentials.root_ca or credentials.certificate:
+        channel = grpc.secure_channel(address, _tls(credentials), options=options.as_grpc())
+    else:
+        channel = grpc.insecure_channel(address, options=options.as_grpc())
+    metadata = credentials.metadata()
+    return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
+
+
+def open_local(socket_path: str) -> grpc.Channel:
+    """A channel to the unix socket, which proves itself by what the environment names. Raises InvalidRequest."""
+    metadata = credentials_from(None, None).metadata()
+    channel = grpc.insecure_channel(f"unix:{socket_path}")
+    return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
+
+
+def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
+    def read(path: str) -> bytes | None:
+        return Path(path).read_bytes() if path else None
+
+    try:
+        return grpc.ssl_channel_credentials(
+            read(credentials.root_ca), read(credentials.key), read(credentials.certificate)
+        )
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {error.filename}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""The replay lab: traces, replays through real pages, reports and pictures."""

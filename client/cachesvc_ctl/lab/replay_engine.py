@@ -1,0 +1,151 @@
+"""One engine process of a replay: takes requests on standard input, answers on standard output, one JSON line each.
+
+It does what an engine does: match, load, compute (here: write bytes that tell their block), publish, release; and it
+checks the bytes of every block that the cache gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TypeVar
+
+from cachesvc_client.client import CacheClient
+from cachesvc_client.errors import LoadFailed, PoolExhausted
+from cachesvc_client.layouts.families import opaque
+from cachesvc_client.lease import Lease
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.sequence import Sequence
+
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc_ctl.lab.page_pattern import PagePattern
+
+LOAD_SECONDS = 60.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine needs to know. ``layers`` planes share ``block_bytes``."""
+
+    socket: str
+    name: str
+    model: str
+    block_bytes: int
+    block_tokens: int
+    layers: int
+    device_blocks: int
+    host_blocks: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. ``uncached``: computed blocks for which there was no room. ``rpc``: (name, ms)."""
+
+    index: int
+    device: int = 0
+    host: int = 0
+    computed: int = 0
+    uncached: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    rpc: list[tuple[str, float]] = field(default_factory=list)
+
+    def timed(self, name: str, call: Callable[[], T]) -> T:
+        """Run a call and note how long it took, whether it succeeds or not."""
+        began = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.rpc.append((name, (time.perf_counter() - began) * 1e3))
+
+
+class ReplayEngine:
+    """Serves requests one at a time through one lease."""
+
+    def __init__(self, settings: EngineSettings, lease: Lease, pool: AttachedPool, namespace: bytes) -> None:
+        self._settings = settings
+        self._lease = lease
+        self._namespace = namespace
+        self._pool = pool
+        self._pattern = PagePattern(pool, block_bytes=settings.block_bytes, layers=settings.layers)
+        self._key_of = lru_cache(maxsize=1 << 18)(self._make_key)
+
+    def _make_key(self, block: int) -> bytes:
+        return blake2b(self._namespace + block.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
+
+    def serve(self, index: int, block_ids: list[int]) -> Outcome:
+        """Serve one request: its blocks from the cache where they are, computed and published where not."""
+        outcome = Outcome(index)
+        if not block_ids:
+            return outcome
+        keys = b"".join(map(self._key_of, block_ids))
+        sequence = outcome.timed("match", lambda: self._lease.match(keys))
+        try:
+            self._serve(sequence, keys, len(block_ids), outcome)
+        finally:
+            outcome.timed("release", sequence.release)
+        return outcome
+
+    def _serve(self, sequence: Sequence, keys: bytes, blocks: int, outcome: Outcome) -> None:
+        outcome.device = sequence.device_blocks
+        self._verify(sequence, keys, 0, sequence.device_blocks, outcome)
+        # A prompt longer than the pool is cut: its leading blocks that fit are cached, the rest is computed without.
+        cached = min(blocks, self._settings.device_blocks)
+        hit = sequence.hit_blocks
+        try:
+            outcome.timed("allocate", lambda: sequence.allocate(max(cached, hit)))
+            self._wait_loads(sequence, outcome)
+        except (PoolExhausted, LoadFailed):
+            outcome.computed = blocks - outcome.device
+            outcome.uncached = outcome.computed
+            return
+        outcome.host = hit - outcome.device
+        self._verify(sequence, keys, outcome.device, hit, outcome)
+        self._pattern.write(sequence.tables[0], keys, hit, cached)
+        outcome.computed = blocks - hit
+        outcome.uncached = blocks - cached
+        if cached > hit:
+            outcome.timed("publish", lambda: sequence.publish(cached))
+
+    def _verify(self, sequence: Sequence, keys: bytes, first: int, last: int, outcome: Outcome) -> None:
+        outcome.verified += last - first
+        outcome.corrupt += self._pattern.count_wrong(sequence.tables[0], keys, first, last)
+
+    def _wait_loads(self, sequence: Sequence, outcome: Outcome) -> None:
+        for ticket in sequence.tickets:
+            outcome.timed("load", lambda ticket=ticket: self._pool.wait_ticket(ticket, LOAD_SECONDS))  # type: ignore[misc]
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    settings = EngineSettings(**json.loads(sys.argv[1]))
+    layout = opaque(block_bytes=settings.block_bytes, block_tokens=settings.block_tokens, layers=settings.layers)
+    with CacheClient(settings.socket, engine=settings.name) as client:
+        registration = client.register(
+            settings.model, layout, device_pages=[settings.device_blocks], host_pages=[settings.host_blocks]
+        )
+        lease = client.open_lease(registration)
+        pool = lease.attach(0)
+        engine = ReplayEngine(settings, lease, pool, registration.namespace)
+        _say({"ready": True})
+        for line in sys.stdin:
+            request = json.loads(line)
+            _say(asdict(engine.serve(request["index"], request["block_ids"])))
+        del engine
+        pool.close()
+        lease.close()
+
+
+def _say(message: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

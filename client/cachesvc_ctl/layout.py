@@ -1,0 +1,356 @@
+"""``cachesvc layout``: what a model's cache looks like and how much of it fits, out of its config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.layouts.families import padding_bytes
+from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_config
+
+from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import Layout
+from cachesvc_ctl.inspect import table
+from cachesvc_ctl.lab.report import describe_bytes
+
+UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+MAX_MEMORY_BYTES = 1 << 60
+MAX_SEQUENCE_TOKENS = 1 << 31
+MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneRow:
+    """Planes of one name and shape in one group."""
+
+    group: str
+    plane: str
+    layers: tuple[int, ...]
+    page_shape: tuple[int, ...]
+    dtype: str
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group's rule, and the bytes of one block in it."""
+
+    group: str
+    window_tokens: int | None
+    sink_tokens: int
+    replicated: bool
+    rank_block_bytes: int
+    device_block_bytes: int
+    host_block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How much fits into one rank's device memory: ``count`` times ``unit_pages[g]`` pages of each group."""
+
+    count: int
+    unit_pages: tuple[int, ...]
+    pages: tuple[int, ...]
+    used_bytes: int
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the parser."""
+    text = "what a model's cache takes and what fits, from its config.json"
+    parser = commands.add_parser("layout", help=text, description=text)
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a config.json, or the folder that has it")
+    add("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism (default 1)")
+    add("--block-tokens", type=int, default=64, metavar="N", help="tokens of a block (default 64)")
+    add("--kv-dtype", default=AUTO, metavar="D", help="bfloat16, float16, fp8, int8, ... (default: the model's own)")
+    add("--scale-dtype", metavar="D", help="a scale for each head and token beside values of one byte")
+    add("--mtp", action="store_true", help="with the model's next-token-prediction layers")
+    add("--window-heads", metavar="FILE", help="JSON: for each layer true or false for each kv head, its window")
+    add("--window-tokens", type=int, metavar="N", help="window of --window-heads")
+    add("--sink-tokens", type=int, default=0, metavar="N", help="first tokens that --window-heads keep (default 0)")
+    add("--memory", metavar="SIZE", help="device memory of one rank for the cache, e.g. 40GiB")
+    add("--sequence-tokens", type=int, metavar="N", help="length of the sequences that are to fit into --memory")
+    add("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Exit code 0. Raises LayoutRejected (of hf_config) and InvalidRequest."""
+    memory_bytes = None if arguments.memory is None else parse_size(arguments.memory)
+    tokens = arguments.sequence_tokens
+    if tokens is not None and not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
+        raise InvalidRequest(f"--sequence-tokens must be in 1..{MAX_SEQUENCE_TOKENS}, got {tokens}")
+    if tokens is not None and memory_bytes is None:
+        raise InvalidRequest("--sequence-tokens says how many sequences fit: give --memory too")
+    config = read_config(Path(arguments.config))
+    heads = read_heads(arguments.window_heads, arguments.window_tokens, arguments.sink_tokens)
+    layout = layout_of_config(
+        config,
+        block_tokens=arguments.block_tokens,
+        tensor_parallel=arguments.tp,
+        kv_dtype=arguments.kv_dtype,
+        scale_dtype=arguments.scale_dtype,
+        mtp=arguments.mtp,
+        heads=heads,
+    )
+    padding = padding_bytes(layout, heads.marks) if heads is not None else (0,) * len(layout.groups)
+    if memory_bytes is not None and fit(layout, block_pages(layout), memory_bytes).count == 0:
+        needed = device_bytes(layout, block_pages(layout))
+        raise InvalidRequest(f"--memory {arguments.memory} holds no block: one takes {needed:,} bytes on each rank")
+    if arguments.json:
+        print(json.dumps(as_json(config["model_type"], layout, padding, memory_bytes, tokens), indent=2))
+    else:
+        print(describe(config["model_type"], layout, padding, memory_bytes, tokens))
+    return 0
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a config.json, or in the one of a folder. Raises InvalidRequest."""
+    path = path / "config.json" if path.is_dir() else path
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{path} holds no JSON object")
+    return config
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise InvalidRequest(f"{path} has more than {describe_bytes(MAX_CONFIG_BYTES)}: that is no config.json")
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is no JSON: {error}") from error
+
+
+def read_heads(path: str | None, window_tokens: int | None, sink_tokens: int) -> HeadWindows | None:
+    """Windows head by head, where a file says so. Raises InvalidRequest."""
+    if path is None:
+        if window_tokens is not None or sink_tokens:
+            raise InvalidRequest("--window-tokens and --sink-tokens are those of --window-heads: give it too")
+        return None
+    if window_tokens is None:
+        raise InvalidRequest("--window-heads says which heads have a window: give --window-tokens too")
+    marks = _read_json(Path(path))
+    if not isinstance(marks, list) or not all(
+        isinstance(layer, list) and all(isinstance(mark, bool) for mark in layer) for layer in marks
+    ):
+        raise InvalidRequest(f"{path} must hold a list for each layer, of true or false for each kv head")
+    return HeadWindows(marks, window_tokens, sink_tokens)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``40GiB`` or ``512 MiB``. Raises InvalidRequest."""
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
+    size = None if match is None else UNITS.get(match[2].lower() or "b")
+    if match is None or size is None or float(match[1]) * size > MAX_MEMORY_BYTES:
+        raise InvalidRequest(f"{text!r} is no size; write a number with B, KiB, MiB, GiB or TiB, e.g. 40GiB")
+    return int(float(match[1]) * size)
+
+
+def plane_rows(layout: Layout) -> list[PlaneRow]:
+    """Planes by group, name and shape, in the layout's order."""
+    found: dict[tuple[str, str, tuple[int, ...], str, int], list[int]] = {}
+    for plane in sorted(layout.planes, key=lambda plane: layout.group_index[plane.group]):
+        kind = (plane.group, plane.name, plane.page_shape, plane.dtype, plane.page_bytes)
+        found.setdefault(kind, []).append(plane.layer)
+    return [
+        PlaneRow(group, name, tuple(sorted(layers)), shape, dtype, page_bytes)
+        for (group, name, shape, dtype, page_bytes), layers in found.items()
+    ]
+
+
+def group_rows(layout: Layout) -> list[GroupRow]:
+    """Groups in the layout's order."""
+    return [
+        GroupRow(
+            group.name,
+            group.window_tokens,
+            group.sink_tokens,
+            group.replicated,
+            layout.page_bytes(index),
+            layout.page_bytes(index) * layout.ranks,
+            layout.page_bytes(index) * layout.host_ranks(index),
+        )
+        for index, group in enumerate(layout.groups)
+    ]
+
+
+def block_pages(layout: Layout) -> tuple[int, ...]:
+    """Pages of a block that is kept in every group."""
+    return (1,) * len(layout.groups)
+
+
+def sequence_pages(layout: Layout, tokens: int) -> tuple[int, ...]:
+    """Pages of a sequence of that length while it decodes: all of a full group, sinks and window of the others."""
+    blocks = -(-tokens // layout.block_tokens)
+    return tuple(
+        blocks if group.window_tokens is None else min(blocks, layout.sink_blocks(index) + layout.window_blocks(index))
+        for index, group in enumerate(layout.groups)
+    )
+
+
+def fit(layout: Layout, unit_pages: tuple[int, ...], memory_bytes: int) -> Fit:
+    """The most units whose device slabs, alignment included, take no more than ``memory_bytes``."""
+
+    def pages(count: int) -> tuple[int, ...]:
+        return tuple(count * unit for unit in unit_pages)
+
+    unit_bytes = sum(layout.page_bytes(group) * unit for group, unit in enumerate(unit_pages))
+    low, high = 0, memory_bytes // unit_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        if device_bytes(layout, pages(middle)) <= memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return Fit(low, unit_pages, pages(low), device_bytes(layout, pages(low)))
+
+
+def as_json(
+    model_type: str, layout: Layout, padding: Sequence[int], memory_bytes: int | None, tokens: int | None
+) -> dict[str, Any]:
+    """Everything that ``describe`` says; the keys are a promise to scripts. ``padding``: of ``padding_bytes``."""
+    groups = group_rows(layout)
+    document: dict[str, Any] = {
+        "model_type": model_type,
+        "layers": layout.layers,
+        "ranks": layout.ranks,
+        "block_tokens": layout.block_tokens,
+        "fingerprint": layout.fingerprint.hex(),
+        "planes": [asdict(row) for row in plane_rows(layout)],
+        "groups": [asdict(row) for row in groups],
+        "block_bytes": {
+            "rank": sum(row.rank_block_bytes for row in groups),
+            "devices": sum(row.device_block_bytes for row in groups),
+            "host": sum(row.host_block_bytes for row in groups),
+        },
+    }
+    if any(padding):
+        document["padding_bytes"] = dict(zip(layout.group_index, padding, strict=True))
+    document["token_bytes"] = {
+        where: block_bytes / layout.block_tokens for where, block_bytes in document["block_bytes"].items()
+    }
+    if memory_bytes is not None:
+        document["memory_bytes"] = memory_bytes
+        document["blocks"] = asdict(fit(layout, block_pages(layout), memory_bytes))
+    if memory_bytes is not None and tokens is not None:
+        document["sequence_tokens"] = tokens
+        document["sequences"] = asdict(fit(layout, sequence_pages(layout, tokens), memory_bytes))
+    return document
+
+
+def describe(
+    model_type: str, layout: Layout, padding: Sequence[int], memory_bytes: int | None, tokens: int | None
+) -> str:
+    """The layout for people."""
+    rows = group_rows(layout)
+    ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
+    fingerprint = layout.fingerprint.hex()[:12]
+    parts = [
+        f"{model_type}: {layout.layers} layers, {ranks}, blocks of {layout.block_tokens} tokens, layout {fingerprint}",
+        _planes_table(plane_rows(layout)),
+        _groups_table(rows),
+        _bytes_table(layout, rows),
+    ]
+    if any(padding):
+        parts.append(_padding_part(layout, padding, rows))
+    if memory_bytes is not None:
+        parts += _fit_parts(layout, memory_bytes, tokens)
+    return "\n\n".join(parts)
+
+
+def _planes_table(rows: Sequence[PlaneRow]) -> str:
+    head = ("group", "plane", "layers", "which", "page shape", "dtype", "bytes a page")
+    cells = [
+        (
+            row.group,
+            row.plane,
+            len(row.layers),
+            describe_layers(row.layers),
+            " x ".join(map(str, row.page_shape)),
+            row.dtype,
+            row.page_bytes,
+        )
+        for row in rows
+    ]
+    return table(head, cells)
+
+
+def _groups_table(rows: Sequence[GroupRow]) -> str:
+    head = ("group", "window", "sinks", "on every rank", "bytes a block, one rank", "all ranks", "host")
+    cells = [
+        (
+            row.group,
+            "none" if row.window_tokens is None else f"{row.window_tokens:,} tokens",
+            f"{row.sink_tokens:,} tokens" if row.sink_tokens else "none",
+            "the same bytes" if row.replicated else "its own heads",
+            row.rank_block_bytes,
+            row.device_block_bytes,
+            row.host_block_bytes,
+        )
+        for row in rows
+    ]
+    return table(head, cells)
+
+
+def _bytes_table(layout: Layout, rows: Sequence[GroupRow]) -> str:
+    block_bytes = (
+        ("one rank", sum(row.rank_block_bytes for row in rows)),
+        ("all ranks", sum(row.device_block_bytes for row in rows)),
+        ("host", sum(row.host_block_bytes for row in rows)),
+    )
+    cells = [(where, whole // layout.block_tokens, whole, describe_bytes(whole)) for where, whole in block_bytes]
+    return table(("in all groups", "bytes a token", "bytes a block", ""), cells)
+
+
+def _padding_part(layout: Layout, padding: Sequence[int], rows: Sequence[GroupRow]) -> str:
+    by_group = ", ".join(f"{wasted:,} in {name}" for name, wasted in zip(layout.group_index, padding, strict=True))
+    whole = sum(row.device_block_bytes for row in rows)
+    return (
+        f"{sum(padding):,} of the {whole:,} bytes of a block on all ranks hold no head ({by_group}),\n"
+        "for ranks have different numbers of windowed heads, and planes of one shape; even_window_heads takes fewer."
+    )
+
+
+def _fit_parts(layout: Layout, memory_bytes: int, tokens: int | None) -> list[str]:
+    blocks = fit(layout, block_pages(layout), memory_bytes)
+    text = (
+        f"{describe_bytes(memory_bytes)} on each rank hold {blocks.count:,} blocks = "
+        f"{blocks.count * layout.block_tokens:,} tokens that are kept in every group"
+    )
+    if tokens is not None:
+        return [text, *_sequence_parts(layout, memory_bytes, tokens)]
+    if layout.window_groups:
+        text += "\n(windows take less while decoding: --sequence-tokens N counts sequences of that length)"
+    return [text]
+
+
+def _sequence_parts(layout: Layout, memory_bytes: int, tokens: int) -> list[str]:
+    fitted = fit(layout, sequence_pages(layout, tokens), memory_bytes)
+    text = f"or {fitted.count:,} sequences of {tokens:,} tokens while they decode"
+    if layout.window_groups:
+        whole = fit(layout, (max(fitted.unit_pages),) * len(layout.groups), memory_bytes)
+        text += f" ({whole.count:,} if nothing fell out of the windows)"
+    names = [group.name for group in layout.groups]
+    cells = list(zip(names, fitted.unit_pages, fitted.pages, strict=True))
+    return [text, table(("group", "pages a sequence", "pages in all"), cells)]
+
+
+def describe_layers(layers: Sequence[int]) -> str:
+    """Ascending layers in short: ``0-60``, ``0-22 by 2``, ``0-4, 6-10, ... 54-58, 60-61``."""
+    steps = {after - before for before, after in pairwise(layers)}
+    if len(layers) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{layers[0]}-{layers[-1]} by {steps.pop()}"
+    starts = [i for i in range(len(layers)) if i == 0 or layers[i] != layers[i - 1] + 1]
+    ends = [*(i - 1 for i in starts[1:]), len(layers) - 1]
+    runs = [f"{layers[a]}" if a == b else f"{layers[a]}-{layers[b]}" for a, b in zip(starts, ends, strict=True)]
+    return ", ".join(runs if len(runs) <= 5 else [*runs[:2], "... " + runs[-2], runs[-1]])
