@@ -68,7 +68,8 @@ def main() -> None:
 
 def waits() -> Figures:
     """Waiting calls of one engine, and what they cost another one."""
-    flags = ["--device-pool", "80MiB", "--host-pool", "80MiB", "--store-limit", "1KiB", "--lease-seconds", "3"]
+    flags = ["--device-pool", "80MiB", "--host-pool", "80MiB", "--store-limit", "1KiB", "--slice-bytes", "1MiB"]
+    flags += ["--lease-seconds", "3"]
     with daemon(*flags) as socket, CacheClient(socket, engine="bystander") as client:
         other = client.open_lease(
             client.register(
@@ -94,7 +95,7 @@ def waits() -> Figures:
         "waiting_calls": WAITS,
         "refused": refused,
         "matches": len(times),
-        "match_ms": summary(times),
+        "match_ms": summary(times) if times else None,
         "leases_lost": int(lost),
     }
 
