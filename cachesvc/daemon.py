@@ -55,6 +55,8 @@ from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
 DRAIN_LOOK_SECONDS = 0.05
+GOODBYE_SECONDS = 0.1
+"""Given to calls that were told that the daemon stops: their statuses have to go out."""
 
 
 class Access(NamedTuple):
@@ -235,7 +237,7 @@ class Daemon:
         server = Server(services, listening, keyring, telemetry.watch.refused)
         port = await server.start()
         self._server = server
-        self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
+        self._stack.push_async_callback(server.close, max(GOODBYE_SECONDS, min(1.0, config.drain_seconds)))
         self._stack.callback(edge.dispatcher.stop)
         following.start()
         self._stack.callback(following.close)
