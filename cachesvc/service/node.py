@@ -12,8 +12,9 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
-from cachesvc.model.answers import Wait
+from cachesvc.model.answers import Reserved, Wait
 from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
+from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -45,6 +46,7 @@ class Node:
         self._sweeper: asyncio.Task[None] | None = None
         self._is_closed = False
         self._vault: Vault | None = None
+        core.on_refused = _log_failure
 
     @property
     def vault(self) -> Vault:
@@ -73,7 +75,8 @@ class Node:
 
     def on_transfer_done(self, ticket: int, error: Exception | None) -> None:
         """A transfer has ended; called by the swap engine's threads."""
-        self._soon(self._land, ticket, "" if error is None else str(error) or type(error).__name__)
+        outcome = DONE if error is None else Failed(str(error) or type(error).__name__)
+        self._soon(self._land, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
         """More host pages are usable; called by the host pool's threads."""
@@ -87,13 +90,11 @@ class Node:
     # -- on the loop -------------------------------------------------------------------------------------------
 
     def run(self, flow: Callable[[], Answer]) -> Answer:
-        """Run one flow to its end; tickets that could not be started are landed as failed right after."""
+        """Run one flow to its end."""
         self.core.ledger.moment.seconds = self.now()
         try:
             return flow()
         finally:
-            while self.core.stillborn:
-                self._land(*self.core.stillborn.pop(0))
             if self.on_change is not None:
                 self.on_change()
 
@@ -110,18 +111,28 @@ class Node:
         ``seconds``: what is left of the caller's deadline. Raises DeadlinePassed.
         """
         until = self.now() + min(self.wait_seconds, seconds if seconds is not None else self.wait_seconds)
-        while True:
-            answer = self.run(flow)
-            if not isinstance(answer, Wait):
-                return answer
-            left = until - self.now()
-            if self._is_closed:
-                raise Unavailable("the daemon stops; go on without the cache")
-            if left <= 0:  # tickets may end for ever without bringing what the flow needs
-                raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
-            patience = left if answer.seconds is None else min(left, answer.seconds)
-            if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
-                raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
+        reserved: Reserved | None = None
+        try:
+            while True:
+                answer = self.run(flow)
+                if not isinstance(answer, Wait):
+                    return answer
+                reserved = answer.reserved or reserved
+                await self._wait(answer, until)
+        finally:
+            if reserved is not None:
+                reserved.release()
+
+    async def _wait(self, answer: Wait, until: float) -> None:
+        """Until a flow that waits may be run again. Raises DeadlinePassed, Unavailable."""
+        left = until - self.now()
+        if self._is_closed:
+            raise Unavailable("the daemon stops; go on without the cache")
+        if left <= 0:  # tickets may end for ever without bringing what the flow needs
+            raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
+        patience = left if answer.seconds is None else min(left, answer.seconds)
+        if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
+            raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first."""
@@ -146,11 +157,11 @@ class Node:
                         del self._waiters[ticket]
         return True
 
-    def _land(self, ticket: int, error: str) -> None:
+    def _land(self, ticket: int, outcome: Outcome) -> None:
         self.core.ledger.moment.seconds = self.now()
-        if error:
-            events.warning("transfer_failed", ticket=ticket, reason=error)
-        for ended in land(self.core, ticket, error):
+        if isinstance(outcome, Failed):
+            _log_failure(ticket, outcome.reason)
+        for ended in land(self.core, ticket, outcome):
             for future in self._waiters.pop(ended, ()):
                 if not future.done():
                     future.set_result(None)
@@ -166,3 +177,7 @@ class Node:
                     events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
+
+
+def _log_failure(ticket: int, reason: str) -> None:
+    events.warning("transfer_failed", ticket=ticket, reason=reason)

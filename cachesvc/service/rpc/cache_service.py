@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
 from cachesvc.flows.call import resolve
-from cachesvc.flows.core import expedite, ticket_view
-from cachesvc.flows.recycle import check_stock, refill_stock
+from cachesvc.flows.stock import check_stock, refill_stock
+from cachesvc.flows.transfers import expedite, ticket_view
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.service.access.auth import caller
 from cachesvc.service.access.owners import own_ticket, require_lease
