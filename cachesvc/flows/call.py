@@ -54,6 +54,7 @@ def require_still(sequence: Sequence) -> None:
 
 def require_on_device(sequence: Sequence) -> None:
     """Raises StateConflict while a sequence is swapped out or on its way."""
-    require_still(sequence)
+    if sequence.swap_ticket:
+        require_still(sequence)
     if sequence.swapped_out:
         raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")

@@ -47,6 +47,8 @@ class Loads(NamedTuple):
 def loads_of(model: Model, replica: Replica, rows: list[int], base: int, hit_blocks: int) -> Loads:
     """What a hit of ``hit_blocks`` lacks of ``rows``, which are its positions from ``base`` on."""
     place = replica.place
+    if not rows:
+        return Loads(rows, [rows] * len(place.pools), {}, Keep(), [], [])
     lead = place.states[place.lead]
     whole = [row for row in rows if lead[row] == ABSENT]
     awaited = [row for row in rows if lead[row] == FILLING]

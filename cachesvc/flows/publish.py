@@ -40,10 +40,9 @@ def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: by
     count = _check(core, sequence, first_block, keys, blocks)
     keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
     rows = _rows(model, sequence, keys)
-    sequence.learn(first_block, keys)
     ready, pending = _until_filling(replica.place, rows)
     reuses = _count(model, replica.place, keys, ready, first_block)
-    sealed = sequence.seal(ready, core.ledger.stamp, reuses)
+    sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
     if sealed.rows and core.writing.copies_when_sealed:
         back_up(core, model, replica, sealed.rows)
     if core.on_sealed is not None and sequence.anchor != NO_ROW:

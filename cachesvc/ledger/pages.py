@@ -89,8 +89,14 @@ class PagePool:
     def move(self, page: int, target: PageState) -> None:
         """Change one page's state. Raises IllegalMove against the table."""
         source = self.states[page]
-        if (source, target) not in LEGAL_PAGE_MOVES or not self._added[page]:
+        if (source, target) not in LEGAL_PAGE_MOVES:
             raise IllegalMove(f"{self.name} page {page}", PageState(source), target)
+        self.shift(page, PageState(source), target)
+
+    def shift(self, page: int, source: PageState, target: PageState) -> None:
+        """``move`` for a caller with a table of its own, which says what the page is now. Raises IllegalMove."""
+        if page < 0 or self.states[page] != source or not self._added[page]:
+            raise IllegalMove(f"{self.name} page {page}", source, target)
         self.states[page] = target
         self.counts[source] -= 1
         self.counts[target] += 1

@@ -201,16 +201,18 @@ class Place:
         page: int = NO_PAGE,
         cause: Cause | None = None,
     ) -> None:
-        states, pool = self.states[group], self.pools[group]
+        states, pages = self.states[group], self.pages[group]
         if states[row] != source:
             raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), target)
         move = (source, target)
         page_source, page_target = MOVES[move]
-        if source != ABSENT:
-            page = self.pages[group][row]
-        if pool.states[page] != page_source:
-            raise IllegalMove(f"{pool.name} page {page}", PageState(pool.states[page]), page_target)
-        pool.move(page, page_target)
+        if source == ABSENT:
+            self.pools[group].shift(page, page_source, page_target)
+            pages[row] = page
+        else:
+            self.pools[group].shift(pages[row], page_source, page_target)
+            if target == ABSENT:
+                pages[row] = NO_PAGE
         states[row] = target
         if group == self.lead:
             self.counts.states[source] -= 1
@@ -218,7 +220,6 @@ class Place:
         codes = self._told.get(move)
         if codes is not None:
             self._tell(codes, group, row, cause)
-        self.pages[group][row] = NO_PAGE if target == ABSENT else page
 
     def _tell(self, codes: tuple[int, int], group: int, row: int, cause: Cause | None) -> None:
         """Write down that a copy came, went or failed to come."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cachesvc.ledger.blocks import BlockLedger, Hit, hit_window_blocks, window_positions
@@ -123,28 +123,28 @@ class BlockTables(Hold):
 
     # -- sealing -----------------------------------------------------------------------------------------------
 
-    def learn(self, first: int, keys: bytes) -> None:
-        """The keys of the blocks from ``first`` on are known, as far as they were not."""
-        self.keys[first * KEY_BYTES : first * KEY_BYTES + len(keys)] = keys
-
-    def seal(self, rows: Iterable[int], stamp: Callable[[], int], reuses: Mapping[int, int]) -> Sealed:
-        """Publish the next computed blocks; ``rows`` are those of their keys, NO_ROW for a key that is new.
+    def seal(self, keys: bytes, rows: Sequence[int], stamp: Callable[[], int], reuses: Mapping[int, int]) -> Sealed:
+        """Publish the next computed blocks; ``rows`` are those of their packed ``keys``, NO_ROW for a key that is new.
 
         None of them is being filled here. ``stamp()`` gives access numbers, ``reuses`` the remembered reuse counts by
-        position. Its end moves to the last of them, and the windows keep what they still need.
+        position. Its end moves to the last of them, and the windows keep what they still need. Where there are more
+        keys than rows, the rest is known from now on.
         """
         place, index = self.place, self.ledger.index
+        first = self.sealed
+        self.keys[first * KEY_BYTES : first * KEY_BYTES + len(keys)] = keys
         out = Sealed([], [], [])
-        first, above = self.sealed, self.anchor
-        tip, path = above, []
+        states = place.states[place.lead]
+        tip, path = self._device.row, []
         for position, known in enumerate(rows, start=first):
             row = known
-            if known != NO_ROW and place.is_hittable(known):
+            if row != NO_ROW and states[row] >= READY:
                 out.doubles.append(position)
                 self._take_sealed(position, row, out.spares)
             else:
-                if known == NO_ROW:
-                    row = index.insert(self.key(position), tip, stamp(), reuses.get(position, 0))
+                if row == NO_ROW:
+                    at = (position - first) * KEY_BYTES
+                    row = index.insert(keys[at : at + KEY_BYTES], tip, stamp(), reuses.get(position, 0))
                 self._seal_own(position, row)
                 out.rows.append(row)
             path.append(row)
@@ -153,7 +153,8 @@ class BlockTables(Hold):
             self.sealed += len(path)
             self._device.move(tip)
             index.touch(tip, stamp())
-            self._hold_windows(first, path)
+            if place.window_groups:
+                self._hold_windows(first, path)
             self._withdraw(first, self.sealed)
         return out
 

@@ -63,8 +63,8 @@ class Ticket:
 
     ``traveller`` is whose pages ``moves`` are; ``waiters`` rely on a load. ``source``: the replica that a load reads
     from instead of the host, and its deepest row there, kept by ``pin`` until the ticket ends. ``room``: for whom
-    drains free pages. ``after``: tickets whose blocks lie above these; ``below``: running ones that this one is above of, and
-    ``above`` how many above it run still. ``landed``: what became of the copy itself, None while it goes on;
+    drains free pages. ``after``: tickets whose blocks lie above these; ``below``: running ones that this one is above
+    of, and ``above`` how many above it run still. ``landed``: what became of the copy itself, None while it goes on;
     ``failing``: why the ticket will fail, as soon as nothing below it runs.
     """
 
