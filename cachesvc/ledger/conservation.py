@@ -99,14 +99,13 @@ def _pins(ledger: Ledger, model: Model) -> list[str]:
     for lease in ledger.leases.values():
         if lease.model != model.id:
             continue
-        for sequence in lease.sequences.values():
-            position = sequence.replica + 1
-            on_device = not sequence.swapped_out or sequence.swap_ticket
-            if sequence.anchor != NO_ROW and on_device:
-                pins[position, sequence.anchor] += 1
-            if sequence.host_anchor != NO_ROW:
-                pins[0, sequence.host_anchor] += 1
-            for group, held in sequence.window_rows.items():
+        position = lease.replica + 1
+        for hold in (*lease.sequences.values(), *lease.prefetches):
+            if hold.anchor != NO_ROW:
+                pins[position, hold.anchor] += 1
+            if hold.host_anchor != NO_ROW:
+                pins[0, hold.host_anchor] += 1
+            for group, held in hold.window_rows.items():
                 for row in held.values():
                     windows[position, group, row] += 1
     for ticket in ledger.tickets.running.values():

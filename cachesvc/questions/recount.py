@@ -135,13 +135,13 @@ class _Holds:
         self.windowed: dict[tuple[int, int], list[int]] = {}
         self.flying: list[int] = []
         for lease in ledger.leases.values():
-            for sequence in lease.sequences.values() if lease.model == model.id else ():
-                at = sequence.replica + 1
-                if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
-                    self.pinned[at].append(sequence.anchor)
-                if sequence.host_anchor != NO_ROW:
-                    self.pinned[0].append(sequence.host_anchor)
-                for group, held in sequence.window_rows.items():
+            at = lease.replica + 1
+            for hold in (*lease.sequences.values(), *lease.prefetches) if lease.model == model.id else ():
+                if hold.anchor != NO_ROW:
+                    self.pinned[at].append(hold.anchor)
+                if hold.host_anchor != NO_ROW:
+                    self.pinned[0].append(hold.host_anchor)
+                for group, held in hold.window_rows.items():
                     self.windowed.setdefault((at, group), []).extend(held.values())
         for ticket in ledger.tickets.running.values():
             if ticket.model == model.id:
