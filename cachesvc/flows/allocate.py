@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cachesvc.flows import hit_pins
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import (
     Core,
@@ -94,6 +95,7 @@ def _start_loads(
                 model.blocks.pin_window(place, group, row)
         else:
             table.extend(pages[row] for row in loads.rows)
+    hit_pins.release(model, sequence)
     waiter = (sequence.lease, sequence.id)
     for ticket in tickets:
         ticket.waiters.append(waiter)

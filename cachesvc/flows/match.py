@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cachesvc.flows import hit_pins
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core, cells
@@ -102,6 +103,7 @@ def pin_hit(core: Core, model: Model, place: Place, sequence: Sequence, hit: Hit
         blocks.index.touch(hit.row, stamp)
         blocks.pin(blocks.host, hit.row)
         sequence.host_anchor = hit.row
+        hit_pins.hold(model, place, sequence, hit)
 
 
 def _in_place(model: Model, place: Place, sequence: Sequence, hit: Hit) -> tuple[GroupCells, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cachesvc.flows import hit_pins
 from cachesvc.flows.allocate import withdraw_computing
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
@@ -44,6 +45,7 @@ def unpin_all(model: Model, replica: Replica, sequence: Sequence) -> None:
     blocks = model.blocks
     place = replica.place
     unpin_windows(model, replica, sequence, 0)
+    hit_pins.release(model, sequence)
     if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
         blocks.unpin(place, sequence.anchor)  # on its way in, it is pinned on both
     if sequence.host_anchor != NO_ROW:

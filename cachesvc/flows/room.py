@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from cachesvc.flows.backup import submit_store
 from cachesvc.flows.core import Core, exhausted, remember_dropped, wait_for
-from cachesvc.ledger.evict import evictable_pages, idle_windows
-from cachesvc.ledger.leaves import Rank
+from cachesvc.ledger.evict import drop_idle_windows, evictable_pages, idle_windows
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
@@ -28,13 +27,13 @@ def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> 
     place = replica.place
     for group in place.window_groups:
         short = wanted[group] - place.pools[group].free
-        if short > 0 and not _has_idle_windows(model, place, group, short):
+        if short > 0 and idle_windows(model.blocks, place, group) < short:
             return _wait_or_refuse(core, model, replica, group, wanted[group])
     shortage = max((wanted[group] - place.pools[group].free for group in place.full_groups), default=0)
     if shortage > 0 and (wait := _evict_blocks(core, model, replica, shortage, wanted)) is not None:
         return wait
     for group in place.window_groups:
-        _evict_window_pages(model, place, group, wanted[group] - place.pools[group].free)
+        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].free)
     return None
 
 
@@ -93,23 +92,3 @@ def _is_worth_saving(replica: Replica) -> bool:
 
 def _has_host(model: Model) -> bool:
     return any(pool.usable for pool in model.blocks.host.pools)
-
-
-def _has_idle_windows(model: Model, place: Place, group: int, count: int) -> bool:
-    """True when ``count`` sealed pages of a windowed group could go at once, with their blocks or by themselves."""
-    rank_now = model.blocks.window_rank_now(place, group)
-    found: set[tuple[Rank, int]] = set()
-    while len(found) < count and (entry := place.window_leaves[group].pop(rank_now)) is not None:
-        found.add(entry)
-    for rank, row in found:
-        place.window_leaves[group].push(rank, row, rank_now)
-    return len(found) >= count
-
-
-def _evict_window_pages(model: Model, place: Place, group: int, count: int) -> None:
-    """Drop sealed pages of a windowed group that no window holds: the oldest, the front of a prompt first."""
-    rank_now = model.blocks.window_rank_now(place, group)
-    for _ in range(count):
-        entry = place.window_leaves[group].pop(rank_now)
-        assert entry is not None, "it was counted before"
-        model.blocks.drop_window(place, group, entry[1])

@@ -251,8 +251,7 @@ def _host_room(core: Core, model: Model, path: list[int], rows: list[int], moves
     for row in path:
         blocks.end_flight(row)
     if short is not None:
-        freed = sum(host.states[short][row] != ABSENT for row in plan.drops)
-        raise exhausted(host.pools[short], wanted[short], freed)
+        raise exhausted(host.pools[short], wanted[short], plan.freed(short))
     model.evictor.carry_out(plan)
     core.count("host_evictions", len(plan.drops))
     remember_dropped(core, model)

@@ -101,7 +101,7 @@ def _end_load(core: Core, model: Model, replica: Replica, ticket: Ticket, error:
         if sequence.loads:
             continue
         if sequence.failed:
-            unpin_windows(model, replica, sequence, sequence.sealed)
+            unpin_windows(model, replica, sequence, 0)  # it can only be released now
         else:
             settle_loads(model, replica, sequence)
         if sequence.id < 0:  # a prefetch: it holds its blocks only until they are in place

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 
 from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
-from cachesvc.ledger.leaves import LeafHeap
+from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import PagePool
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
@@ -52,8 +52,12 @@ class Place:
     its parent when it goes, as its stamp is.
 
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
-    comes is the first and one that goes is the last.
+    comes is the first and one that goes is the last. ``pinned``: rows with ``pins``. ``leaves``: blocks that may go,
+    and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here.
     """
+
+    leaves: LeafOrder
+    window_leaves: dict[int, LeafOrder]
 
     def __init__(
         self,
@@ -74,13 +78,12 @@ class Place:
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
         self.pins = array("i")
+        self.pinned: set[int] = set()
         self.used = bytearray()
         self.children = array("i")
         self.pages = [array("i") for _ in layout.groups]
         self.states = [bytearray() for _ in layout.groups]
         self.window_pins = {group: array("i") for group in layout.window_groups}
-        self.leaves = LeafHeap()
-        self.window_leaves = {group: LeafHeap() for group in layout.window_groups}
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows."""

@@ -16,8 +16,9 @@ class Sequence:
     the sequence is swapped out. ``tables[g][i]`` is a page or NO_PAGE. ``own[g]``: pages that this sequence alone may
     write, in its tables or spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind
     the sinks that a windowed group still holds; ``window_rows[g]``: position -> row of its pinned shared pages.
-    ``swapped``: ``(group, position, host page)`` of own pages while swapped out. ``declared``: the keys of positions
-    from ``max(sealed, hit_blocks)`` up to here count as being computed by this sequence.
+    ``hit_pins``: ``(place, group, row)`` of what else a hit relies on until its loads begin: a windowed copy, or where
+    there is no group a block. ``swapped``: ``(group, position, host page)`` of own pages while swapped out.
+    ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being computed by it.
     """
 
     id: int
@@ -34,6 +35,7 @@ class Sequence:
     hit_blocks: int = 0
     declared: int = 0
     window_rows: dict[int, dict[int, int]] = field(default_factory=dict)
+    hit_pins: list[tuple[int, int | None, int]] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     swap_ticket: int = 0
     swapped_out: bool = False

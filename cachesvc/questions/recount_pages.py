@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,8 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import Place
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.questions.recount import MOST_TOLD, Part
 from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states
-
-MOST_TOLD = 256
 
 
 @dataclass
@@ -49,6 +49,16 @@ class PlacePages:
     pages: list[Int32s]
     pools: list[PoolColumns]
     held: list[Held] = field(default_factory=list)
+
+
+def page_parts(ledger: Ledger, model: Model) -> list[Part]:
+    """A part for each place."""
+    return [
+        Part(
+            f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place, at), recount_pages
+        )
+        for at, place in enumerate(model.blocks.index.places)
+    ]
 
 
 def capture_pages(ledger: Ledger, model: Model, place: Place, position: int) -> PlacePages:
