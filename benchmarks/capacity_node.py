@@ -10,7 +10,6 @@ from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.models import PoolWish, register
 from cachesvc.flows.transfers import land
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
@@ -21,6 +20,7 @@ from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.questions.verify import verify_at_once
 
 Answer = TypeVar("Answer")
 TOKEN = b"capacity-process"
@@ -122,4 +122,4 @@ class Node:
 
     def problems(self) -> list[str]:
         """What does not add up in the ledger."""
-        return audit(self.core.ledger).problems
+        return verify_at_once(self.core)

@@ -12,8 +12,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
-from cachesvc.ledger.evict import EvictionPlan, evictable_pages, idle_windows
-from cachesvc.ledger.leaves import Rank
+from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.pins import Keep, kept
@@ -72,7 +71,7 @@ def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
             _carry_out(core, model, replica, plan, None)
             going = plan.found
     for group in place.window_groups:
-        _evict_window_pages(model, place, group, wanted[group] - place.pools[group].unreserved)
+        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].unreserved)
     return going
 
 
@@ -80,12 +79,12 @@ def _evict(core: Core, model: Model, replica: Replica, wanted: Sequence[int], ro
     place = replica.place
     for group in place.window_groups:
         short = wanted[group] - place.pools[group].unreserved
-        if short > 0 and not _has_idle_windows(model, place, group, short):
+        if short > 0 and idle_windows(model.blocks, place, group) < short:
             return _wait_or_refuse(core, model, replica, group, wanted[group], room)
     if _shortage(place, wanted) > 0 and (wait := _evict_blocks(core, model, replica, wanted, room)) is not None:
         return wait
     for group in place.window_groups:
-        _evict_window_pages(model, place, group, wanted[group] - place.pools[group].unreserved)
+        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].unreserved)
     return None
 
 
@@ -197,24 +196,3 @@ def _is_worth_saving(replica: Replica) -> bool:
 
 def _has_host(model: Model) -> bool:
     return any(pool.usable for pool in model.blocks.host.pools)
-
-
-def _has_idle_windows(model: Model, place: Place, group: int, count: int) -> bool:
-    """True when ``count`` sealed pages of a windowed group could go at once, with their blocks or by themselves."""
-    rank_now = model.blocks.window_rank_now(place, group)
-    found: set[tuple[Rank, int]] = set()
-    while len(found) < count and (entry := place.window_leaves[group].pop(rank_now)) is not None:
-        found.add(entry)
-    for rank, row in found:
-        place.window_leaves[group].push(rank, row, rank_now)
-    return len(found) >= count
-
-
-def _evict_window_pages(model: Model, place: Place, group: int, count: int) -> None:
-    """Drop sealed pages of a windowed group that no window holds: the oldest, the front of a prompt first."""
-    rank_now = model.blocks.window_rank_now(place, group)
-    for _ in range(count):
-        entry = place.window_leaves[group].pop(rank_now)
-        if entry is None:
-            return
-        model.blocks.drop_window(place, group, entry[1])

@@ -118,6 +118,5 @@ def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], 
         wanted[move.group] += 1
     plan, short = model.evictor.plan_host_room(wanted, spared=set(path))
     if short is not None:
-        freed = sum(host.states[short][row] != ABSENT for row in plan.drops)
-        raise exhausted(host.pools[short], wanted[short], freed)
+        raise exhausted(host.pools[short], wanted[short], plan.freed(short))
     carry_out(core, model, plan)

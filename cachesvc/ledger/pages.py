@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from cachesvc.model.errors import IllegalMove
+from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.words import PageState, runs_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
@@ -59,18 +59,21 @@ class PagePool:
         return self.counts[FREE] - self.reserved
 
     def add(self, first: int, count: int) -> None:
-        """Make pages usable (their memory has arrived). Raises ValueError for a page that is there already."""
+        """Make pages usable (their memory has arrived). Raises LedgerBroken for a page that is there already."""
         if count < 1 or first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
-            raise ValueError(f"{self.name}: pages {first}+{count} are not new pages of this pool")
+            raise LedgerBroken(f"{self.name}: pages {first}+{count} are not new pages of this pool")
         self._added[first : first + count] = b"\x01" * count
         self.usable += count
         self.counts[FREE] += count
         self._give_back(first, count)
 
     def take(self, count: int, state: PageState) -> list[int]:
-        """``count`` free pages in as few runs as can be had cheaply. The caller has checked ``unreserved``."""
+        """``count`` free pages in as few runs as can be had cheaply. Raises LedgerBroken where fewer are unreserved:
+        the caller has seen to it."""
         if count > self.unreserved:
-            raise ValueError(f"{self.name}: {count} pages wanted, {self.counts[FREE]} free, {self.reserved} reserved")
+            raise LedgerBroken(
+                f"{self.name}: {count} pages wanted, {self.counts[FREE]} free, {self.reserved} of them reserved"
+            )
         pages: list[int] = []
         while len(pages) < count:
             start, length = self._best_run(count - len(pages))
@@ -179,14 +182,19 @@ class PagePool:
 
     def _best_run(self, wanted: int) -> tuple[int, int]:
         own = wanted.bit_length()
-        for start in self._buckets[own]:
+        if self._buckets[own]:
+            start = self._newest(self._buckets[own])
             if self._count_at[start] >= wanted:
                 return start, self._count_at[start]
-            break
-        for bucket in self._buckets[own + 1 :]:
-            for start in bucket:
+        for bucket in (*self._buckets[own + 1 :], *reversed(self._buckets[: own + 1])):
+            if bucket:
+                start = self._newest(bucket)
                 return start, self._count_at[start]
-        for bucket in reversed(self._buckets[: own + 1]):
-            for start in bucket:
-                return start, self._count_at[start]
-        raise ValueError(f"{self.name}: no free run")
+        raise LedgerBroken(f"{self.name}: no free run")
+
+    @staticmethod
+    def _newest(bucket: dict[int, None]) -> int:
+        """The run that came last: to find the first one, a dict would pass over all that have left before it."""
+        start, _ = bucket.popitem()
+        bucket[start] = None
+        return start

@@ -62,15 +62,21 @@ class WindowPins:
             self._blocks.unpin_window(self.place, group, row)
         return row != NO_ROW
 
-    def let_go(self, first: int, sealed: int, tip: int) -> None:
-        """Let go of everything from position ``first`` on. The owner ends at block ``sealed``, in row ``tip``: its next
-        turn will look back to its last window."""
+    def leave(self, sealed: int, tip: int) -> None:
+        """Let go of everything. The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its
+        last window. Twice is fine."""
         for group, held in self.rows.items():
-            last = set(window_positions(self._blocks.layout, group, sealed)) if tip != NO_ROW else ()
-            for position in [position for position in held if position >= first]:
-                if position in last:
+            for position in window_positions(self._blocks.layout, group, sealed) if tip != NO_ROW else ():
+                if position in held:
                     self._blocks.use_window(held[position], tip)
-                self.drop(group, position)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold nothing. Twice is fine."""
+        for group, held in self.rows.items():
+            while held:
+                _, row = held.popitem()
+                self._blocks.unpin_window(self.place, group, row)
 
 
 class Keep(NamedTuple):
@@ -90,5 +96,5 @@ def kept(blocks: BlockLedger, place: Place, keep: Keep) -> Iterator[None]:
             windows.hold(group, number, row)
         yield
     finally:
-        windows.let_go(0, 0, NO_ROW)
+        windows.let_go()
         pin.let_go()

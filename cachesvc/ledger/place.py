@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Sequence
 
 from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
-from cachesvc.ledger.leaves import LeafHeap
+from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
@@ -82,8 +82,12 @@ class Place:
     they go; each row has one at most. ``reservations``: calls that wait for pages here.
 
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
-    comes is the first and one that goes is the last.
+    comes is the first and one that goes is the last. ``pinned``: rows with ``pins``. ``leaves``: blocks that may go,
+    and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here.
     """
+
+    leaves: LeafOrder
+    window_leaves: dict[int, LeafOrder]
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class Place:
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
         self.pins = array("i")
+        self.pinned: set[int] = set()
         self.used = bytearray()
         self.children = array("i")
         self.pages = [array("i") for _ in layout.groups]
@@ -112,8 +117,6 @@ class Place:
         self.filling: dict[int, int] = {}
         self.draining: dict[int, int] = {}
         self.reservations: dict[Reservation, None] = {}
-        self.leaves = LeafHeap()
-        self.window_leaves = {group: LeafHeap() for group in layout.window_groups}
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows."""

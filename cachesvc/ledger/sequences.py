@@ -125,7 +125,7 @@ class Sequence(BlockTables):
     def _is_out(self, ticket: Ticket) -> None:
         self.swapped_out = True
         self.swapped = [(move.group, move.position, move.host_page) for move in ticket.moves]
-        self.windows.let_go(0, self.sealed, self.anchor)
+        self.windows.leave(self.sealed, self.anchor)
         self._device.let_go()
         for group in range(len(self.tables)):
             self.own[group].clear()

@@ -7,6 +7,8 @@ from enum import Enum, IntEnum
 
 NO_PAGE = -1
 """A cell of a block table that holds no page: behind a window, or not granted yet."""
+STAMP_BITS = 48
+"""Numbers of accesses have no more bits: nine years of a million a second."""
 
 
 class Tier(Enum):

@@ -17,7 +17,6 @@ from cachesvc.flows.models import PoolWish, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.flows.transfers import land
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
@@ -30,6 +29,7 @@ from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.questions.verify import verify_at_once
+from tests.conservation import audit
 
 Answer = TypeVar("Answer")
 BLOCK_TOKENS = 4
@@ -172,7 +172,8 @@ class Rig:
             self.land(ticket)
 
     def check(self) -> None:
-        assert audit(self.core.ledger).problems == []
+        problems = audit(self.core.ledger).problems
+        assert problems == []
         assert verify_at_once(self.core) == [], "in pieces it must add up too"
 
     def place(self, replica: int = 0) -> Place:

@@ -1,4 +1,4 @@
-"""Match by bisection against a walk, the move table of copies, and the leaves' heap."""
+"""Match by bisection against a walk, and the move table of copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.leaves import LeafHeap, Rank
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import MOVES, NO_ROW, Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
@@ -177,31 +176,3 @@ def test_a_pin_is_given_back_once() -> None:
         ledger.unpin(place, row)
     with pytest.raises(LedgerBroken):
         ledger.unpin_window(place, 1, row)
-
-
-def test_a_used_row_comes_up_later_not_never() -> None:
-    """Found by reading: a row stamped through another replica had only a stale entry, so it could never be evicted."""
-    ranks: dict[int, Rank | None] = {1: (1,), 2: (2,)}
-    heap = LeafHeap()
-    for row, rank in ranks.items():
-        assert rank is not None
-        heap.push(rank, row, ranks.__getitem__)
-    ranks[1] = (3,)
-    assert heap.pop(ranks.__getitem__) == ((2,), 2)
-    assert heap.pop(ranks.__getitem__) == ((3,), 1)
-    assert heap.pop(ranks.__getitem__) is None
-
-
-def test_the_heap_forgets_what_may_not_go_and_stays_small() -> None:
-    ranks: dict[int, Rank | None] = {row: (row,) for row in range(10)}
-    heap = LeafHeap()
-    for turn in range(5000):
-        row = turn % 10
-        ranks[row] = (turn,)
-        heap.push((turn,), row, ranks.__getitem__)
-    assert len(heap) <= 1025
-    ranks[0] = None
-    popped = []
-    while (entry := heap.pop(ranks.__getitem__)) is not None:
-        popped.append(entry[1])
-    assert list(dict.fromkeys(popped)) == list(range(1, 10))
