@@ -32,7 +32,7 @@ from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease, own_lease
 from cachesvc.service.node import Node
-from cachesvc.service.repeats import Repeats, mark_of
+from cachesvc.service.repeats import Mark, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
@@ -263,7 +263,7 @@ async def _first_answer(first: asyncio.Future[Any]) -> Any:
     return first.result()
 
 
-def _end_first(repeats: Repeats, request_id: int, mark: int, first: asyncio.Future[Any]) -> None:
+def _end_first(repeats: Repeats, request_id: int, mark: Mark, first: asyncio.Future[Any]) -> None:
     repeats.end(request_id)
     if not first.cancelled() and is_final(first.result()):
         repeats.keep(request_id, mark, first.result())

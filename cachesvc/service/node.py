@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from cachesvc.flows.admin import distrust, trust
 from cachesvc.flows.call import Call
@@ -22,6 +22,7 @@ from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
+P = ParamSpec("P")
 Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
 
@@ -101,20 +102,20 @@ class Node:
 
     # -- on the loop -------------------------------------------------------------------------------------------
 
-    def run(self, flow: Callable[[], Answer]) -> Answer:
+    def run(self, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run one flow to its end."""
         self.core.ledger.moment.seconds = self.now()
         try:
-            return flow()
+            return flow(*args, **kwargs)
         finally:
             if self.on_change is not None:
                 self.on_change()
 
-    def run_of(self, model: int, flow: Callable[[], Answer]) -> Answer:
+    def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
         half-done is not served. Raises what it raises."""
         try:
-            return self.run(flow)
+            return self.run(flow, *args, **kwargs)
         except CacheError:
             raise
         except Exception as broken:
@@ -124,7 +125,7 @@ class Node:
 
     def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
         """``run_of`` for a call's flow."""
-        return self.run_of(call.model.id, lambda: flow(self.core, call))
+        return self.run_of(call.model.id, flow, self.core, call)
 
     def distrust(self, model: int, why: str) -> None:
         """Serve no calls of a model any more, until it is verified: a defect may have left its accounting wrong."""
@@ -227,7 +228,7 @@ class Node:
             try:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
-                for lease in self.run(lambda: lose_silent(self.core, self.lease_seconds, self.now())):
+                for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
                     events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")

@@ -147,7 +147,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if not request.wait_ms or not running():
             return answer()
         later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
-        node.run(partial(expedite, node.core, request.tickets))
+        node.run(expedite, node.core, request.tickets)
         return later
 
     def _step(self, ask: Ask, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse | asyncio.Future[Any]:

@@ -210,7 +210,7 @@ class StepRun:
             call = self._dispatcher.resolve(self._ask)
             allowed = targets if quotas is None else quotas.cap_stock(call, targets)
             node = self._dispatcher.node
-            return node.run_of(call.model.id, lambda: refill_stock(node.core, call, allowed))
+            return node.run_of(call.model.id, refill_stock, node.core, call, allowed)
         except CacheError:
             return ()
         except Exception:  # noqa: BLE001 - the root of the refill: the operations have their results
