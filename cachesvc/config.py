@@ -6,11 +6,11 @@ import math
 import re
 import tomllib
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.nearest import did_you_mean
 from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import WritePolicy
 
@@ -147,8 +147,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     values = {name.replace("-", "_"): value for name, value in values.items()}
     for name in values:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "cachesvcd --help lists them"
+            hint = did_you_mean(name, known, "cachesvcd --help lists them")
             raise InvalidRequest(f"unknown key {name!r} in {path}; {hint}")
         if name == "fault_copies":
             raise InvalidRequest("fault_copies makes copies fail, for tests: a flag (--fault-copies), never in a file")

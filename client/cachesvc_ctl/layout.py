@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -17,11 +16,10 @@ from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_confi
 
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
+from cachesvc.model.sizes import parse_size
 from cachesvc_ctl.inspect import table
 from cachesvc_ctl.lab.report import describe_bytes
 
-UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-MAX_MEMORY_BYTES = 1 << 60
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -145,15 +143,6 @@ def read_heads(path: str | None, window_tokens: int | None, sink_tokens: int) ->
     ):
         raise InvalidRequest(f"{path} must hold a list for each layer, of true or false for each kv head")
     return HeadWindows(marks, window_tokens, sink_tokens)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``40GiB`` or ``512 MiB``. Raises InvalidRequest."""
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
-    size = None if match is None else UNITS.get(match[2].lower() or "b")
-    if match is None or size is None or float(match[1]) * size > MAX_MEMORY_BYTES:
-        raise InvalidRequest(f"{text!r} is no size; write a number with B, KiB, MiB, GiB or TiB, e.g. 40GiB")
-    return int(float(match[1]) * size)
 
 
 def plane_rows(layout: Layout) -> list[PlaneRow]:

@@ -43,8 +43,8 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--device-pool", "many"], "'many' is no size; write a number with B, KiB, MiB, GiB or TiB"),
-        (["--host-pool", "-1"], "'-1' is no size"),
+        (["--device-pool", "many"], "'many' is not a size; write a number of bytes"),
+        (["--host-pool", "-1"], "'-1' is not a size"),
         (["--device-pool", "0"], "device_pool must be positive and finite, got 0"),
         (["--shm-devices", "0"], "shm_devices must be positive and finite, got 0"),
         (["--lease-seconds", "0"], "lease_seconds must be positive"),
@@ -83,8 +83,8 @@ def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None
         ("allow_gids = [1.5]\n", "allow_gids: [1.5] is not a list of numbers, such as"),
         ("leases = 1.5\n", "leases: 1.5 is not a whole number"),
         ("tls_key = 'k'\n", "are for listen, which is not set"),
-        ("device_pool = [1]\n", "is no size"),
-        ("device_pool = '" + "9" * 400 + "'\n", "is no size that memory can have"),
+        ("device_pool = [1]\n", "is not a size"),
+        ("device_pool = '" + "9" * 400 + "'\n", "is not a size"),
         ("leases = inf\n", "leases: inf is not a whole number"),
         ("= 3\n", "cannot read the configuration"),
     ],
