@@ -9,6 +9,8 @@ from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.model.errors import InvalidRequest, KeyReused, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 
+ORDERLY = "closed"
+"""The cause of an end that the engine asked for; with any other the lease was lost."""
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
 
@@ -117,7 +119,7 @@ def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
             raise NotFound("lease", lease_id, "open one first")
         return
     if lease.state is LeaseState.LIVE:
-        lose(core, lease, "it was closed", "closed")
+        lose(core, lease, "it was closed", ORDERLY)
     if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
         free_quarantine(core, lease)
 
@@ -146,8 +148,9 @@ def lose(core: Core, lease: Lease, why: str, cause: str = "other") -> None:
             place.pools[group].move(page, PageState.QUARANTINED)
             lease.quarantine.append((group, page))
         pages.clear()
-    core.count("leases_lost")
     core.count(f"leases_ended_{cause}")
+    if cause != ORDERLY:
+        core.count("leases_lost")
     if not lease.processes:
         free_quarantine(core, lease)
 
