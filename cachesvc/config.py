@@ -21,6 +21,14 @@ MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
 CHECKSUMS = ("off", "sample", "all")
+LIVE = frozenset(
+    {
+        *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
+        *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
+        *("drain_seconds", "log_level"),
+    }
+)
+"""Settings that change while the daemon runs, when the file is read again; ``service/host/reload.py`` applies them."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
