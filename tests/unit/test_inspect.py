@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc_ctl.inspect import describe_device
+from cachesvc_ctl.questions.status import describe_device
 from kvcache.v1 import admin_pb2
 
 

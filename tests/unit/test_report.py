@@ -16,11 +16,11 @@ from cachesvc_ctl.lab.picture import BLUE, GREEN, MAX_COLUMNS, RED, YELLOW, draw
 from cachesvc_ctl.lab.report import (
     ReplayReport,
     Sample,
-    describe_bytes,
     merge_samples,
     report_json,
     report_table,
 )
+from cachesvc_ctl.text import describe_bytes
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 

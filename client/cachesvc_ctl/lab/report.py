@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from cachesvc_ctl.lab.histogram import LatencyHistogram
+from cachesvc_ctl.text import describe_bytes
 
 CONSERVED = "ok"
 
@@ -143,17 +144,6 @@ def report_table(report: ReplayReport) -> str:
     """The report for a terminal: plain text, columns aligned, one idea a line."""
     parts = [_run_lines(report), _block_lines(report), _other_lines(report), _rpc_lines(report)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
-
-
-def describe_bytes(count: float) -> str:
-    """A number of bytes with a binary unit, four digits at most before the point: `12 B`, `3.42 GiB`."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.2f} {unit}"
-    return f"{count / 1024:,.2f} TiB"
 
 
 def _percentiles(histogram: LatencyHistogram) -> dict[str, float | int | None]:

@@ -1,0 +1,50 @@
+"""A command that asks the daemon one thing: the answer is shown as text or, with ``--json``, as data."""
+
+from __future__ import annotations
+
+import argparse
+from abc import abstractmethod
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+from kvcache.v1 import admin_pb2_grpc
+
+from cachesvc_ctl.as_json import as_json
+from cachesvc_ctl.command import DaemonCommand, flag
+
+DEADLINE_SECONDS = 30.0
+Admin = admin_pb2_grpc.AdminServiceStub
+R = TypeVar("R", bound=Message)
+
+
+class Question(DaemonCommand, Generic[R]):
+    """``ask`` calls; ``show`` words the answer and calls nobody, so that both forms are of the same answer."""
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Its own flags, ``--json``, and which daemon."""
+        flag("--json", action="store_true", help="print the answer as JSON: every field, always").add_to(parser)
+        super().add_flags(parser)
+
+    @abstractmethod
+    def ask(self, admin: Admin) -> R:
+        """The answer. Raises grpc.RpcError, CacheClientError."""
+
+    @abstractmethod
+    def show(self, answer: R) -> str:
+        """The answer for people."""
+
+    def data(self, answer: R) -> R:
+        """The answer for scripts."""
+        return answer
+
+    def code(self, _answer: R) -> int:
+        """The exit code: 1 where a check found something."""
+        return 0
+
+    def run(self) -> int:
+        """Ask and print."""
+        with self.target.open() as channel:
+            answer = self.ask(Admin(channel))
+        print(as_json(self.data(answer)) if self.arguments.json else self.show(answer))
+        return self.code(answer)
