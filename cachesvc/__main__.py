@@ -42,8 +42,7 @@ def main() -> None:
     """Entry point of the console script. Exit codes: 0 stopped, 2 bad configuration or start."""
     # Before gRPC is imported: its core writes lines of its own to standard error, where each line is to be JSON.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    flags = vars(_parser().parse_args())
-    path, is_check = flags.pop("config"), flags.pop("check_config")
+    path, flags, is_check = read_flags(sys.argv[1:])
     try:
         from cachesvc.daemon import Daemon
     except ModuleNotFoundError as error:
@@ -65,6 +64,15 @@ def main() -> None:
     except CacheError as refused:
         log.error("start_refused reason=%s", refused)
         sys.exit(2)
+
+
+def read_flags(words: list[str]) -> tuple[str | None, dict[str, Any], bool]:
+    """The file, the settings that flags give (None: not given), and whether they are to be checked alone.
+
+    Exits with 0 after help, with 2 after a line that says what is wrong.
+    """
+    flags = vars(_parser().parse_args(words))
+    return flags.pop("config"), flags, flags.pop("check_config")
 
 
 def check(config: Config) -> str:
