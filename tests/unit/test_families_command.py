@@ -133,6 +133,12 @@ def test_bad_input_gets_one_line(call: Any, tmp_path: Path, contents: str | None
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(("text", "size"), [("2g", 2 << 30), ("16Gi", 16 << 30), ("2GB", 2 * 10**9)])
+def test_memory_is_written_as_the_daemons_sizes_are(call: Any, text: str, size: int) -> None:
+    code, shown, _ = call(config("llama-3.1-8b"), "--memory", text, "--json")
+    assert (code, json.loads(shown)["memory_bytes"]) == (0, size)
+
+
 @pytest.mark.parametrize("unit", [(1, 1), (5, 2), (1, 9)])
 def test_what_fits_is_the_most_that_fits(unit: tuple[int, int]) -> None:
     for memory_bytes in (*range(0, 20_000, 977), 123_456_789):

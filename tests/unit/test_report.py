@@ -149,6 +149,11 @@ def test_what_broke_stands_in_the_table() -> None:
     assert "neither" not in report_table(REPORT)
 
 
+def test_a_tier_that_is_not_there_has_no_line() -> None:
+    assert "hit in storage" in report_table(REPORT)
+    assert "hit in storage" not in report_table(replace(REPORT, storage_hits=0, computed=115))
+
+
 @pytest.mark.parametrize("change", [{"evictions": -1}, {"seconds": float("nan")}, {"seconds": float("inf")}])
 def test_a_number_that_cannot_be_is_refused(change: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):

@@ -177,7 +177,7 @@ def _block_lines(report: ReplayReport) -> list[str]:
         ("blocks", report.blocks),
         ("  hit on device", report.device_hits),
         ("  hit on host", report.host_hits),
-        ("  hit in storage", report.storage_hits),
+        *([("  hit in storage", report.storage_hits)] if report.storage_hits else []),
         ("  computed", report.computed),
     ]
     if report.lost_blocks:

@@ -76,11 +76,9 @@ def _story(story: admin_pb2.BlockStory) -> str:
     if story.HasField("block"):
         block = story.block
         parent = block.parent_key.hex()[:16] or "the root"
-        lines.append(
-            f"block {block.position} below {parent}, {block.children} children, {block.hits} hits as the last block of "
-            f"a match, {story.accesses_since} accesses of others since its own"
-        )
         lines += [
+            f"block {block.position} below {parent}, {block.children} children",
+            f"{block.hits} hits as the last block of a match, {story.accesses_since} accesses of others since its own",
             "",
             table(("place", "group", "state", "page"), [(c.place, c.group, c.state, c.page) for c in block.copies]),
         ]
