@@ -100,7 +100,7 @@ def _for_routers(
 
 
 def _model(target: Target, wanted: str | None) -> admin_pb2.ModelStatus:
-    """The model's namespace and layout, which operators may know. Raises NotFound, InvalidRequest."""
+    """The model's namespace and layout, which operators may know. Raises UnknownModel, InvalidRequest."""
     with target.open() as channel:
         return require_model(admin_pb2_grpc.AdminServiceStub(channel), wanted)
 

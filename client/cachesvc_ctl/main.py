@@ -28,7 +28,7 @@ from cachesvc_ctl.offline.index_file import IndexFileError
 from cachesvc_ctl.questions.actions import Drain, Evict, Reload
 from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
 from cachesvc_ctl.questions.index import Blocks, Tree
-from cachesvc_ctl.questions.models import Models
+from cachesvc_ctl.questions.models import Models, UnknownModel
 from cachesvc_ctl.questions.status import Status
 from cachesvc_ctl.questions.verify import Verify
 from cachesvc_ctl.questions.why import Why
@@ -36,7 +36,7 @@ from cachesvc_ctl.target import no_answer
 from cachesvc_ctl.top.command import Top
 from cachesvc_ctl.wait import Wait
 
-FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol)
+FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol, UnknownModel)
 INTERRUPTED = 130
 """What shells say of a command that Ctrl-C ended."""
 

@@ -104,7 +104,7 @@ class Dump(DaemonCommand):
     )
 
     def run(self) -> int:
-        """Leaves no file unless it is whole. Raises OSError, MissingExtraError, NotFound."""
+        """Leaves no file unless it is whole. Raises OSError, MissingExtraError, UnknownModel."""
         began = time.monotonic()
         with part_file(self.arguments.file) as part, self.target.open() as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from cachesvc_client.errors import InvalidRequest, NotFound
+from cachesvc_client.errors import InvalidRequest
 from kvcache.v1 import admin_pb2
 
 from cachesvc_ctl.command import Flag, flag
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
 from cachesvc_ctl.text import table
+
+
+class UnknownModel(Exception):
+    """The daemon has no model of that name or number; ``wanted`` None: it has none at all."""
+
+    def __init__(self, wanted: str | None) -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
+
+    def __str__(self) -> str:
+        there_is = "no model is registered yet" if self.wanted is None else f"there is no model {self.wanted}"
+        return f"{there_is}; cachesvc models lists those that are"
 
 
 class Models(Question[admin_pb2.ListModelsResponse]):
@@ -55,14 +67,14 @@ def model_flag(otherwise: str = "the only one") -> Flag:
 def pick_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus | None:
     """The model that was named, by number or by name; where none was, the only one, or None while there is none.
 
-    Raises NotFound for one that is not there, InvalidRequest where several could be meant.
+    Raises UnknownModel for one that is not there, InvalidRequest where several could be meant.
     """
     models = list(list_models(admin).models)
     if wanted is not None:
         found = [each for each in models if str(each.model_id) == wanted]
         found = found or [each for each in models if each.model == wanted]
         if not found:
-            raise NotFound(f"there is no model {wanted}; cachesvc models lists those that are")
+            raise UnknownModel(wanted)
         models = found
     if len(models) > 1:
         named = ", ".join(f"{each.model_id} ({each.model})" for each in models[:8])
@@ -71,13 +83,13 @@ def pick_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus | None
 
 
 def require_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus:
-    """``pick_model``, where without one there is nothing to do. Raises NotFound, InvalidRequest."""
+    """``pick_model``, where without one there is nothing to do. Raises UnknownModel, InvalidRequest."""
     model = pick_model(admin, wanted)
     if model is None:
-        raise NotFound("no model is registered yet; cachesvc models lists those that are")
+        raise UnknownModel(None)
     return model
 
 
 def model_number(admin: Admin, wanted: str | None) -> int:
-    """Its number; 0, which stands for every model, where none was named. Raises NotFound, InvalidRequest."""
+    """Its number; 0, which stands for every model, where none was named. Raises UnknownModel, InvalidRequest."""
     return 0 if wanted is None else require_model(admin, wanted).model_id
