@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 from cachesvc_ctl.target import Target, add_target, target_of
 
 MOST = 2**31 - 1
+MOST_LISTED = 4096
+"""What the daemon lists in one answer; it takes a greater limit for that one."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,13 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def listed(text: str) -> int:
+    """A number of lines that a daemon lists in one answer, for argparse."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_LISTED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_LISTED}")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """A time, for argparse."""
     try:
@@ -105,6 +114,3 @@ def hex_digits(text: str) -> str:
     if not digits or set(digits) - set("0123456789abcdef"):
         raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal")
     return digits
-
-
-LIMIT = flag("--limit", type=at_least_one, default=40, metavar="N", help="lines at most (default 40)")

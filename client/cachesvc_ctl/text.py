@@ -31,5 +31,5 @@ def describe_bytes(count: float) -> str:
 
 
 def left_out(*flags: str) -> str:
-    """A last line where there is more than was shown; ``flags``: those that held it back, if any did."""
-    return f"\n(more are there; raise {' and '.join(flags)})" if flags else ""
+    """A last line where there is more than was shown; ``flags``: those that held it back and can be raised."""
+    return f"\n(more are there; raise {' and '.join(flags)})" if flags else "\n(more are there)"

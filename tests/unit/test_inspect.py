@@ -7,6 +7,7 @@ import sys
 import pytest
 from cachesvc_ctl.extras import MissingExtraError
 from cachesvc_ctl.main import parse
+from cachesvc_ctl.questions.index import Tree
 from cachesvc_ctl.questions.status import describe_device
 from cachesvc_ctl.top.command import Top
 from kvcache.v1 import admin_pb2
@@ -28,3 +29,23 @@ def test_top_names_what_its_extra_brings(module: str, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, module, None)  # what an import finds where nothing is installed
     with pytest.raises(MissingExtraError, match=r"the Python module textual, .* pip install 'cachesvc\[top\]'"):
         Top(parse(["top"])).run()
+
+
+@pytest.mark.parametrize(
+    ("limit", "depths", "truncated", "hint"),
+    [
+        (3, [0, 1, 1], False, ""),
+        (3, [0, 1, 1, 1], True, "(more are there; raise --limit)"),
+        (3, [0, 1, 2], True, "(more are there; raise --depth)"),
+        (3, [0, 1, 2, 2], True, "(more are there; raise --depth and --limit)"),
+        (4096, [0] * 4096, True, "(more are there)"),
+        (4096, [0, 1, 2], True, "(more are there; raise --depth)"),
+    ],
+)
+def test_a_tree_tells_which_bound_held_it_back(limit: int, depths: list[int], truncated: bool, hint: str) -> None:
+    """Every node has a child; at depth 2 the children were not asked for."""
+    nodes = [admin_pb2.TreeNode(depth=depth, children=1) for depth in depths]
+    shown = Tree(parse(["tree", "--limit", str(limit), "--depth", "3"])).show(
+        admin_pb2.GetTreeResponse(nodes=nodes, truncated=truncated)
+    )
+    assert shown.splitlines()[min(limit, len(nodes)) :] == ([hint] if hint else [])

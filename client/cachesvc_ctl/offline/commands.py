@@ -10,13 +10,13 @@ from pathlib import Path
 from cachesvc_client.errors import InvalidRequest
 from kvcache.v1 import admin_pb2_grpc, inspect_pb2
 
-from cachesvc_ctl.command import LIMIT, Command, DaemonCommand, at_least_one, flag, hex_digits
+from cachesvc_ctl.command import Command, DaemonCommand, at_least_one, flag, hex_digits
 from cachesvc_ctl.offline import study
 from cachesvc_ctl.offline.index_file import StoredIndex, read_index, write_index
 from cachesvc_ctl.part_file import part_file
-from cachesvc_ctl.questions.index import tree_line, tree_text
+from cachesvc_ctl.questions.index import held_back, tree_line
 from cachesvc_ctl.questions.models import model_flag, require_model
-from cachesvc_ctl.text import describe_bytes, table
+from cachesvc_ctl.text import describe_bytes, left_out, table
 
 DUMP_DEADLINE_SECONDS = 600.0
 
@@ -79,7 +79,8 @@ def _tree(index: StoredIndex, arguments: argparse.Namespace) -> str:
         )
         for node in found.nodes
     ]
-    return tree_text(lines, is_deep=found.is_deep, is_long=found.is_long)
+    held = held_back(is_deep=found.is_deep, is_long=found.is_long)
+    return ("\n".join(lines) or "none") + (left_out(*held) if held else "")
 
 
 def _next(index: StoredIndex, arguments: argparse.Namespace) -> str:
@@ -126,7 +127,7 @@ class Load(Command):
         flag("--key", type=hex_digits, metavar="HEX", help="tree: start there; its first digits do"),
         flag("--depth", type=at_least_one, default=6, metavar="N", help="tree: levels at most (default 6)"),
         flag("--place", default="", metavar="NAME", help="next: evicted from where (default: replica 0)"),
-        LIMIT,
+        flag("--limit", type=at_least_one, default=40, metavar="N", help="lines at most (default 40)"),
     )
 
     def run(self) -> int:

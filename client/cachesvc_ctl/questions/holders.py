@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvcache.v1 import admin_pb2, common_pb2, inspect_pb2
 
-from cachesvc_ctl.command import LIMIT
-from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import describe_bytes, left_out, table
+from cachesvc_ctl.questions.question import DEADLINE_SECONDS, LIMIT, Admin, Question
+from cachesvc_ctl.text import describe_bytes, table
 
 
 class Leases(Question[admin_pb2.ListLeasesResponse]):
@@ -89,7 +88,7 @@ class Sequences(Question[admin_pb2.ListSequencesResponse]):
             for s in answer.sequences
         ]
         head = ("lease", "sequence", "blocks", "sealed", "private pages", "where", "failed")
-        return table(head, rows) + (left_out("--limit") if answer.truncated else "")
+        return table(head, rows) + (self.more("--limit") if answer.truncated else "")
 
 
 class Tickets(Question[admin_pb2.ListTicketsResponse]):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvcache.v1 import admin_pb2
 
-from cachesvc_ctl.command import LIMIT, at_least_one, flag, hex_digits
+from cachesvc_ctl.command import at_least_one, flag, hex_digits
 from cachesvc_ctl.questions.models import model_flag, pick_model
-from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import left_out, table
+from cachesvc_ctl.questions.question import DEADLINE_SECONDS, LIMIT, Admin, Question
+from cachesvc_ctl.text import table
 
 ORDERS = {"recent": admin_pb2.BLOCK_ORDER_RECENT, "hits": admin_pb2.BLOCK_ORDER_HITS}
 
@@ -54,7 +54,7 @@ class Blocks(Question[admin_pb2.ListBlocksResponse]):
             for b in answer.blocks
         ]
         head = ("key", "parent", "position", "children", "pins", "hits", "copies (place/group page)")
-        return table(head, rows) + (left_out("--limit") if answer.truncated else "")
+        return table(head, rows) + (self.more("--limit") if answer.truncated else "")
 
 
 def describe_copy(copy: admin_pb2.BlockCopy) -> str:
@@ -100,7 +100,8 @@ class Tree(Question[admin_pb2.GetTreeResponse]):
         lines = [tree_line(n.depth, n.key_hex, n.position, n.tiers, n.children, n.descendants) for n in nodes]
         is_deep = any(n.depth + 1 >= self.arguments.depth and n.children for n in nodes)
         is_long = len(answer.nodes) > len(nodes) or (answer.truncated and not is_deep)
-        return tree_text(lines, is_deep=is_deep, is_long=is_long)
+        held = held_back(is_deep=is_deep, is_long=is_long)
+        return ("\n".join(lines) or "none") + (self.more(*held) if held else "")
 
 
 def tree_line(depth: int, key_hex: str, position: int, places: str, children: int, below: int) -> str:
@@ -108,7 +109,6 @@ def tree_line(depth: int, key_hex: str, position: int, places: str, children: in
     return f"{'  ' * depth}{key_hex[:16]}  block {position}, {places}, {children} children, {below:,} below"
 
 
-def tree_text(lines: list[str], *, is_deep: bool, is_long: bool) -> str:
-    """A tree, and by which flags more of it could be seen: ``--depth`` held levels back, ``--limit`` lines."""
-    held = [flag for flag, is_held in (("--depth", is_deep), ("--limit", is_long)) if is_held]
-    return ("\n".join(lines) or "none") + left_out(*held)
+def held_back(*, is_deep: bool, is_long: bool) -> list[str]:
+    """By which flags more of a tree could be seen: ``--depth`` held levels back, ``--limit`` lines."""
+    return ["--depth"] * is_deep + ["--limit"] * is_long

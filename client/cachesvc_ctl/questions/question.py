@@ -10,11 +10,13 @@ from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2_grpc
 
 from cachesvc_ctl.as_json import as_json
-from cachesvc_ctl.command import DaemonCommand, flag
+from cachesvc_ctl.command import MOST_LISTED, DaemonCommand, flag, listed
+from cachesvc_ctl.text import left_out
 
 DEADLINE_SECONDS = 30.0
 Admin = admin_pb2_grpc.AdminServiceStub
 R = TypeVar("R", bound=Message)
+LIMIT = flag("--limit", type=listed, default=40, metavar="N", help=f"lines at most (default 40, most {MOST_LISTED})")
 
 
 class Question(DaemonCommand, Generic[R]):
@@ -37,6 +39,11 @@ class Question(DaemonCommand, Generic[R]):
     def data(self, answer: R) -> R:
         """The answer for scripts."""
         return answer
+
+    def more(self, *flags: str) -> str:
+        """A last line where something was left out, and by which flags more of it could be seen."""
+        can_rise = self.arguments.limit < MOST_LISTED
+        return left_out(*(name for name in flags if can_rise or name != "--limit"))
 
     def code(self, _answer: R) -> int:
         """The exit code: 1 where a check found something."""
