@@ -47,7 +47,7 @@ class Config:
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
-    empty: its own user and root. ``tokens``: file that says who may call and what; empty: whoever may open the socket.
+    empty: its own user and root. ``tokens``: file that says who may call and what; empty: all who may open the socket.
     ``tls_client_ca``: clients on TCP need a certificate that it signed. ``checksums``: of which sealed pages they are
     taken, for Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the
     read-only page on loopback, or empty. ``fault_copies``: share of copies that are made to fail, for tests; a flag

@@ -72,7 +72,7 @@ class DaemonCommand(Command):
 
     @property
     def target(self) -> Target:
-        """Which daemon, and what proves who asks. Raises InvalidRequest."""
+        """Which daemon, by which credentials. Raises InvalidRequest."""
         return target_of(self.arguments)
 
 

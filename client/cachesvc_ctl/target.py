@@ -1,4 +1,4 @@
-"""Which daemon a command asks, what proves who asks, and what is said where none answers."""
+"""Which daemon a command asks, by which credentials, and the message where none answers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Target:
         return open_remote(self.address, self.credentials)
 
     def make_channel(self, socket_path: str, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
-        """The same for whoever makes channels by path and options."""
+        """The same for callers that make channels by path and options."""
         return open_remote(socket_path, self.credentials, options)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name the daemon, and those by which an operator proves who calls."""
-    group = parser.add_argument_group("which daemon, and who asks")
+    group = parser.add_argument_group("the daemon, and credentials")
     one = group.add_mutually_exclusive_group().add_argument
     one("--socket", metavar="PATH", help=f"its unix socket (else CACHESVC_SOCKET, else {DEFAULT_SOCKET})")
     one("--address", metavar="HOST:PORT", help="over TCP instead (else CACHESVC_ADDRESS)")
