@@ -16,7 +16,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
@@ -36,6 +36,10 @@ class InstantMover:
         """All bytes are there at once."""
         self.arrived.append(transfer.ticket)
         return TimelineSlot(0, 1, 0, 1)
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - a protocol's
+        """All bytes are there at once, so there is always one."""
+        return 1
 
     def expedite(self, ticket: int) -> None:
         """Nothing is slow here."""
@@ -111,10 +115,8 @@ class Node:
         """Call a flow of the lease until it does not wait any more. Raises what the flow raises."""
         while True:
             answer = flow(self.core, resolve(self.core.ledger, self.lease, self.now), *arguments)
-            while self.core.stillborn:
-                land(self.core, *self.core.stillborn.pop(0))
             while self.mover.arrived:
-                land(self.core, self.mover.arrived.pop(0), "")
+                land(self.core, self.mover.arrived.pop(0), DONE)
             if not isinstance(answer, Wait):
                 return answer
 

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from cachesvc.ledger.blocks import window_rank
+from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
+from cachesvc.model.transfer import Direction
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 
-Hold = Callable[[int, int, PageState, str], None]
+Claim = Callable[[int, int, PageState, str], None]
 Holding = dict[tuple[int, int], tuple[PageState, str]]
 
 
@@ -40,6 +42,8 @@ def audit(ledger: Ledger) -> Audit:
             problems += _candidates(model, place)
             problems += _counts(model, place)
             problems += _pages(ledger, model, place, position)
+            problems += _moving(ledger, model, place)
+            problems += _reserved(ledger, model, place)
             pages += sum(pool.usable for pool in place.pools)
         blocks += len(model.blocks.index)
     return Audit(problems + list(_waiters(ledger)), pages, blocks)
@@ -47,6 +51,11 @@ def audit(ledger: Ledger) -> Audit:
 
 def _sequences(ledger: Ledger, model: Model) -> list[Sequence]:
     return [s for lease in ledger.leases.values() if lease.model == model.id for s in lease.sequences.values()]
+
+
+def _holds(ledger: Ledger, model: Model) -> list[Hold]:
+    leases = [lease for lease in ledger.leases.values() if lease.model == model.id]
+    return [hold for lease in leases for hold in (*lease.sequences.values(), *lease.prefetches)]
 
 
 def _rows(ledger: Ledger, model: Model) -> Iterator[str]:
@@ -117,20 +126,12 @@ def _pins(ledger: Ledger, model: Model) -> Iterator[str]:
     """Every pin has its holder, and is on a copy that is there."""
     pins: Counter[tuple[int, int]] = Counter()
     windows: Counter[tuple[int, int, int]] = Counter()
-    for sequence in _sequences(ledger, model):
-        position = sequence.replica + 1
-        if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
-            pins[position, sequence.anchor] += 1
-        if sequence.host_anchor != NO_ROW:
-            pins[0, sequence.host_anchor] += 1
-        for group, held in sequence.window_rows.items():
-            for row in held.values():
-                windows[position, group, row] += 1
-        for number, pinned_group, row in sequence.hit_pins:
-            if pinned_group is None:
+    for hold in _holds(ledger, model):
+        for number, group, row in hold.pins():
+            if group is None:
                 pins[number, row] += 1
             else:
-                windows[number, pinned_group, row] += 1
+                windows[number, group, row] += 1
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id and ticket.source is not None:
             pins[ticket.source[0] + 1, ticket.source[1]] += 1
@@ -168,11 +169,47 @@ def _flights(ledger: Ledger, model: Model) -> Iterator[str]:
         yield f"model {model.id}: {len(index.flying)} rows are known to be in flight, but others are"
 
 
+def _moving(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
+    """Which ticket fills a row here, and which lets it drain, is known of exactly those that do."""
+    filling: dict[int, int] = {}
+    draining: dict[int, int] = {}
+    for ticket in ledger.tickets.running.values():
+        if ticket.model != model.id:
+            continue
+        is_load = ticket.direction is Direction.LOAD
+        if place.number == (ticket.replica + 1 if is_load else 0):
+            copied = [*ticket.rows, *(drain.row for drain in ticket.drains if drain.copied)]
+            filling |= dict.fromkeys(copied, ticket.id)
+        if place.number == ticket.replica + 1:
+            draining |= dict.fromkeys([drain.row for drain in ticket.drains], ticket.id)
+    if place.filling != filling or place.draining != draining:
+        yield f"{place.name}: the tickets that fill and drain are {place.filling}, {place.draining}"
+    for row, lead in enumerate(place.states[place.lead]):
+        if (lead == DRAINING) != (row in draining):
+            yield f"{place.name} row {row}: {CopyState(lead).name}, with ticket {draining.get(row)}"
+        if any(states[row] == FILLING for states in place.states) != (row in filling):
+            yield f"{place.name} row {row}: filled by ticket {filling.get(row)}, but its states say otherwise"
+
+
+def _reserved(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
+    """Reserved pages are free, counted, and kept for a sequence that is open and wants as many."""
+    owners = {id(sequence.room) for sequence in _sequences(ledger, model) if sequence.place is place}
+    for reservation in place.reservations:
+        if id(reservation) not in owners:
+            yield f"{place.name}: pages are kept for a sequence that has ended"
+        if any(held > wanted for held, wanted in zip(reservation.held, reservation.wanted, strict=True)):
+            yield f"{place.name}: {reservation.held} pages are kept for a call that wants {reservation.wanted}"
+    for group, pool in enumerate(place.pools):
+        held = sum(reservation.held[group] for reservation in place.reservations)
+        if held != pool.reserved or not 0 <= held <= pool.free:
+            yield f"{pool.name}: {pool.reserved} pages are reserved, {held} of them by somebody, {pool.free} are free"
+
+
 def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> Iterator[str]:
     out: list[str] = []
     held: Holding = {}
 
-    def hold(group: int, page: int, state: PageState, by: str) -> None:
+    def claim(group: int, page: int, state: PageState, by: str) -> None:
         if (group, page) in held:
             out.append(f"{place.name} group {group} page {page}: held by {held[group, page][1]} and by {by}")
         held[group, page] = (state, by)
@@ -184,16 +221,16 @@ def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> Iterato
                     out.append(f"{place.name} row {row}: absent, yet it names a page")
                 continue
             settled = states[row] == READY
-            hold(
+            claim(
                 group,
                 place.pages[group][row],
                 PageState.SEALED if settled else PageState.IN_FLIGHT,
                 f"row {row}",
             )
     if position == 0:
-        _host_holders(ledger, model, hold)
+        _host_holders(ledger, model, claim)
     else:
-        _device_holders(ledger, model, position - 1, hold)
+        _device_holders(ledger, model, position - 1, claim)
     yield from out
     for group, pool in enumerate(place.pools):
         yield from pool.problems()
@@ -232,8 +269,9 @@ def _swapped(ledger: Ledger, model: Model) -> Iterator[str]:
     """All shared blocks of a sequence that is swapped out, or that a load will bring, are whole on the host."""
     blocks = model.blocks
     for sequence in _sequences(ledger, model):
-        if sequence.swapped_out and sequence.host_anchor != sequence.anchor:
-            yield f"sequence {sequence.id}: swapped out, but it is not pinned on the host"
+        on_host = len(blocks.index.path(sequence.host_anchor))
+        if sequence.swapped_out and on_host != sequence.sealed:
+            yield f"sequence {sequence.id}: swapped out, but the host keeps {on_host} of {sequence.sealed} blocks"
         if sequence.swap_ticket or sequence.host_anchor == NO_ROW:
             continue
         until = NO_ROW if sequence.swapped_out else sequence.anchor
@@ -244,27 +282,21 @@ def _swapped(ledger: Ledger, model: Model) -> Iterator[str]:
 
 def _waiters(ledger: Ledger) -> Iterator[str]:
     """Whoever waits for a load is told by it, and processes and leases know each other."""
-    waiting = {
-        (lease.id, sequence.id, ticket)
-        for lease in ledger.leases.values()
-        for sequence in lease.sequences.values()
-        for ticket in sequence.loads
-    }
-    told = {
-        (lease_id, sequence_id, ticket.id)
-        for ticket in ledger.tickets.running.values()
-        for lease_id, sequence_id in ticket.waiters
-        if lease_id in ledger.leases and sequence_id in ledger.leases[lease_id].sequences
-    }
-    for lease_id, sequence_id, ticket_id in waiting ^ told:
-        yield f"lease {lease_id} sequence {sequence_id}: ticket {ticket_id} is waited for or told, not both"
+    for model in ledger.models.values():
+        holds = _holds(ledger, model)
+        waiting = [(id(hold), ticket) for hold in holds for ticket in hold.loads]
+        running = [ticket for ticket in ledger.tickets.running.values() if ticket.model == model.id]
+        known = {id(hold) for hold in holds}
+        told = [(id(waiter), ticket.id) for ticket in running for waiter in ticket.waiters if id(waiter) in known]
+        for _, ticket_id in set(waiting) ^ set(told):
+            yield f"model {model.id}: ticket {ticket_id} is waited for or told, not both"
     for lease in ledger.leases.values():
         for token in lease.processes:
             if token not in ledger.processes or lease.id not in ledger.processes[token].leases:
                 yield f"lease {lease.id}: a process of it does not know it"
         for sequence in lease.sequences.values():
             ticket = ledger.tickets.running.get(sequence.swap_ticket)
-            if sequence.swap_ticket and (ticket is None or ticket.sequence != (lease.id, sequence.id)):
+            if sequence.swap_ticket and (ticket is None or ticket.traveller is not sequence):
                 yield f"sequence {sequence.id}: no ticket {sequence.swap_ticket} swaps it"
 
 
@@ -318,18 +350,18 @@ def _computing(ledger: Ledger, model: Model) -> list[str]:
     return [] if declared == model.computing else [f"model {model.id}: keys being computed do not add up"]
 
 
-def _host_holders(ledger: Ledger, model: Model, hold: Hold) -> None:
+def _host_holders(ledger: Ledger, model: Model, claim: Claim) -> None:
     for sequence in _sequences(ledger, model):
         for group, _, page in sequence.swapped:
             if not sequence.swap_ticket:
-                hold(group, page, PageState.PRIVATE, f"sequence {sequence.id}")
+                claim(group, page, PageState.PRIVATE, f"sequence {sequence.id}")
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id:
             for move in ticket.moves:
-                hold(move.group, move.host_page, PageState.IN_FLIGHT, f"ticket {ticket.id}")
+                claim(move.group, move.host_page, PageState.IN_FLIGHT, f"ticket {ticket.id}")
 
 
-def _device_holders(ledger: Ledger, model: Model, replica: int, hold: Hold) -> None:
+def _device_holders(ledger: Ledger, model: Model, replica: int, claim: Claim) -> None:
     flying = {
         (move.group, move.device_page)
         for ticket in ledger.tickets.running.values()
@@ -338,16 +370,16 @@ def _device_holders(ledger: Ledger, model: Model, replica: int, hold: Hold) -> N
         if move.is_own
     }
     for group, page in flying:
-        hold(group, page, PageState.IN_FLIGHT, "a swap")
+        claim(group, page, PageState.IN_FLIGHT, "a swap")
     for lease in ledger.leases.values():
         if lease.model != model.id or lease.replica != replica:
             continue
         for group, page in lease.quarantine:
-            hold(group, page, PageState.QUARANTINED, f"lease {lease.id}")
+            claim(group, page, PageState.QUARANTINED, f"lease {lease.id}")
         for group, pages in enumerate(lease.stock):
             for page in pages:
-                hold(group, page, PageState.PRIVATE, f"stock of {lease.id}")
+                claim(group, page, PageState.PRIVATE, f"stock of {lease.id}")
         for sequence in lease.sequences.values():
             for group, page in sequence.own_pages():
                 if (group, page) not in flying:
-                    hold(group, page, PageState.PRIVATE, f"sequence {sequence.id}")
+                    claim(group, page, PageState.PRIVATE, f"sequence {sequence.id}")

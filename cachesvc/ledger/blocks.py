@@ -7,7 +7,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cachesvc.ledger.ages import Ages
@@ -20,9 +20,18 @@ from cachesvc.ledger.windows import Prefix, WindowSearch, hit_window_blocks, win
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, STAMP_BITS, CopyState, PageState, Tier
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, STAMP_BITS, Tier
 
-__all__ = ["BlockLedger", "Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
+__all__ = [
+    "BlockLedger",
+    "Dropped",
+    "Filling",
+    "Hit",
+    "RankRule",
+    "hit_window_blocks",
+    "window_positions",
+    "window_rank",
+]
 
 HOST_PLACE = 0
 IS_READY = int(READY)  # an enum takes thrice as long to compare
@@ -48,8 +57,18 @@ class Dropped(NamedTuple):
     tier: str
 
 
+class Filling(NamedTuple):
+    """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
+
+    rows: Sequence[Sequence[int]]
+    pages: list[list[int]]
+
+
 class BlockLedger:
-    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place."""
+    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place.
+
+    ``computing``: keys that sequences have declared to be computing, with how many do.
+    """
 
     def __init__(
         self,
@@ -67,6 +86,7 @@ class BlockLedger:
         self.rank = rank
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
+        self.computing: dict[bytes, int] = {}
         self.host = self._add_place("host", host_pools)
 
     def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
@@ -216,11 +236,14 @@ class BlockLedger:
 
     # -- copies ------------------------------------------------------------------------------------------------
 
-    def add_copy(self, place: Place, row: int, pages: Iterable[int], state: CopyState) -> None:
-        """Give ``row`` a copy on ``place``; ``pages[g]`` is NO_PAGE for groups that have none."""
+    def seal(self, place: Place, row: int, pages: Sequence[int]) -> None:
+        """Private pages become the copy of ``row`` on ``place``; ``pages[g]`` is NO_PAGE for groups that have none."""
         for group, page in enumerate(pages):
             if page != NO_PAGE:
-                place.move(group, row, state, page)
+                place.seal(group, row, page)
+        self._come(place, row)
+
+    def _come(self, place: Place, row: int) -> None:
         place.used[row] = 0
         parent = self.index.parent[row]
         if parent != NO_ROW:
@@ -235,9 +258,7 @@ class BlockLedger:
         place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
-                page = place.pages[group][row]
-                place.move(group, row, ABSENT, cause=cause)
-                place.pools[group].move(page, PageState.FREE)
+                place.drop(group, row, cause)
         place.leaves.remove(row)
         for order in place.window_leaves.values():
             order.remove(row)
@@ -245,9 +266,7 @@ class BlockLedger:
 
     def drop_window(self, place: Place, group: int, row: int) -> None:
         """Take one windowed copy away by itself and free its page."""
-        page = place.pages[group][row]
-        place.move(group, row, ABSENT, cause=Cause.WINDOW_EVICTED)
-        place.pools[group].move(page, PageState.FREE)
+        place.drop(group, row, Cause.WINDOW_EVICTED)
         place.window_leaves[group].update(row)
         place.counts.windows_left += 1
 
@@ -273,34 +292,48 @@ class BlockLedger:
         """A transfer reads or writes this row's copies."""
         self.index.begin_flight(row)
 
+    def start_drain(self, place: Place, row: int, ticket: int) -> None:
+        """The block's copy lingers until its ticket ends; the row is in flight already."""
+        for group in place.full_groups:
+            place.drain(group, row)
+        place.draining[row] = ticket
+
+    def end_drain(self, place: Place, row: int, *, needed: bool) -> None:
+        """The ticket has ended. What is ``needed`` is READY again; the rest is to be dropped."""
+        del place.draining[row]
+        if needed:
+            for group in place.full_groups:
+                place.keep(group, row)
+
     def end_flight(self, row: int) -> None:
         """The transfer is over; the row may be a candidate again."""
         self.index.end_flight(row)
 
-    def start_fill(self, place: Place, row: int, pages: Iterable[int]) -> None:
-        """A transfer towards ``place`` begins: the copies are FILLING and the row is in flight.
+    def start_fill(self, place: Place, rows_of: Sequence[Sequence[int]], ticket: int) -> Filling:
+        """A transfer towards ``place`` begins: of group g it brings the rows ``rows_of[g]``. They are in flight.
 
-        Where the block is there already, ``pages`` holds only windowed copies that are not.
+        There is room. A block that is not there yet is named in all groups without a window; of one that is there
+        already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
-        if place.states[place.lead][row] == ABSENT:
-            self.add_copy(place, row, pages, FILLING)
-        else:
-            for group, page in enumerate(pages):
-                if page != NO_PAGE:
-                    place.move(group, row, FILLING, page)
-        self.begin_flight(row)
+        lead = place.states[place.lead]
+        for row in {row: None for rows in rows_of for row in rows}:
+            if row in place.filling:
+                raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
+            place.filling[row] = ticket
+            if lead[row] == ABSENT:
+                self._come(place, row)
+            self.begin_flight(row)
+        return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
-        """The transfer has ended: FILLING copies become READY and their pages sealed, or go with their pages freed.
-
-        One transfer at a time fills copies of a row on one place.
-        """
+        """The transfer has ended: FILLING copies become READY, or go."""
         for group, states in enumerate(place.states):
-            if states[row] != FILLING:
-                continue
-            page = place.pages[group][row]
-            place.move(group, row, READY if arrived else ABSENT)
-            place.pools[group].move(page, PageState.SEALED if arrived else PageState.FREE)
+            if states[row] == FILLING:
+                if arrived:
+                    place.arrive(group, row)
+                else:
+                    place.fail(group, row)
+        del place.filling[row]
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.blocks import BlockLedger, Filling
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, FILLING, READY
 
 
 class Drain(NamedTuple):
@@ -145,27 +145,30 @@ class Evictor:
         plan.host_drops = host.victims
         return plan, plan.found >= count
 
-    def plan_host(self, count: int) -> tuple[EvictionPlan, bool]:
-        """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children."""
-        room = _HostRoom(self.ledger, set())
+    def plan_host(self, count: int, spared: Collection[int] = ()) -> tuple[EvictionPlan, bool]:
+        """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
+
+        ``spared``: rows that stay.
+        """
+        room = _HostRoom(self.ledger, spared)
         plan = EvictionPlan(self.ledger.host)
         met = all(room.evict_one() for _ in range(count))
         plan.drops = room.victims
         return plan, met
 
-    def plan_host_room(self, wanted: Sequence[int]) -> tuple[EvictionPlan, int | None]:
+    def plan_host_room(self, wanted: Sequence[int], spared: Collection[int] = ()) -> tuple[EvictionPlan, int | None]:
         """Victims after which host group g has ``wanted[g]`` free pages; and a group that they do not suffice for.
 
         Whole blocks go for the full groups, each freeing what it has in the windowed ones. What is short in those then
-        goes by itself: windowed copies that no window holds, whose blocks stay.
+        goes by itself: windowed copies that no window holds, whose blocks stay. ``spared``: rows of which all stays.
         """
         host = self.ledger.host
         short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
         worst = max(host.full_groups, key=short.__getitem__)
-        plan, met = self.plan_host(max(0, short[worst]))
+        plan, met = self.plan_host(max(0, short[worst]), spared)
         if not met:
             return plan, worst
-        going = set(plan.drops)
+        going = {*plan.drops, *spared}
         for group in host.window_groups:
             need = short[group] - plan.freed(group) if short[group] > 0 else 0
             rows = (entry & ROW_MASK for entry in host.window_leaves[group])
@@ -178,42 +181,37 @@ class Evictor:
     def _has_other_copy(self, place: Place, row: int) -> bool:
         return any(other is not place and other.state(row) == READY for other in self.ledger.index.places)
 
-    def carry_out(self, plan: EvictionPlan) -> list[tuple[Drain, tuple[int, ...]]]:
-        """Drop what is to be dropped and start draining the rest; returns each drain with its host pages by group."""
+    def carry_out(self, plan: EvictionPlan, ticket: int = 0) -> Filling:
+        """Drop what is to be dropped and start draining the rest; returns the host copies that come.
+
+        ``ticket``: of the drains, where there are any.
+        """
         ledger = self.ledger
         place = plan.place
         for row in plan.host_drops:
             ledger.drop_copy(ledger.host, row, plan.cause)
-        drains: list[tuple[Drain, tuple[int, ...]]] = []
-        for drain in plan.drains:
-            row = drain.row
-            pages: tuple[int, ...] = ()
-            if drain.copied:
-                pages = host_pages_for(ledger, place, row)
-                ledger.start_fill(ledger.host, row, pages)
-            else:
+        coming = start_backup(ledger, place, [drain.row for drain in plan.drains if drain.copied], ticket)
+        for row, copied in plan.drains:
+            if not copied:
                 ledger.begin_flight(row)
-            for group in place.full_groups:
-                place.move(group, row, DRAINING)
-                place.pools[group].move(place.pages[group][row], PageState.IN_FLIGHT)
-            drains.append((drain, pages))
+            ledger.start_drain(place, row, ticket)
         with place.leaves.filing_later():
             for row in plan.drops:
                 ledger.drop_copy(place, row, plan.cause)
         for group, row in plan.window_drops:
             ledger.drop_window(place, group, row)
         ledger.evicted_blocks += len(plan.drops)
-        return drains
+        return coming
 
-    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool) -> None:
-        """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed."""
+    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool) -> bool:
+        """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed.
+
+        True when it went.
+        """
         ledger = self.ledger
         row = drain.row
         needed = place.pins[row] > 0 or place.children[row] > 0 or not arrived
-        if needed:
-            for group in place.full_groups:
-                place.move(group, row, READY)
-                place.pools[group].move(place.pages[group][row], PageState.SEALED)
+        ledger.end_drain(place, row, needed=needed)
         if drain.copied:
             ledger.finish_fill(ledger.host, row, arrived=arrived)
         else:
@@ -221,14 +219,15 @@ class Evictor:
         if not needed:
             ledger.evicted_blocks += 1
             ledger.drop_copy(place, row)
+        return not needed
 
 
 class _HostRoom:
     """Room on the host, reserved page by page while a plan is made."""
 
-    def __init__(self, ledger: BlockLedger, device_victims: set[int]) -> None:
+    def __init__(self, ledger: BlockLedger, spared: Collection[int]) -> None:
         self.ledger = ledger
-        self.device_victims = device_victims
+        self._spared = spared
         self.walk = _Walk(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
@@ -246,7 +245,7 @@ class _HostRoom:
         """Take the next host victim; False when none is left."""
         index = self.ledger.index
         while (row := self.walk.next()) is not None:
-            if row in self.device_victims:
+            if row in self._spared:
                 continue
             elsewhere = any(p is not self.ledger.host and p.state(row) == READY for p in index.places)
             if not elsewhere:
@@ -260,17 +259,20 @@ class _HostRoom:
         return False
 
 
-def host_pages_for(ledger: BlockLedger, source: Place, row: int) -> tuple[int, ...]:
-    """Take host pages for what ``source`` holds of a row; windowed groups come along while their pool has room.
+def start_backup(ledger: BlockLedger, source: Place, rows: list[int], ticket: int) -> Filling:
+    """Start to store on the host what ``source`` holds of ``rows``; windowed copies come along while there is room.
 
     The caller has made sure that the full groups have room.
     """
-    pages: list[int] = []
-    for group, pool in enumerate(ledger.host.pools):
-        full = group in source.full_groups
-        wanted = full or (source.states[group][row] == READY and pool.free > 0)
-        pages.append(pool.take(1, PageState.IN_FLIGHT)[0] if wanted else NO_PAGE)
-    return tuple(pages)
+    host = ledger.host
+
+    def rows_in(group: int) -> list[int]:
+        if group in source.full_groups:
+            return rows
+        states = source.states[group]
+        return [row for row in rows if states[row] == READY][: host.pools[group].free]
+
+    return ledger.start_fill(host, [rows_in(group) for group in range(len(host.pools))], ticket)
 
 
 def evictable_pages(

@@ -30,19 +30,6 @@ class CopyState(IntEnum):
 
 ABSENT, FILLING, READY, DRAINING = CopyState
 
-LEGAL_MOVES = frozenset(
-    {
-        (ABSENT, FILLING),  # a load or a write-back was started towards this copy
-        (ABSENT, READY),  # a private page was published: it was filled before it was known
-        (FILLING, READY),
-        (FILLING, ABSENT),  # the transfer failed
-        (READY, DRAINING),  # its bytes are being written back before it goes
-        (READY, ABSENT),  # evicted with nothing to save
-        (DRAINING, ABSENT),
-        (DRAINING, READY),  # pinned again, or the write-back failed
-    }
-)
-
 
 class PageState(IntEnum):
     """Where a page is; it is in exactly one of these at any moment."""

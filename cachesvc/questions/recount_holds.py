@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY
 from cachesvc.questions.recount import Part, told
 from cachesvc.questions.snapshot import int32s, place_states, uint16s
@@ -55,26 +56,16 @@ class _Holds:
         self.known = np.array(sorted(index.flying), np.int64)
         self.flying: list[int] = []
         for lease in ledger.leases.values():
-            for sequence in lease.sequences.values() if lease.model == model.id else ():
-                self._add(sequence)
+            for hold in (*lease.sequences.values(), *lease.prefetches) if lease.model == model.id else ():
+                for number, group, row in hold.pins():
+                    place = self.places[number]
+                    (place.pinned if group is None else place.windowed[group]).append(row)
         for ticket in ledger.tickets.running.values():
             if ticket.model == model.id:
                 self.flying += ticket.rows
                 self.flying += [drain.row for drain in ticket.drains]
                 if ticket.source is not None:
                     self.places[ticket.source[0] + 1].pinned.append(ticket.source[1])
-
-    def _add(self, sequence: Sequence) -> None:
-        at = self.places[sequence.replica + 1]
-        if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
-            at.pinned.append(sequence.anchor)
-        if sequence.host_anchor != NO_ROW:
-            self.places[0].pinned.append(sequence.host_anchor)
-        for group, held in sequence.window_rows.items():
-            at.windowed[group].extend(held.values())
-        for number, pinned_group, row in sequence.hit_pins:
-            place = self.places[number]
-            (place.pinned if pinned_group is None else place.windowed[pinned_group]).append(row)
 
 
 def recount_holds(seen: _Holds) -> list[str]:
@@ -144,7 +135,7 @@ def _tables(model: Model, sequence: Sequence) -> list[str]:
         where = f"sequence {sequence.id} group {group}"
         pages, own = place.pages[group], sequence.own[group]
         if group in place.full_groups:
-            shared = dict(enumerate(path))
+            shared: Mapping[int, int] = dict(enumerate(path))
             first = 0
         else:
             shared = sequence.window_rows.get(group, {})
@@ -162,22 +153,23 @@ def _tables(model: Model, sequence: Sequence) -> list[str]:
 
 def _waits(ledger: Ledger, sequence: Sequence) -> list[str]:
     """Its loads know of it, and so does the ticket that swaps it."""
-    running, me = ledger.tickets.running, (sequence.lease, sequence.id)
+    running = ledger.tickets.running
     out = [
         f"sequence {sequence.id}: waits for ticket {number}, which does not know it"
         for number in sequence.loads
-        if number not in running or me not in running[number].waiters
+        if number not in running or sequence not in running[number].waiters
     ]
     swap = running.get(sequence.swap_ticket)
-    if sequence.swap_ticket and (swap is None or swap.sequence != me):
+    if sequence.swap_ticket and (swap is None or swap.traveller is not sequence):
         out.append(f"sequence {sequence.id}: no ticket {sequence.swap_ticket} swaps it")
     return out
 
 
 def _from_host(model: Model, sequence: Sequence) -> list[str]:
     """All shared blocks of a sequence that is swapped out, or that a load will bring, are whole on the host."""
-    if sequence.swapped_out and sequence.host_anchor != sequence.anchor:
-        return [f"sequence {sequence.id}: swapped out, but it is not pinned on the host"]
+    host_blocks = len(model.blocks.index.path(sequence.host_anchor))
+    if sequence.swapped_out and host_blocks != sequence.sealed:
+        return [f"sequence {sequence.id}: swapped out, but the host keeps {host_blocks} of {sequence.sealed} blocks"]
     if sequence.swap_ticket or sequence.host_anchor == NO_ROW:
         return []
     host = model.blocks.host
@@ -200,15 +192,19 @@ def walk_computing(ledger: Ledger, model: Model) -> Iterator[list[str]]:
 
 
 def walk_tickets(ledger: Ledger, model: Model) -> Iterator[list[str]]:
-    """Sequences that a load will tell wait for it. A step is one ticket."""
+    """A copy on its way is known to be moved by its ticket, and by no other. A step is one ticket."""
+    places = model.blocks.index.places
     for number in list(ledger.tickets.running):
         ticket = ledger.tickets.running.get(number)
         if ticket is None or ticket.model != model.id:
             continue
-        out: list[str] = []
-        for lease_id, sequence_id in ticket.waiters:
-            lease = ledger.leases.get(lease_id)
-            sequence = lease.sequences.get(sequence_id) if lease is not None else None
-            if sequence is not None and number not in sequence.loads:
-                out.append(f"sequence {sequence_id}: does not wait for ticket {number}, which would tell it")
-        yield out
+        device = places[ticket.replica + 1]
+        target = device if ticket.direction is Direction.LOAD else places[0]
+        copied = [*ticket.rows, *(drain.row for drain in ticket.drains if drain.copied)]
+        moved = [(target.filling, row, f"{target.name} row {row}: comes") for row in copied]
+        moved += [(device.draining, drain.row, f"{device.name} row {drain.row}: drains") for drain in ticket.drains]
+        yield [
+            f"{what} with ticket {number}, but {known.get(row)} is known"
+            for known, row, what in moved
+            if known.get(row) != number
+        ]

@@ -8,6 +8,10 @@ import pytest
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.swap import swap_out
+from cachesvc.ledger.blocks import Hit
+from cachesvc.ledger.holds import Prefetch
+from cachesvc.ledger.pins import WindowPins
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
@@ -86,14 +90,15 @@ def change_a_rank(rig: Rig) -> None:
 def pin_what_is_absent(rig: Rig) -> None:
     """A holder there is, so that only the copy is missing."""
     (lease,) = rig.core.ledger.leases.values()
-    rig.model.blocks.pin(rig.host, row(rig, "a", "d"))
-    lease.sequences[3].hit_pins.append((0, None, row(rig, "a", "d")))
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.hold(Hit(0, NO_ROW, 2, row(rig, "a", "d")), 99)
 
 
 def hold_a_window_that_is_absent(rig: Rig) -> None:
     (lease,) = rig.core.ledger.leases.values()
-    rig.model.blocks.pin_window(rig.host, 1, row(rig, "a", "d"))
-    lease.sequences[3].hit_pins.append((0, 1, row(rig, "a", "d")))
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.windows = WindowPins(rig.model.blocks, rig.host)
+    held.windows.hold(1, 1, row(rig, "a", "d"))
 
 
 def leave_a_hole_in_a_table(rig: Rig) -> None:
