@@ -19,6 +19,7 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.pins import Keep, kept
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reservations import Reservation, expire
+from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
@@ -35,21 +36,24 @@ TRY_AGAIN_EVERY = 64
 
 
 def make_room(
-    core: Core, call: Call, wanted: Sequence[int], keep: Keep, room: Reservation | None = None
+    core: Core, call: Call, wanted: Sequence[int], keep: Keep, waiter: OpenSequence | None = None
 ) -> Wait | None:
     """See to it that group g has ``wanted[g]`` pages to take on the replica; None when it has them now.
 
-    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages; ``room`` keeps pages until the call
-    runs again. Raises PoolExhausted when the whole demand cannot be met; nothing is evicted then.
+    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages, and what there is of them is kept
+    for the ``waiter`` until its call runs again. Raises PoolExhausted when the whole demand cannot be met; nothing is
+    evicted then.
     """
     place = call.replica.place
     if place.reservations:
         expire(place.reservations, call.now)
+    room = None if waiter is None else waiter.room
     if room is not None:
         room.give_back()
     wait: Wait | None = None
     try:
         if any(count > pool.unreserved for count, pool in zip(wanted, place.pools, strict=True)):
+            room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
                 wait = _evict(core, call.model, call.replica, wanted, room)
     finally:  # with what it wanted, or refused: it waits no more

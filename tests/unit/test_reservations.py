@@ -111,7 +111,7 @@ def test_two_calls_that_wait_never_hold_each_other_up() -> None:
         try:
             assert isinstance(rig.once(allocate, lease, 99, blocks), Allocated)
         except PoolExhausted:
-            assert rig.core.ledger.leases[lease].sequences[99].room.held == [0]
+            assert rig.core.ledger.leases[lease].sequences[99].reserve().held == [0]
             continue
         break
     assert [len(lease.sequences[99].tables[0]) for lease in rig.core.ledger.leases.values()] == [0, 6]
