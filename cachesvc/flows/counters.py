@@ -32,6 +32,8 @@ class Count(StrEnum):
     LEASES_ENDED_OTHER = "leases_ended_other"
     MODELS_DISMISSED = "models_dismissed"
     WRITE_BACK_PAUSES = "write_back_pauses"
+    MODELS_DISTRUSTED = "models_distrusted"
+    CALLS_BROKEN = "calls_broken"
     EVENT_SUBSCRIPTIONS = "event_subscriptions"
     EVENT_SUBSCRIBERS_CUT_OFF = "event_subscribers_cut_off"
 
