@@ -15,6 +15,7 @@ from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
 from cachesvc.model.words import Run
+from cachesvc.service.access.owners import shown_id
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -223,7 +224,7 @@ class Node:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
                 for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
-                    events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
+                    events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
 

@@ -15,6 +15,7 @@ from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.dispatch import INTERNAL
+from cachesvc.service.repeats import MOST_RETRIES
 from cachesvc.service.watch import CallWatch
 from tests.unit.dispatch_rig import Desk, turns
 from tests.unit.ledger_rig import chain, one_group, rig_of
@@ -105,6 +106,24 @@ async def test_a_retry_of_a_call_under_way_waits_for_its_answer() -> None:
         assert isinstance(await first, cache_pb2.AllocateResponse)
         assert await first == await again
         assert len(desk.pages(lease, 1)) == 3
+
+
+async def test_a_retry_is_not_refused_for_load_or_rate_because_what_it_asks_for_may_be_done() -> None:
+    rig = rig_of(one_group(), device=(16,), host=(32,))
+    quota = Quota(calls_per_second=4)
+    async with Desk(rig, waiting=1, quotas=Quotas(rig.core, lambda _: quota)) as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        ticket = desk.swap_out(lease, 1)
+        first = desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=10))
+        again = [desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=10)) for _ in range(MOST_RETRIES)]
+        assert all(isinstance(each, asyncio.Future) for each in (first, *again))
+        one_more = desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=10))
+        assert (one_more.code, "request 10" in one_more.message) == ("LIMIT", True), "all that, there is an end to it"
+        assert desk.ask(desk.cache.match, match(lease, 2, "c")).code == "QUOTA_EXCEEDED"
+        await desk.land(ticket)
+        assert {(await each).code for each in (first, *again)} == {"CONFLICT"}
+        assert desk.admission.waits.held == 0
 
 
 async def test_a_retry_of_a_call_that_was_given_up_is_told_so_and_then_starts_anew() -> None:
