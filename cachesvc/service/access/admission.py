@@ -158,7 +158,7 @@ class Admission:
             meter.admit(now)
 
     def take(self, kind: Kind, holder: Holder, *, is_retry: bool = False) -> Place:
-        """A place for a call that is not answered in this turn of the loop. Raises LimitExceeded; not for a retry, which
+        """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not for a retry, which
         waits for a call that has one."""
         places = self.waits if kind is Kind.WAITS else self.work
         if not is_retry:
