@@ -25,6 +25,7 @@ from google.protobuf.message import Message
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.call import Call, resolve
+from cachesvc.flows.counters import Count
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
@@ -155,9 +156,7 @@ class Dispatcher:
         node = self.node
         if ask.lease is None:
             raise no_lease(node.core, ask.lease_id, node.epoch)
-        call = resolve(node.core.ledger, ask.lease_id, node.now())
-        node.require_trusted(call.model.id)
-        return call
+        return resolve(node.core.ledger, ask.lease_id, node.now())
 
     def until(self, ask: Ask) -> float:
         """How long the call may wait for transfers, monotonic seconds."""
@@ -166,7 +165,7 @@ class Dispatcher:
     def broke(self, method: str, lease: Lease | None) -> OperationError:
         """Log and count a defect, from within its ``except``."""
         events.failure("call_broke", method=method, model=0 if lease is None else lease.model)
-        self.node.core.count("calls_broken")
+        self.node.core.count(Count.CALLS_BROKEN)
         return OperationError(code=INTERNAL, message=BROKEN)
 
     # -- one call, step by step --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from cachesvc.flows import admin
-from cachesvc.flows.core import ticket_view
+from cachesvc.flows.transfers import ticket_view
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.errors import CacheError
 from cachesvc.questions.query import MAX_LISTED

@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.core import expedite, ticket_view
+from cachesvc.flows.transfers import expedite, ticket_view
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
 from cachesvc.service.access.admission import Kind, Place
