@@ -34,6 +34,12 @@ class DeadlinePassed(CacheError):
     code = ErrorCode.DEADLINE
 
 
+def end_wait(wait: Wait) -> None:
+    """Nobody waits any more: what was kept for the call can be taken. Twice is fine."""
+    if wait.reserved is not None:
+        wait.reserved.release()
+
+
 class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 

@@ -18,7 +18,7 @@ from cachesvc.service.dispatch import INTERNAL
 from cachesvc.service.repeats import MOST_RETRIES
 from cachesvc.service.watch import CallWatch
 from tests.unit.dispatch_rig import Desk, turns
-from tests.unit.ledger_rig import chain, one_group, rig_of
+from tests.unit.ledger_rig import chain, one_group, rig_of, serve
 from tests.unit.peers_rig import shared
 
 
@@ -83,6 +83,33 @@ async def test_a_call_that_waits_for_room_to_wait_is_refused_and_has_changed_not
         assert desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=2)).code == "LIMIT"
         await desk.land(ticket)
         assert (await first).code == "CONFLICT"
+
+
+@pytest.mark.parametrize("end", ["no room to wait", "given up", "answered"])
+async def test_what_is_reserved_for_a_call_that_waits_ends_with_it(end: str) -> None:
+    rig = rig_of(one_group(), device=(4,), host=(8,))
+    pool = rig.place().pools[0]
+    async with Desk(rig, waiting=1) as desk:
+        lease = desk.lease()
+        if end == "no room to wait":
+            desk.admission.take(Kind.WAITS, Holder("somebody", None))
+        serve(rig, lease, 1, "abc")
+        desk.ask(desk.cache.match, match(lease, 2, ""))
+        served = desk.ask(desk.cache.allocate, allocate(lease, 2, 3))
+        [drain] = rig.mover.transfers
+        if end == "no room to wait":
+            assert served.code == "LIMIT"
+            assert pool.reserved == 0, "kept for nobody"
+        else:
+            assert pool.reserved == 1
+        if end == "given up":
+            served.cancel()  # before it has had a turn
+            await turns()
+            assert pool.reserved == 0
+        await desk.land(drain)
+        if end == "answered":
+            assert isinstance(await served, cache_pb2.AllocateResponse)
+        assert pool.reserved == 0
 
 
 async def test_a_retry_of_a_call_under_way_waits_for_its_answer() -> None:
