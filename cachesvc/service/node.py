@@ -18,6 +18,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
+from cachesvc.service.access.owners import shown_id
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -31,6 +32,12 @@ class DeadlinePassed(CacheError):
     """The caller's deadline or the daemon's limit came before the transfers that the call needs had ended."""
 
     code = ErrorCode.DEADLINE
+
+
+def end_wait(wait: Wait) -> None:
+    """Nobody waits any more: what was kept for the call can be taken. Twice is fine."""
+    if wait.reserved is not None:
+        wait.reserved.release()
 
 
 class Node:
@@ -229,7 +236,7 @@ class Node:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
                 for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
-                    events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
+                    events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
 

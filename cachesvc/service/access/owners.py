@@ -23,6 +23,11 @@ def lease_name(epoch: int) -> str:
     return f"{secrets.token_hex(16)}-{epoch:x}"
 
 
+def shown_id(lease_id: str) -> str:
+    """A lease's id as the log may have it."""
+    return lease_id[:SHOWN]
+
+
 def own_lease(core: Core, who: Caller, lease_id: str) -> Lease | None:
     """A lease of the caller's tenant, live or lost; None for one that is not known, or is another tenant's."""
     lease = core.ledger.leases.get(lease_id)
