@@ -7,57 +7,78 @@ decided anew for every model, and a model that has gone since is passed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from cachesvc.flows.core import Core
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.questions.recount import parts
 from cachesvc.questions.recount_walks import walk_computing, walk_keys, walk_tables
+from cachesvc.questions.steps import Question, answer_at_once, off_loop
+from cachesvc.questions.view import View
+
+MOST_PROBLEMS = 1024
 
 
 class Piece(NamedTuple):
-    """``capture`` runs in one turn and ``recount(captured)`` anywhere; or ``walk`` gives steps, each in a turn."""
+    """One thing to look at: ``look()`` gives what is wrong with it."""
 
     name: str
-    capture: Callable[[], Any] | None
-    recount: Callable[[Any], list[str]] | None
-    walk: Callable[[], Iterator[list[str]]] | None
+    look: Callable[[], Question[list[str]]]
 
 
-def pieces(core: Core, model_id: int) -> list[Piece]:
-    """What is to be looked at of one model; empty when it has gone."""
-    model = core.ledger.models.get(model_id)
-    if model is None:
-        return []
+class Verified(NamedTuple):
+    """What was looked at, and at most ``MOST_PROBLEMS`` things that are wrong."""
+
+    problems: list[str]
+    checks: list[str]
+    pages: int
+    blocks: int
+    models: list[int]
+
+
+def verify(view: View, model_id: int) -> Question[Verified]:
+    """Recount one model, or (0) every one. Raises NotFound."""
+    models = [view.model(model_id)] if model_id else view.models()
+    problems: list[str] = []
+    checks: list[str] = []
+    pages = blocks = 0
+    for model in models:
+        for piece in pieces(view.ledger_of(model), model) if view.has(model) else ():
+            if not view.has(model):
+                break
+            problems += yield from piece.look()
+            checks.append(piece.name)
+        if view.has(model):
+            pages += sum(pool.usable for place in model.blocks.index.places for pool in place.pools)
+            blocks += len(model.blocks.index)
+    return Verified(problems[:MOST_PROBLEMS], checks, pages, blocks, [model.id for model in models])
+
+
+def pieces(ledger: Ledger, model: Model) -> list[Piece]:
+    """What is to be looked at of one model."""
     where = f"model {model.id}"
-    out = [Piece(name, capture, recount, None) for name, capture, recount in parts(core.ledger, model)]
-    out.append(Piece(f"{where}: keys", None, None, lambda: walk_keys(model)))
-    out.append(Piece(f"{where}: block tables", None, None, lambda: walk_tables(core.ledger, model)))
-    out.append(Piece(f"{where}: keys being computed", None, None, lambda: walk_computing(core.ledger, model)))
-    return out
-
-
-def is_known(core: Core, model_id: int) -> bool:
-    """False when a model has given way since."""
-    return model_id in core.ledger.models
-
-
-def sizes(core: Core, model_id: int) -> tuple[int, int]:
-    """Usable pages in all pools, and blocks."""
-    model: Model | None = core.ledger.models.get(model_id)
-    if model is None:
-        return 0, 0
-    return sum(pool.usable for place in model.blocks.index.places for pool in place.pools), len(model.blocks.index)
+    return [
+        *(Piece(name, partial(_recounted, capture, recount)) for name, capture, recount in parts(ledger, model)),
+        Piece(f"{where}: keys", lambda: _walked(walk_keys(model))),
+        Piece(f"{where}: block tables", lambda: _walked(walk_tables(ledger, model))),
+        Piece(f"{where}: keys being computed", lambda: _walked(walk_computing(ledger, model))),
+    ]
 
 
 def verify_at_once(core: Core) -> list[str]:
     """All pieces in one go: what is wrong. For tests and tools that own the ledger."""
+    every = [piece for model in core.ledger.models.values() for piece in pieces(core.ledger, model)]
+    return [problem for piece in every for problem in answer_at_once(piece.look())]
+
+
+def _recounted(capture: Callable[[], Any], recount: Callable[[Any], list[str]]) -> Question[list[str]]:
+    return (yield from off_loop(partial(recount, capture())))
+
+
+def _walked(steps: Iterator[list[str]]) -> Question[list[str]]:
     out: list[str] = []
-    for model_id in list(core.ledger.models):
-        for piece in pieces(core, model_id):
-            if piece.walk is not None:
-                for problems in piece.walk():
-                    out += problems
-            elif piece.capture is not None and piece.recount is not None:
-                out += piece.recount(piece.capture())
+    for problems in steps:
+        out += problems
+        yield None
     return out

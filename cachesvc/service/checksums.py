@@ -19,7 +19,7 @@ from cachesvc.model.errors import CacheError
 from cachesvc.questions import sealed
 from cachesvc.questions.sealed import SealedPage
 from cachesvc.service.node import Node
-from cachesvc.service.time_slices import Turns
+from cachesvc.service.time_slices import TimeSlices
 from cachesvc.telemetry import events
 
 ReadPage = Callable[[int, int | None, int, int, int], bytes]
@@ -167,15 +167,15 @@ class Checksums:
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    async def compare(self, turns: Turns, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
+    async def compare(self, slices: TimeSlices, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
         """Read every page of the models whose checksum is known and compare; nothing is told of other models."""
         answer = inspect_pb2.ChecksumStatus(mode=self.mode)
         await self._catch_up()
         self._forget_models()
         keys = [at for at in self._known if at[0] in models]
         for first in range(0, len(keys), PAGES_AT_ONCE):
-            pages = turns.take(partial(self._pages, keys[first : first + PAGES_AT_ONCE]))
-            for sums in await turns.aside(partial(self._sums, pages)):
+            pages = slices.take(partial(self._pages, keys[first : first + PAGES_AT_ONCE]))
+            for sums in await slices.off_loop(partial(self._sums, pages)):
                 self._judge(answer, sums)
         answer.known_blocks = sum(model in models for model, _ in self._known)
         answer.waiting_blocks = sum(count for model, _, _, count in self._waiting if model in models)

@@ -25,14 +25,18 @@ _DESCRIPTORS = {
 
 
 class Telemetry:
-    """``start_tracing`` before the parts are made, ``watch_services`` as they are, ``start_metrics`` once all run."""
+    """``watch_services`` as they are made, ``start_tracing`` before calls come, ``start_metrics`` once all run.
+
+    ``metrics_port``: of the scrape endpoint, 0 while there is none.
+    """
 
     def __init__(self, metrics_listen: str, otlp_endpoint: str, version: str, environment: Mapping[str, str]) -> None:
         self._metrics_listen = metrics_listen
         self._otlp = Otlp(otlp_endpoint, version, environment) if otlp_endpoint else None
         self._server: MetricsServer | None = None
-        self.tracer: Tracer | None = None
-        self.watch = CallWatch()
+        self.tracer = Tracer()
+        self.watch = CallWatch(self.tracer)
+        self.metrics_port = 0
 
     @property
     def is_on(self) -> bool:
@@ -40,10 +44,9 @@ class Telemetry:
         return bool(self._metrics_listen) or self._otlp is not None
 
     def start_tracing(self) -> None:
-        """From now on there is a tracer, where spans are wanted. Raises Unavailable."""
+        """Begin to trace, where spans are wanted. Raises Unavailable."""
         if self._otlp is not None:
-            self.tracer = self._otlp.start_tracing()
-            self.watch = CallWatch(self.tracer)
+            self._otlp.start_tracing(self.tracer)
 
     def watch_services(self, services: Services) -> Services:
         """The services as they are to be served: watched, or as they came where nothing is told."""
@@ -54,15 +57,14 @@ class Telemetry:
         }
         return replace(services, **watched)
 
-    def start_metrics(self, gather: Callable[[Reading], None]) -> int:
-        """Serve and push readings from now on; the port of the scrape endpoint (0: none). Raises Unavailable."""
+    def start_metrics(self, gather: Callable[[Reading], None]) -> None:
+        """Serve and push readings from now on, where they are wanted. Raises Unavailable."""
         reader = Reader(asyncio.get_running_loop(), gather)
         if self._otlp is not None:
             self._otlp.start_metrics(reader)
-        if not self._metrics_listen:
-            return 0
-        self._server = MetricsServer(self._metrics_listen, reader)
-        return self._server.start()
+        if self._metrics_listen:
+            self._server = MetricsServer(self._metrics_listen, reader)
+            self.metrics_port = self._server.start()
 
     async def close(self) -> None:
         """End what was started, off the loop, which a last reading may still need."""

@@ -23,9 +23,9 @@ Parent = dict[str, str] | None
 
 
 class CallWatch:
-    """Counts by method; used on the event loop alone. ``tracer``: None traces nothing."""
+    """Counts by method; used on the event loop alone."""
 
-    def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, Histogram] = {}
         self.codes: dict[tuple[str, str], int] = {}
         self._names: set[str] = set()
@@ -96,11 +96,9 @@ class CallWatch:
         return call
 
     def _parent(self, context: Context) -> Parent:
-        return None if self._tracer is None else self._tracer.parent_of(context.invocation_metadata())
+        return self._tracer.parent_of(context.invocation_metadata())
 
     def _begin(self, name: str, parent: Parent) -> Span | None:
-        if self._tracer is None or parent is None:
-            return None
         span = self._tracer.begin_call(name, parent)
         current_span.set(span)
         return span

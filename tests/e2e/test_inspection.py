@@ -193,7 +193,7 @@ def test_a_broken_dump_is_told_by_its_line(folder: Path, node: Node) -> None:
 
 def test_dumping_an_unknown_model_leaves_no_file(node: Node, folder: Path) -> None:
     code, text = ctl("dump", str(folder / "x.jsonl"), "--socket", node.socket, "--model", "9")
-    assert (code, text) == (2, "cachesvc: unknown model 9; register it first\n")
+    assert (code, text) == (2, "cachesvc: unknown model 9; ListModels shows those that are there\n")
     assert [path.name for path in folder.iterdir() if "x.jsonl" in path.name] == []
 
 

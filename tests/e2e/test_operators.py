@@ -189,7 +189,10 @@ def test_an_idle_daemon_says_none(run: Run, node: Node) -> None:
         text, answer = ask(run, node, name)
         assert text.strip() == "none"
         assert answer == {}
-    assert run("blocks", "--socket", node.socket) == (2, "cachesvc: unknown model 1; register it first\n")
+    assert run("blocks", "--socket", node.socket) == (
+        2,
+        "cachesvc: unknown model 1; ListModels shows those that are there\n",
+    )
     code, said = run("tree", "--socket", node.socket, "--key", "zz")
     assert code == 2
     assert "argument --key: 'zz' is not hexadecimal" in said

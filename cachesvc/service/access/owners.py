@@ -5,13 +5,10 @@ from __future__ import annotations
 import hmac
 
 from cachesvc.flows.core import Core
-from cachesvc.ledger.leases import Lease
-from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import NotFound
+from cachesvc.questions.view import Sight
 from cachesvc.service.access.auth import EVERYONE, UNPROVEN, Scope, caller
-
-SHOWN = 12
 
 
 def require_lease(core: Core, lease_id: str) -> None:
@@ -34,33 +31,6 @@ def require_model(core: Core, model_id: int, namespace: bytes) -> None:
         raise NotFound("model", model_id, "register it first")
 
 
-def visible_model(core: Core, model_id: int) -> Model:
-    """A model that the caller may look at. Raises NotFound."""
-    model = core.ledger.model(model_id)
-    if not caller().sees(model.tenant):
-        raise NotFound("model", model_id, "register it first")
-    return model
-
-
-def visible_models(core: Core) -> list[Model]:
-    """Every model that the caller may look at."""
-    who = caller()
-    return [model for model in core.ledger.models.values() if who.sees(model.tenant)]
-
-
-def visible_leases(core: Core) -> list[Lease]:
-    """Every lease that the caller may look at."""
-    who, models = caller(), core.ledger.models
-    return [lease for lease in core.ledger.leases.values() if who.sees(models[lease.model].tenant)]
-
-
-def is_visible(core: Core, ticket: Ticket) -> bool:
-    """True for a ticket that the caller may look at; one of a model that has gone is for those who see all."""
-    model = core.ledger.models.get(ticket.model)
-    who = caller()
-    return who.sees(model.tenant) if model is not None else who.sees_all
-
-
 def own_ticket(core: Core, ticket_id: int) -> Ticket:
     """A ticket of the caller's tenant. Raises NotFound, for another tenant's too: tickets are numbered through."""
     ticket = core.ledger.tickets.get(ticket_id)
@@ -70,14 +40,12 @@ def own_ticket(core: Core, ticket_id: int) -> Ticket:
     return ticket
 
 
-def shown_lease(core: Core, lease: Lease) -> str:
-    """A lease's id as the caller may see it. The whole id is a key to the lease, so readers get its beginning alone;
-    so does everyone where no tokens are configured, for models whose engines keep a salt of their own."""
+def sight() -> Sight:
+    """What the caller of the running RPC may see. The whole id of a lease is a key to it, so those who may only read
+    get its beginning; whoever has proved nothing gets neither ids nor namespaces of models with a salt."""
     who = caller()
-    is_open = not core.ledger.models[lease.model].is_salted if who is EVERYONE else Scope.ADMIN in who.scopes
-    return lease.id if is_open else lease.id[:SHOWN]
-
-
-def shown_namespace(model: Model) -> bytes:
-    """A model's namespace as the caller may see it: nothing of one with a salt where no tokens are configured."""
-    return b"" if model.is_salted and caller() in UNPROVEN else model.namespace
+    return Sight(
+        tenant=None if who.sees_all else who.tenant,
+        whole_ids=who is EVERYONE or Scope.ADMIN in who.scopes,
+        salted=who not in UNPROVEN,
+    )

@@ -7,8 +7,8 @@ tenant, so what a tenant holds is what its pools count, and nothing has to be ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn
 
 from cachesvc.flows.budget import Budget, pool_device_bytes, pool_host_bytes
 from cachesvc.flows.core import Core
@@ -16,6 +16,7 @@ from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
 from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import PageState
+from cachesvc.questions.view import View
 
 _SIZES = ("device_bytes", "host_bytes")
 
@@ -119,6 +120,14 @@ class Meter:
         return QuotaExceeded(self.tenant, what, None, limit, f"try again in {seconds:.3f} s")
 
 
+class TenantLine(NamedTuple):
+    """What a tenant holds and may hold, by the quotas' names; ``limits`` has those that are set."""
+
+    tenant: str
+    used: dict[str, int]
+    limits: dict[str, int]
+
+
 class Quotas:
     """The quotas of all tenants against what the ledger holds. ``of(tenant)`` may answer anew after a reload, as may
     ``tenants()``, who are configured."""
@@ -138,14 +147,6 @@ class Quotas:
         elif meter.quota is not quota:
             meter.use(quota)
         return meter
-
-    def quota_of(self, tenant: str) -> Quota:
-        """A tenant's quota now."""
-        return self._of(tenant)
-
-    def tenants(self) -> set[str]:
-        """Tenants that are configured."""
-        return set(self._tenants())
 
     def budget(self, tenant: str) -> Budget:
         """What its pools may take."""
@@ -235,6 +236,18 @@ class Quotas:
             for pool in replica.place.pools
             for state in (PageState.PRIVATE, PageState.QUARANTINED)
         )
+
+    def lines(self, view: View) -> list[TenantLine]:
+        """Every tenant of the view that has models or is configured."""
+        names = {model.tenant for model in view.models()} | set(filter(view.sight.covers, self._tenants()))
+        return [
+            TenantLine(
+                name,
+                self.use(name),
+                {what: limit for what, limit in asdict(self._of(name)).items() if limit},
+            )
+            for name in sorted(names)
+        ]
 
     def use(self, tenant: str) -> dict[str, int]:
         """What a tenant holds now, by the quotas' names."""
