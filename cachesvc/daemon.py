@@ -8,8 +8,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
@@ -159,16 +159,23 @@ async def run(parts: Parts) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parts.stopping.set)
     loop.add_signal_handler(signal.SIGHUP, _reload_too_early)  # what it does by itself would end the daemon
-    async with AsyncExitStack() as stack:
-        for step in steps(parts):
-            await _carry_out(step.start)
-            stack.push_async_callback(_carry_out, step.close)
+    async with started(steps(parts)):
         _tell_ready(parts, round(time.monotonic() - began, 3))
         loop.add_signal_handler(signal.SIGHUP, _reload, parts)
         await parts.stopping.wait()
         await parts.administration.drain()
         await parts.administration.wait_for_engines()
     events.event("stopped")
+
+
+@asynccontextmanager
+async def started(every: Iterable[Step]) -> AsyncIterator[None]:
+    """Start in this order; at the end, or where a start fails, close what was started in the reverse order."""
+    async with AsyncExitStack() as stack:
+        for step in every:
+            await _carry_out(step.start)
+            stack.push_async_callback(_carry_out, step.close)
+        yield
 
 
 # -- what the parts are made of ----------------------------------------------------------------------------------------

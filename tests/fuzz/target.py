@@ -146,7 +146,7 @@ class Target:
         self.node.start(Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages))
         self.host_pool.start()
         node, gate = self.node, self.gate
-        health = DeviceHealth(self.backend, node, self._told)
+        health = DeviceHealth(self.backend, node, self.tell)
         sizes = {"device_pool_bytes": DEVICE_BYTES, "host_pool_bytes": HOST_BYTES, "host_chunk_bytes": 4 << 20}
         facts = Facts(
             version="fuzzed",
@@ -190,7 +190,7 @@ class Target:
     def _landed(self, ticket: int, error: Exception | None) -> None:
         self.node.on_transfer_done(ticket, error)
 
-    async def _told(self, serving: Serving) -> None:
+    async def tell(self, serving: Serving) -> None:
         """A fuzzed Drain must not end the run: the next messages want new sequences."""
         asyncio.get_running_loop().call_soon(setattr, self.core.ledger, "draining", False)
 
