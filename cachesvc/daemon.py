@@ -24,11 +24,13 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.keyring import Keyring
+from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.administration import Administration
-from cachesvc.service.calls import CallGate
 from cachesvc.service.checksums import Checksums
+from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.gather import Gatherer
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.facts import Facts
@@ -42,6 +44,7 @@ from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.admin_service import AdminService
 from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
@@ -53,6 +56,8 @@ from cachesvc.wire.status import LIFE_SUFFIX
 
 STOP_SECONDS = 1.0
 """How long calls that are under way when the daemon ends may take to end too."""
+GOODBYE_SECONDS = 0.1
+"""Given at least to calls that were told that the daemon stops: their statuses have to go out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Parts:
     life: LifeServer
     keyrings: tuple[Keyring, ...]
     checksums: Checksums
+    dispatcher: Dispatcher
     server: Server
     following: EventService
     health: DeviceHealth
@@ -103,8 +109,8 @@ def build(
     following = EventService(node, config.event_subscribers)
     reloader = _reloader(config, truth, calls, administration, facts, reread)
     inspection = Inspection(node, checksums)
-    admin = AdminService(calls.gate, inspection, administration, facts, calls.all_quotas, reloader.reload)
-    services = telemetry.watch_services(Services(calls.engine, calls.lease, calls.cache, following, admin))
+    admin = AdminService(calls.edge, inspection, administration, facts, calls.all_quotas, reloader.reload)
+    services = Services(calls.engine, calls.lease, calls.cache, following, admin)
     return Parts(
         config,
         truth,
@@ -112,11 +118,12 @@ def build(
         _life(config, truth),
         () if keyring is None else (keyring,),
         checksums,
+        calls.edge.dispatcher,
         Server(services, _listening(config), answers, keyring, telemetry.watch.refused),
         following,
         health,
         facts,
-        Gatherer(facts, node, truth.engine, calls.gate, telemetry.watch, calls.cache),
+        Gatherer(facts, node, truth.engine, calls.edge.dispatcher.admission, telemetry.watch, calls.cache),
         WebPage(node, config.web_listen, facts),
         administration,
         reloader,
@@ -127,6 +134,7 @@ def build(
 def steps(parts: Parts) -> tuple[Step, ...]:
     """What is started, in this order, and closed in the reverse one."""
     config, (hardware, telemetry, engine, node, host_pool, vault) = parts.config, parts.truth
+    grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
     return (
         Step(parts.claim.take, parts.claim.release),
         Step(partial(check_memory, config, hardware), _nothing),  # an ending daemon has given its memory back by now
@@ -139,7 +147,8 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(parts.life.start, parts.life.close),
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
         Step(parts.checksums.start, parts.checksums.close),
-        Step(parts.server.start, partial(parts.server.close, min(STOP_SECONDS, config.drain_seconds))),
+        Step(parts.server.start, partial(parts.server.close, grace_seconds)),
+        Step(_nothing, parts.dispatcher.stop),
         Step(parts.following.start, parts.following.close),
         Step(parts.health.start, parts.health.close),
         Step(partial(telemetry.start_metrics, parts.gatherer), _nothing),
@@ -195,7 +204,7 @@ class Truth(NamedTuple):
 class Calls(NamedTuple):
     """What engines call, and the limits that it is held against. ``all_quotas``: also where there are none."""
 
-    gate: CallGate
+    edge: Edge
     all_quotas: Quotas
     engine: EngineService
     lease: LeaseService
@@ -220,14 +229,10 @@ class TransferEnds:
 
 def _truth(config: Config, hardware: Hardware) -> Truth:
     telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
-    ended = TransferEnds()
+    ended, epoch = TransferEnds(), secrets.randbits(63)
     engine = SwapEngine(hardware.backend, ended.tell, tracer=telemetry.tracer)
-    node = Node(
-        _core(config, engine),
-        epoch=secrets.randbits(63),
-        wait_seconds=config.wait_seconds,
-        lease_seconds=config.lease_seconds,
-    )
+    core = _core(config, engine, epoch)
+    node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
     ended.connect(node.on_transfer_done)
     host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.node, hardware.backend)
     return Truth(
@@ -235,7 +240,7 @@ def _truth(config: Config, hardware: Hardware) -> Truth:
     )
 
 
-def _core(config: Config, engine: SwapEngine) -> Core:
+def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     limits = Limits(
         blocks_per_sequence=config.blocks_per_sequence,
         sequences_per_lease=config.sequences_per_lease,
@@ -244,7 +249,7 @@ def _core(config: Config, engine: SwapEngine) -> Core:
         events_per_model=config.event_history,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
-    new_name = partial(secrets.token_hex, 16)
+    new_name = partial(lease_name, epoch)
     return Core(Ledger(), engine, rank_rule(config.eviction), writing, limits, new_name=new_name)
 
 
@@ -271,13 +276,15 @@ def _life(config: Config, truth: Truth) -> LifeServer:
 def _calls(config: Config, truth: Truth, keyring: Keyring | None) -> Calls:
     node = truth.node
     quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
-    gate = CallGate(config.calls_in_flight, quotas)
+    admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
+    dispatcher = Dispatcher(node, admission, truth.telemetry.watch if truth.telemetry.is_on else None)
+    edge = Edge(dispatcher, truth.telemetry.tracer)
     return Calls(
-        gate,
+        edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
-        EngineService(node, gate, truth.hardware.backend, quotas),
-        LeaseService(node, gate, quotas),
-        CacheService(node, gate, config.operations_per_step, quotas),
+        EngineService(edge, truth.hardware.backend, quotas),
+        LeaseService(edge, quotas),
+        CacheService(edge, config.operations_per_step, quotas),
     )
 
 
@@ -319,7 +326,9 @@ def _reloader(
     facts: Facts,
     reread: Callable[[], Config] | None,
 ) -> Reloader:
-    live = live_settings(truth.node, calls.gate, calls.cache, truth.hardware.backend, administration)
+    live = live_settings(
+        truth.node, calls.edge.dispatcher.admission, calls.cache, truth.hardware.backend, administration
+    )
     return Reloader(asdict(config), facts.settings, None if reread is None else lambda: asdict(reread()), live)
 
 

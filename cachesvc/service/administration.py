@@ -10,15 +10,14 @@ from kvcache.v1 import admin_pb2
 from cachesvc.flows import admin
 from cachesvc.ledger.ledger import Model
 from cachesvc.questions.view import EVERYTHING, View
-from cachesvc.service.calls import Repeats
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.node import Node
+from cachesvc.service.repeats import Repeats, mark_of
 from cachesvc.telemetry import events
 
 EVICTED_AT_ONCE = 32
 """Blocks that leave before calls get their turn: some 0.5 ms."""
 
-EVICTIONS_KEPT = 256
 DRAIN_LOOK_SECONDS = 0.05
 
 
@@ -29,7 +28,7 @@ class Administration:
         self._node = node
         self._health = health
         self.drain_seconds = drain_seconds
-        self._evictions = Repeats(EVICTIONS_KEPT)
+        self._repeats = Repeats()
 
     async def drain(self) -> int:
         """Open nothing new and say so in health checks; returns how many leases are live. Idempotent."""
@@ -55,11 +54,22 @@ class Administration:
         model = view.model_or_only(request.model_id)
         if model is None:
             return admin_pb2.EvictResponse()
-        contents = request.SerializeToString(deterministic=True)
-        evicted: admin_pb2.EvictResponse = await self._evictions.answer(
-            request.request_id, contents, partial(self._evict, view, model, request)
-        )
-        return evicted
+        request_id, mark = request.request_id, mark_of("Evict", request)
+        evicting = self._repeats.find(request_id, mark) if request_id else None
+        if evicting is None:
+            evicting = asyncio.get_running_loop().create_task(self._evict(view, model, request))
+            if request_id:
+                self._repeats.begin(request_id, mark, evicting)
+                evicting.add_done_callback(partial(self._keep, request_id, mark))
+        if isinstance(evicting, admin_pb2.EvictResponse):
+            return evicting
+        answer: admin_pb2.EvictResponse = await asyncio.shield(evicting)
+        return answer
+
+    def _keep(self, request_id: int, mark: int, evicting: asyncio.Task[admin_pb2.EvictResponse]) -> None:
+        self._repeats.end(request_id)
+        if not evicting.cancelled() and evicting.exception() is None:
+            self._repeats.keep(request_id, mark, evicting.result())
 
     async def _evict(self, view: View, model: Model, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         wanted = request.blocks or len(model.blocks.index)

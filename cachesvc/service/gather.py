@@ -16,7 +16,7 @@ from cachesvc.ledger.reuse import Miss
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
 from cachesvc.questions.view import EVERYTHING, View
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
@@ -45,7 +45,7 @@ class Gatherer:
     facts: Facts
     node: Node
     engine: SwapEngine
-    gate: CallGate
+    admission: Admission
     watch: CallWatch
     cache: CacheService
     _sizes: dict[int, Sizes] = field(default_factory=dict)
@@ -125,8 +125,11 @@ class Gatherer:
             reading.put("rpc_calls", count, method, code)
         for (operation, code), count in self.cache.operations.items():
             reading.put("step_operations", count, operation, code)
-        reading.put("calls_in_flight", self.gate.in_flight)
-        reading.put("calls_in_flight_limit", self.gate.limit)
+        work, waits = self.admission.work, self.admission.waits
+        reading.put("calls_in_flight", work.held)
+        reading.put("calls_in_flight_limit", work.limit)
+        reading.put("waiting_calls", waits.held)
+        reading.put("waiting_calls_limit", waits.limit)
 
 
 def _reuse(reading: Reading, model: Model) -> None:

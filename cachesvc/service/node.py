@@ -1,4 +1,4 @@
-"""The daemon's one thread of truth: runs flows on the event loop, lands transfers, and lets callers wait."""
+"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from cachesvc.flows.call import Call, resolve
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
@@ -19,6 +19,8 @@ from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
+Flow = Callable[[Core, Call], Answer | Wait]
+"""Answers, or says what to wait for and is run again with a new Call."""
 
 
 class DeadlinePassed(CacheError):
@@ -30,7 +32,8 @@ class DeadlinePassed(CacheError):
 class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
-    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick.
+    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick. ``distrusted``: models
+    whose flow broke, by number, and how; none of their calls is served.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -40,10 +43,11 @@ class Node:
         self.started = time.monotonic()
         self.on_change: Callable[[], None] | None = None
         self.wait_seconds = wait_seconds
+        self.distrusted: dict[int, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sweeper: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self._is_stopping = False
         self._vault: Vault | None = None
 
     @property
@@ -58,9 +62,17 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
 
+    def stop_waiting(self) -> None:
+        """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
+        self._is_stopping = True
+        for waiting in self._waiters.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
     async def close(self) -> None:
-        """Stop sweeping; calls that still wait are refused at their next turn."""
-        self._is_closed = True
+        """Stop sweeping, and let nobody wait."""
+        self.stop_waiting()
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -97,35 +109,65 @@ class Node:
             if self.on_change is not None:
                 self.on_change()
 
-    async def run_call(
-        self, lease_id: str, flow: Callable[[Core, Call], Answer | Wait], seconds: float | None
-    ) -> Answer:
-        """``run_waiting`` under a lease, which is looked up anew for each run. Raises LeaseLost, NotFound."""
-        core = self.core
-        return await self.run_waiting(lambda: flow(core, resolve(core.ledger, lease_id, self.now())), seconds)
+    def run_of(self, model: int, flow: Callable[[], Answer]) -> Answer:
+        """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
+        half-done is not served. Raises what it raises."""
+        try:
+            return self.run(flow)
+        except CacheError:
+            raise
+        except Exception as broken:
+            if model:
+                self.distrust(model, f"{type(broken).__name__}: {broken}")
+            raise
 
-    async def run_waiting(self, flow: Callable[[], Answer | Wait], seconds: float | None) -> Answer:
-        """Run a flow again whenever tickets that it waits for have ended, or its patience has, until it answers.
+    def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
+        """``run_of`` for a call's flow."""
+        return self.run_of(call.model.id, lambda: flow(self.core, call))
 
-        ``seconds``: what is left of the caller's deadline. Raises DeadlinePassed.
+    def distrust(self, model: int, why: str) -> None:
+        """Serve no calls of a model any more, until ``trust``: a defect may have left its accounting wrong."""
+        self.distrusted[model] = why
+        self.core.count("models_distrusted")
+        events.warning("model_distrusted", model=model, reason=why)
+
+    def trust(self, model: int) -> None:
+        """A model was verified and found sound: serve it again."""
+        if self.distrusted.pop(model, None) is not None:
+            events.event("model_trusted", model=model)
+
+    def require_trusted(self, model: int) -> None:
+        """Raises Unavailable for a model that a flow broke on."""
+        if model in self.distrusted:
+            raise Unavailable(
+                f"model {model} is out of service since a call of it met a defect of the daemon; go on without the "
+                "cache until its operator has verified it"
+            )
+
+    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
+        """Run again whenever tickets that it waits for have ended, or its patience has, until it answers.
+
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlinePassed, Unavailable.
         """
-        until = self.now() + min(self.wait_seconds, seconds if seconds is not None else self.wait_seconds)
         while True:
-            answer = self.run(flow)
+            left = until - self.now()
+            if left <= 0:  # tickets may end forever without bringing what the flow needs
+                raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
+            patience = left if wait.seconds is None else min(left, wait.seconds)
+            if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
+                raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
+            answer = run()
             if not isinstance(answer, Wait):
                 return answer
-            left = until - self.now()
-            if self._is_closed:
-                raise Unavailable("the daemon stops; go on without the cache")
-            if left <= 0:  # tickets may end for ever without bringing what the flow needs
-                raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
-            patience = left if answer.seconds is None else min(left, answer.seconds)
-            if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
-                raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
+            wait = answer
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
-        """True as soon as one of the tickets has ended; False when the time is up first."""
+        """True as soon as one of the tickets has ended; False when the time is up first.
+
+        Raises Unavailable when the daemon stops.
+        """
         running = [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+        self._require_going_on()
         if not running:
             await asyncio.sleep(0)
             return True
@@ -144,25 +186,50 @@ class Node:
                     waiting.remove(future)
                     if not waiting:
                         del self._waiters[ticket]
+        self._require_going_on()
         return True
 
+    def _require_going_on(self) -> None:
+        if self._is_stopping:
+            raise Unavailable("the daemon stops; go on without the cache")
+
     def _land(self, ticket: int, error: str) -> None:
+        """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
         self.core.ledger.moment.seconds = self.now()
         if error:
             events.warning("transfer_failed", ticket=ticket, reason=error)
-        for ended in land(self.core, ticket, error):
-            for future in self._waiters.pop(ended, ()):
+        landing = self.core.ledger.tickets.running.get(ticket)
+        try:
+            ended: Iterable[int] = land(self.core, ticket, error)
+        except Exception as broken:  # noqa: BLE001 - the root of a callback: calls that wait must be woken
+            events.failure("landing_broke", ticket=ticket)
+            if landing is not None:
+                self.distrust(landing.model, f"{type(broken).__name__}: {broken}")
+            ended = (ticket,)
+        for each in ended:
+            for future in self._waiters.pop(each, ()):
                 if not future.done():
                     future.set_result(None)
         if self.on_change is not None:
             self.on_change()
 
     async def _sweep(self) -> None:
+        pause = min(1.0, self.lease_seconds / 4)
         while True:
-            await asyncio.sleep(min(1.0, self.lease_seconds / 4))
+            asleep = self.now()
+            await asyncio.sleep(pause)
             try:
+                self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
                 for lease in self.run(lambda: lose_silent(self.core, self.lease_seconds, self.now())):
                     events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
+
+    def excuse(self, late: float, pause: float) -> None:
+        """Silence counts only while the daemon listens: where it was held up (by a long flow, a stopped process), what
+        was said meanwhile has yet to be read."""
+        if late > pause:
+            now = self.now()
+            for lease in self.core.ledger.leases.values():
+                lease.heard(min(now, lease.last_heard + late))

@@ -27,11 +27,12 @@ from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.words import PageState, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.auth import EVERYONE, set_caller
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.administration import Administration
-from cachesvc.service.calls import CallGate
 from cachesvc.service.checksums import Checksums
+from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.health import Serving
@@ -39,6 +40,7 @@ from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.admin_service import AdminService
 from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
@@ -134,7 +136,7 @@ class Target:
         )
         self.node = Node(self.core, epoch=7, wait_seconds=WAIT_SECONDS, lease_seconds=3600.0)
         self.host_pool = HostPool(HOST_BYTES, 4 << 20, 1, None, self.backend)
-        self.gate = CallGate(64)
+        self.dispatcher = Dispatcher(self.node, Admission(64, 256, 128))
         self.statuses: Counter[str] = Counter()
         self.crashes: list[str] = []
         self._servicers: dict[str, Any] = {}
@@ -145,7 +147,7 @@ class Target:
         self.engine.start()
         self.node.start(Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages))
         self.host_pool.start()
-        node, gate = self.node, self.gate
+        node, edge = self.node, Edge(self.dispatcher)
         health = DeviceHealth(self.backend, node, self.tell)
         sizes = {"device_pool_bytes": DEVICE_BYTES, "host_pool_bytes": HOST_BYTES, "host_chunk_bytes": 4 << 20}
         facts = Facts(
@@ -165,12 +167,12 @@ class Target:
         self._following = EventService(node, 64)
         self._following.start()
         self._servicers = {
-            "EngineService": EngineService(node, gate, self.backend),
-            "LeaseService": LeaseService(node, gate),
-            "CacheService": CacheService(node, gate, 256),
+            "EngineService": EngineService(edge, self.backend),
+            "LeaseService": LeaseService(edge),
+            "CacheService": CacheService(edge, 256),
             "EventService": self._following,
             "AdminService": AdminService(
-                gate,
+                edge,
                 Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1)),
                 Administration(node, health, 0.0),
                 facts,

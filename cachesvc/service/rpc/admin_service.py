@@ -8,6 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from cachesvc.model.errors import CacheError, InvalidRequest
@@ -21,14 +22,15 @@ from cachesvc.service.access.auth import caller
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.access.undecodable import require_read
 from cachesvc.service.administration import Administration
-from cachesvc.service.calls import CallGate, Context, Reply, refuse
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.reload import Change
 from cachesvc.service.inspection import Inspection
+from cachesvc.service.rpc.edge import Context, Edge, refuse
 from cachesvc.service.rpc import index_messages, status_messages
 from cachesvc.service.time_slices import TimeSlices
 
 Answer = TypeVar("Answer")
+Reply = TypeVar("Reply", bound=Message)
 
 DUMP_BLOCKS = 8192
 DUMP_BLOCKS_MAX = 65536
@@ -39,14 +41,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(
         self,
-        gate: CallGate,
+        edge: Edge,
         inspection: Inspection,
         administration: Administration,
         facts: Facts,
         quotas: Quotas,
         reload: Callable[[], list[Change]],
     ) -> None:
-        self._gate = gate
+        self._edge = edge
         self._inspection = inspection
         self._administration = administration
         self._facts = facts
@@ -137,7 +139,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     # -- how a call is served ----------------------------------------------------------------------------------
 
     async def _serve(self, context: Context, request: Any, call: Callable[[], Awaitable[Reply]]) -> Reply:
-        return await self._gate.serve(context, call, request)
+        name = type(request).DESCRIPTOR.name.removesuffix("Request")
+        return await self._edge.ask(context, f"AdminService/{name}", request, call)
 
     async def _ask(
         self, context: Context, request: Any, question: Callable[[View], Answer], convert: Callable[[Answer], Reply]

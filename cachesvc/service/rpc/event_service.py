@@ -19,8 +19,8 @@ from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.access.owners import sight
 from cachesvc.service.access.undecodable import require_read
-from cachesvc.service.calls import Context, refuse
 from cachesvc.service.node import Node
+from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
 
@@ -75,7 +75,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception:  # noqa: BLE001 - the root of a call
-            events.failure("call_broke")
+            events.failure("call_broke", method="EventService/Subscribe", model=0)
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
 
     async def _serve(self, subscriber: _Subscriber, context: Context) -> None:
