@@ -25,7 +25,8 @@ class ReplicaLine(NamedTuple):
 
 
 class ModelLine(NamedTuple):
-    """One model. Pages are by group; ``device_pages``: of its first replica."""
+    """One model. Pages are by group; ``device_pages``: of its first replica. ``out_of_service``: why its calls are
+    refused, empty where they are served."""
 
     model_id: int
     model: str
@@ -35,6 +36,7 @@ class ModelLine(NamedTuple):
     blocks: int
     host_pages: tuple[int, ...]
     device_pages: tuple[int, ...]
+    out_of_service: str
 
 
 class SequenceLine(NamedTuple):
@@ -62,6 +64,7 @@ def models(view: View) -> list[ModelLine]:
             len(model.blocks.index),
             model.host_pages,
             model.replicas[0].device_pages if model.replicas else (),
+            view.out_of_service(model),
         )
         for model in view.models()
     ]

@@ -191,6 +191,12 @@ def _attention(
 ) -> list[str]:
     """Sentences about what stands out; empty when nothing does."""
     out = ["the daemon is draining: it opens no new leases or sequences"] if view.is_draining else []
+    out += [
+        f"model {model.id} ({model.name}) is out of service since a call met a defect ({why}); a Verify that finds it "
+        "sound puts it back"
+        for model in view.models()
+        if (why := view.out_of_service(model))
+    ]
     for pool in full:
         usable = sum(pool.counts.values())
         if usable and pool.held >= HELD_SHARE * usable:

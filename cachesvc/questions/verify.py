@@ -28,13 +28,15 @@ class Piece(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What was looked at, and at most ``MOST_PROBLEMS`` things that are wrong."""
+    """What was looked at, and at most ``MOST_PROBLEMS`` things that are wrong. ``sound``: those of the ``models`` with
+    nothing wrong."""
 
     problems: list[str]
     checks: list[str]
     pages: int
     blocks: int
     models: list[int]
+    sound: list[int]
 
 
 def verify(view: View, model_id: int) -> Question[Verified]:
@@ -42,8 +44,10 @@ def verify(view: View, model_id: int) -> Question[Verified]:
     models = [view.model(model_id)] if model_id else view.models()
     problems: list[str] = []
     checks: list[str] = []
+    sound: list[int] = []
     pages = blocks = 0
     for model in models:
+        before = len(problems)
         for piece in pieces(view.ledger_of(model), model) if view.has(model) else ():
             if not view.has(model):
                 break
@@ -52,7 +56,9 @@ def verify(view: View, model_id: int) -> Question[Verified]:
         if view.has(model):
             pages += sum(pool.usable for place in model.blocks.index.places for pool in place.pools)
             blocks += len(model.blocks.index)
-    return Verified(problems[:MOST_PROBLEMS], checks, pages, blocks, [model.id for model in models])
+        if len(problems) == before:
+            sound.append(model.id)
+    return Verified(problems[:MOST_PROBLEMS], checks, pages, blocks, [model.id for model in models], sound)
 
 
 def pieces(ledger: Ledger, model: Model) -> list[Piece]:

@@ -9,7 +9,7 @@ from kvcache.v1 import admin_pb2
 
 from cachesvc.flows import admin
 from cachesvc.ledger.ledger import Model
-from cachesvc.questions.view import EVERYTHING, View
+from cachesvc.questions.view import View
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.node import Node
 from cachesvc.service.repeats import Repeats, mark_of
@@ -39,7 +39,7 @@ class Administration:
 
     async def wait_for_engines(self) -> None:
         """Until no lease is live, at most ``drain_seconds``."""
-        view = View(self._node.core, EVERYTHING, self._node.now)
+        view = self._node.view()
         for _ in range(round(self.drain_seconds / DRAIN_LOOK_SECONDS)):
             if not view.live_leases:
                 return

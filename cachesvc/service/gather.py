@@ -15,7 +15,7 @@ from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Miss
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
-from cachesvc.questions.view import EVERYTHING, View
+from cachesvc.questions.view import View
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.node import Node
@@ -51,7 +51,7 @@ class Gatherer:
     _sizes: dict[int, Sizes] = field(default_factory=dict)
 
     def __call__(self, reading: Reading) -> None:
-        view = View(self.node.core, EVERYTHING, self.node.now)
+        view = self.node.view()
         self._daemon(reading, view)
         self._memory(reading)
         sequences: Counter[int] = Counter()

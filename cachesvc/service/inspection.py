@@ -23,7 +23,7 @@ DUMPS_MAX = 2
 
 
 class Inspection:
-    """Reads the ledger of a node; changes nothing."""
+    """Reads the ledger of a node; changes nothing of it."""
 
     def __init__(self, node: Node, checksums: Checksums) -> None:
         self._node = node
@@ -33,18 +33,25 @@ class Inspection:
 
     def view(self) -> View:
         """The ledger as the caller of the running RPC may see it."""
-        return View(self._node.core, sight(), self._node.now)
+        return self._node.view(sight())
 
     async def verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
-        """Recount; then, if asked for, compare checksums. One call at a time. Raises NotFound for an unknown model."""
+        """Recount; then, if asked for, compare checksums; what was out of service and is sound is served again.
+
+        One call at a time. Raises NotFound for an unknown model.
+        """
         async with self._verifying:
-            slices, began = TimeSlices(), time.monotonic()
+            slices, began, distrusted = TimeSlices(), time.monotonic(), dict(self._node.distrusted)
             found = await slices.answer(verify(self.view(), request.model_id))
             response = admin_pb2.VerifyResponse(
                 problems=found.problems, pages_checked=found.pages, blocks_checked=found.blocks, checks=found.checks
             )
             if request.checksums:
                 response.checksums.CopyFrom(await self._checksums.compare(slices, frozenset(found.models)))
+            wrong = {each.model_id for each in response.checksums.mismatches}
+            for model in set(found.sound) - wrong:
+                if self._node.distrusted.get(model) == distrusted.get(model):  # else it broke again meanwhile
+                    self._node.trust(model)
             response.ok = not found.problems and not response.checksums.mismatches
             response.longest_pause_ms = slices.longest_seconds * 1e3
             response.seconds = time.monotonic() - began

@@ -15,6 +15,7 @@ from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
 from cachesvc.model.words import Run
+from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -80,6 +81,10 @@ class Node:
     def now(self) -> float:
         """Monotonic seconds: what flows call time."""
         return time.monotonic()
+
+    def view(self, sight: Sight = EVERYTHING) -> View:
+        """What ``sight`` covers of the ledger."""
+        return View(self.core, sight, self.now, self.distrusted)
 
     # -- from other threads ------------------------------------------------------------------------------------
 

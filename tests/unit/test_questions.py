@@ -198,3 +198,59 @@ async def test_others_get_their_turn_while_an_operator_evicts_everything(target:
     assert (left[0], left[-1], (await evicting).evicted) == (DEVICE_PAGES, 0, DEVICE_PAGES)
     assert max(before - after for before, after in pairwise(left)) <= EVICTED_AT_ONCE < DEVICE_PAGES
     assert await again == await evicting, "one request is carried out once, also while it is"
+
+
+# -- a model that met a defect -----------------------------------------------------------------------------------------
+
+
+async def verify_all(target: Target, **fields: bool) -> admin_pb2.VerifyResponse:
+    request = admin_pb2.VerifyRequest(**fields)
+    _, answers = await target.call(list_rpcs()["Verify"], [request.SerializeToString()])
+    answer: admin_pb2.VerifyResponse = answers[0]
+    return answer
+
+
+async def out_of_service(target: Target) -> list[str]:
+    """What ListModels and GetStatus say of it: both or neither."""
+    _, listed = await target.call(list_rpcs()["ListModels"], [b""])
+    _, told = await target.call(list_rpcs()["GetStatus"], [b""])
+    why = [model.out_of_service for model in listed[0].models]
+    assert [reason for reason in why if reason and not any(reason in line for line in told[0].attention)] == []
+    assert sum("is out of service" in line for line in told[0].attention) == sum(map(bool, why))
+    return why
+
+
+async def test_a_model_that_met_a_defect_is_shown_and_a_clean_verify_puts_it_back(target: Target) -> None:
+    await serve(target, 0, "")
+    await serve(target, 2, "")
+    assert await out_of_service(target) == ["", ""]
+    target.node.distrust(2, "IllegalMove: page 3")
+    assert await out_of_service(target) == ["", "IllegalMove: page 3"]
+    assert (await verify_all(target)).ok
+    assert await out_of_service(target) == ["", ""]
+    target.node.require_trusted(2)
+
+
+async def test_a_model_that_is_not_sound_stays_out_of_service_and_keeps_no_other_out(target: Target) -> None:
+    await serve(target, 0, "")
+    await serve(target, 2, "")
+    for number in (1, 2):
+        target.node.distrust(number, f"defect {number}")
+    pins = target.core.ledger.models[2].blocks.host.pins
+    pins[0] += 1
+    assert not (await verify_all(target)).ok
+    assert await out_of_service(target) == ["", "defect 2"]
+    pins[0] -= 1
+    assert (await verify_all(target)).ok
+    assert await out_of_service(target) == ["", ""]
+
+
+async def test_a_model_that_breaks_while_it_is_verified_stays_out_of_service(target: Target) -> None:
+    await serve(target, 0, "")
+    target.node.distrust(1, "the first")
+    asked = asyncio.ensure_future(verify_all(target))
+    while not asked.done():
+        await asyncio.sleep(0)
+        target.node.distrust(1, "another")
+    assert (await asked).ok
+    assert await out_of_service(target) == ["another"]

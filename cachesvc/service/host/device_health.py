@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 
 from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import Unavailable
-from cachesvc.questions.view import EVERYTHING, View
 from cachesvc.service.host.health import Serving
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
@@ -37,7 +36,7 @@ class DeviceHealth:
         probe_seconds: float = PROBE_SECONDS,
     ) -> None:
         self._backend = backend
-        self._view = View(node.core, EVERYTHING, node.now)
+        self._view = node.view()
         self._tell = tell
         self._probe_seconds = probe_seconds
         self._told = Serving(ready=True, live=True)

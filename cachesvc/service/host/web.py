@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.words import PageState
 from cachesvc.questions.status import PoolLine, status
-from cachesvc.questions.view import Sight, View
+from cachesvc.questions.view import Sight
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
 from cachesvc.service.node import Node
@@ -37,7 +37,7 @@ class WebPage:
     """Runs on the daemon's loop. ``listen``: HOST:PORT, checked to be loopback; empty: nowhere. ``port``: 0 there."""
 
     def __init__(self, node: Node, listen: str, facts: Facts) -> None:
-        self._view = View(node.core, Sight(whole_ids=False), node.now)
+        self._view = node.view(Sight(whole_ids=False))
         host, _, port = listen.rpartition(":")
         self._host, self._wanted_port = host.strip("[]"), port
         self._facts = facts

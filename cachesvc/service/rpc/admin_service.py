@@ -25,8 +25,8 @@ from cachesvc.service.administration import Administration
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.reload import Change
 from cachesvc.service.inspection import Inspection
-from cachesvc.service.rpc.edge import Context, Edge, refuse
 from cachesvc.service.rpc import index_messages, status_messages
+from cachesvc.service.rpc.edge import Context, Edge, refuse
 from cachesvc.service.time_slices import TimeSlices
 
 Answer = TypeVar("Answer")

@@ -100,7 +100,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     def _begin(self, request: event_pb2.SubscribeRequest) -> _Subscriber:
         require_read()
         check_fields(request)
-        view = View(self._node.core, sight(), self._node.now)
+        view = self._node.view(sight())
         self._require_room(view.sight.tenant)
         return _Subscriber(view, self._feed_of(view, request))
 
