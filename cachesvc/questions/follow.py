@@ -57,7 +57,7 @@ class Changes(NamedTuple):
 def find_model(view: View, model_id: int, namespace: bytes) -> Model:
     """The model that a follower names. Raises NotOwned where it does not prove that it may, NotFound, InvalidRequest.
 
-    Whoever knows the namespace knows the model, its layout and the tenant's salt, so only a caller who may see all that
+    To know the namespace is to know the model, its layout and the tenant's salt, so only a caller who may see all that
     anyway can do without. Models outside of the view are not there, whatever else is wrong.
     """
     if not namespace:

@@ -1,7 +1,7 @@
 """Questions that take longer than a call may hold the ledger thread: generators that stop where others may go on.
 
 A question yields ``None`` where it may be interrupted, or work that touches nothing of the ledger, whose result is sent
-back to it. Whoever drives it decides how: the daemon in time slices and with a thread for the work, tests at once.
+back to it. Its driver decides how: the daemon in time slices and with a thread for the work, tests at once.
 What was read before a ``yield`` may have changed after it.
 """
 

@@ -1,7 +1,7 @@
 """Verify: everything that ``conservation.audit`` looks at, in pieces short enough that engines do not notice.
 
 A piece copies columns of one moment and compares the copies elsewhere, or walks a few rows. Which pieces there are is
-decided anew for every model, and a model that has gone since is passed over.
+decided anew for every model, and a model that was evicted since is passed over.
 """
 
 from __future__ import annotations

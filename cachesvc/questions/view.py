@@ -96,7 +96,7 @@ class View:
         return self._out_of_service.get(model.id, "")
 
     def has(self, model: Model) -> bool:
-        """False once a model has given way to another one."""
+        """False once the model was evicted for another one."""
         return self._core.ledger.models.get(model.id) is model
 
     def namespace_of(self, model: Model) -> bytes:
@@ -127,7 +127,7 @@ class View:
 
     @property
     def processes(self) -> int:
-        """Processes that are connected, whoever they belong to."""
+        """Processes that are connected, of every tenant."""
         return len(self._core.ledger.processes)
 
     # -- transfers ---------------------------------------------------------------------------------------------

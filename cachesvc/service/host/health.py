@@ -22,7 +22,7 @@ LIVE = "live"
 MAX_PROBE_BYTES = 4096
 CALLS_A_CONNECTION = 8
 CONNECTION_SECONDS = 30
-"""Kubelets connect anew for every probe. There is no limit of calls over all connections: whoever held that many open
+"""Kubelets connect anew for every probe. There is no limit of calls over all connections: a caller that held so many
 would keep probes out, and so have the daemon killed; held calls end with their connection instead."""
 
 
@@ -104,7 +104,7 @@ class HealthListener:
         return int(port)
 
     async def close(self) -> None:
-        """Take no more probes. Idempotent."""
+        """Take no further probes. Idempotent."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None

@@ -69,8 +69,8 @@ class Server:
         keeper: Doorkeeper | None = None,
         refused: Callable[[str, str], None] = lambda _method, _code: None,
     ) -> None:
-        """``keeper``: knows the callers. Without one, whoever may open the socket may do everything. ``refused(method,
-        code)`` is told of calls that reach no service."""
+        """``keeper``: knows the callers. Without one, everybody who may open the socket may do everything.
+        ``refused(method, code)`` is told of calls that reach no service."""
         self.port = 0
         self._services = services
         self._listening = listening

@@ -1,8 +1,8 @@
 """The files of the daemon's sockets: whose they are, who may open them, and what a killed daemon has left.
 
 Whether somebody answers on a socket does not tell whether its files can be taken over: a daemon that ends has let go of
-it, yet still has memory to give back, and would then remove the files of the next one. So whoever serves on a socket
-holds a lock beside it until nothing of it is left. A killed daemon's lock is free.
+it, yet still has memory to give back, and would then remove the files of the next one. So a daemon holds a lock beside
+its socket until nothing of it is left. A killed daemon's lock is free.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
     def _changed(self) -> None:
-        """A flow has run. Whoever follows is told in a moment, together with what follows."""
+        """A flow has run. Subscribers are told in a moment, together with what follows."""
         if self._subscribers and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._tell)
@@ -151,7 +151,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         for subscriber in self._subscribers:
             feed = subscriber.feed
             try:
-                _require_there(subscriber)  # whoever hangs in an answer would keep all of it in memory
+                _require_there(subscriber)  # one that hangs in an answer would keep all of it in memory
             except NotFound as gone:
                 subscriber.end(gone)
             if feed.is_overrun:
