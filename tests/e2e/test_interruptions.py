@@ -41,7 +41,8 @@ def test_calls_that_wait_are_told_that_the_daemon_stops_and_the_next_one_knows_t
             tickets = stub.WaitTickets.future(request)
             grown = stub.Allocate.future(cache_pb2.AllocateRequest(lease_id=lease, sequence_id=sequence.id, blocks=5))
             wait_until(lambda: node.pages("in_flight") > 0, "the swap is under way")
-            stub.WaitTickets(cache_pb2.WaitTicketsRequest(lease_id=lease, tickets=[ticket.id]))  # those before are heard
+            look = cache_pb2.WaitTicketsRequest(lease_id=lease, tickets=[ticket.id])
+            stub.WaitTickets(look)  # it came behind the others, so they have been taken
             node.daemon.process.send_signal(signal.SIGTERM)
             for call in (tickets, grown):
                 assert call.exception() is not None
