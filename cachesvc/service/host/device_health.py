@@ -85,13 +85,16 @@ class DeviceHealth:
         """Tell health checks what is so now, where that has changed."""
         serving = self.serving()
         if serving != self._told:
+            await self._tell(serving)
             self._told = serving
             events.event("serving", ready=serving.ready, live=serving.live)
-            await self._tell(serving)
 
     async def _watch(self) -> None:
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # noqa: BLE001 - the root of a task: without it a lost device would not be noticed
+                events.failure("device_look_broke")
             await asyncio.sleep(self._probe_seconds)
 
 
