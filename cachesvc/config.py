@@ -37,7 +37,7 @@ class Config:
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
     ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
-    transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine, so that others have room.
+    transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
+from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.journal import Cause, Event
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
-from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.questions.query import BlockLine, block_line, keys_beginning
 from cachesvc.questions.steps import Question
-from cachesvc.questions.view import View
+from cachesvc.questions.view import Listed, View
 
 HOLDERS_LISTED = 64
+CLIMBED_MAX = 8192
+"""Blocks that are walked up for one explanation, some 0.4 ms."""
+PREFETCH = -1
+"""What stands for the number of a sequence."""
 PREFIX_BYTES_MIN = 2
 EVENTS_MAX = 256
 EVENTS_DEFAULT = 16
@@ -35,7 +41,10 @@ REASONS = {
 
 
 class Holder(NamedTuple):
-    """A sequence that keeps a block on a place. ``blocks_below``: how much deeper it reaches through it."""
+    """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place.
+
+    ``blocks_below``: how much deeper it reaches through it.
+    """
 
     lease_id: str
     engine: str
@@ -125,36 +134,52 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         model.name,
         key,
         block_line(model, row),
-        holders[:HOLDERS_LISTED],
-        len(holders) > HOLDERS_LISTED,
+        holders.lines,
+        holders.truncated,
         tickets,
         lines,
         view.last_access - index.stamp[row],
-        _why_here(model, row, holders, tickets),
+        _why_here(model, row, holders.lines, tickets),
     )
 
 
-def holders_of(view: View, model: Model, row: int) -> list[Holder]:
-    """Sequences that keep ``row`` where it is, by themselves or through a block below it; one more than are listed.
+def holders_of(view: View, model: Model, row: int) -> Listed[Holder]:
+    """Sequences and prefetches that keep ``row`` where it is, by themselves or through a block below it.
 
-    A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth.
+    A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth. A
+    prefetch keeps no keys: the way up from its deepest block is walked, ``CLIMBED_MAX`` blocks in all.
     """
     index = model.blocks.index
     depth, key = index.depth[row], index.keys[row]
     found: list[Holder] = []
+    left = CLIMBED_MAX
     for lease in view.leases():
         if lease.model != model.id:
             continue
+        holder = partial(Holder, view.lease_id(lease), lease.engine)
         for sequence in lease.sequences.values():
+            if sequence.known_keys > depth and sequence.key(depth) == key:
+                found += [holder(sequence.id, place, below) for place, _, below in _ends(model, sequence, depth)]
             if len(found) > HOLDERS_LISTED:
-                return found
-            if sequence.known_keys <= depth or sequence.key(depth) != key:
-                continue
-            for place, anchor in _anchors(sequence):
-                below = index.depth[anchor] - depth
-                if below >= 0:
-                    found.append(Holder(view.lease_id(lease), lease.engine, sequence.id, place, below))
-    return found
+                return Listed(found[:HOLDERS_LISTED], truncated=True)
+        for prefetch in lease.prefetches:
+            for place, anchor, below in _ends(model, prefetch, depth):
+                left -= below
+                if left < 0 or len(found) >= HOLDERS_LISTED:
+                    return Listed(found[:HOLDERS_LISTED], truncated=True)
+                above = anchor
+                for _ in range(below):
+                    above = index.parent[above]
+                if above == row:
+                    found.append(holder(PREFETCH, place, below))
+    return Listed(found, truncated=False)
+
+
+def _ends(model: Model, hold: Hold, depth: int) -> Iterator[tuple[int, int, int]]:
+    """Place, row, and blocks below ``depth`` of each end that a hold has pinned at that depth or deeper."""
+    for place, anchor in ((hold.place.number, hold.anchor), (model.blocks.host.number, hold.host_anchor)):
+        if anchor != NO_ROW and (below := model.blocks.index.depth[anchor] - depth) >= 0:
+            yield place, anchor, below
 
 
 def _events_of(model: Model, prefix: bytes) -> Question[dict[bytes, list[Event]]]:
@@ -178,16 +203,6 @@ def _line(view: View, model: Model, event: Event) -> EventLine:
         model.layout.groups[event.group].name,
         event.cause.name.lower(),
     )
-
-
-def _anchors(sequence: Sequence) -> list[tuple[int, int]]:
-    """The rows that a sequence has pinned, with the number of their place."""
-    out: list[tuple[int, int]] = []
-    if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
-        out.append((sequence.replica + 1, sequence.anchor))
-    if sequence.host_anchor != NO_ROW:
-        out.append((0, sequence.host_anchor))
-    return out
 
 
 def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int]) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import NamedTuple
 
-from cachesvc.flows.core import ticket_view
+from cachesvc.flows.transfers import ticket_view
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout
 from cachesvc.questions.query import MAX_LISTED
@@ -64,14 +64,14 @@ def models(view: View) -> list[ModelLine]:
             len(model.blocks.index),
             model.host_pages,
             model.replicas[0].device_pages if model.replicas else (),
-            view.out_of_service(model),
+            model.suspect,
         )
         for model in view.models()
     ]
 
 
 def sequences(view: View, lease_id: str = "", limit: int = 0) -> Listed[SequenceLine]:
-    """Open sequences of a lease, named as the caller may see it, or (empty) of every lease, without prefetches.
+    """Open sequences of a lease, named as the caller may see it, or (empty) of every lease.
 
     ``limit`` 0: ``SEQUENCES_LISTED``; at most ``MAX_LISTED``.
     """
@@ -81,7 +81,6 @@ def sequences(view: View, lease_id: str = "", limit: int = 0) -> Listed[Sequence
         for lease in view.leases()
         if lease_id in ("", lease.id, view.lease_id(lease))
         for sequence in lease.sequences.values()
-        if sequence.id >= 0
     )
     found = list(islice(every, limit + 1))
     lines = [

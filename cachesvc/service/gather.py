@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cachesvc.flows.counters import LEASES_ENDED
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import Place
@@ -27,7 +28,6 @@ from cachesvc.telemetry import events
 from cachesvc.telemetry.metric_reader import Reading
 
 SUBSCRIBERS = "event_subscribers"
-LEASE_ENDS = ("closed", "silent", "process_ended", "other")
 BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)
 
 
@@ -99,8 +99,8 @@ class Gatherer:
         reading.put("lease_silence_seconds", silence)
         reading.put("lease_silence_limit_seconds", self.facts.lease_seconds)
         reading.put("processes", view.processes)
-        for cause in LEASE_ENDS:
-            reading.put("leases_ended", view.counters.get(f"leases_ended_{cause}", 0), cause)
+        for cause, count_name in LEASES_ENDED.items():
+            reading.put("leases_ended", view.counters.get(count_name, 0), cause.value)
 
     def _transfers(self, reading: Reading) -> None:
         counts = self.engine.transfers

@@ -41,17 +41,18 @@ class Inspection:
         One call at a time. Raises NotFound for an unknown model.
         """
         async with self._verifying:
-            slices, began, distrusted = TimeSlices(), time.monotonic(), dict(self._node.distrusted)
-            found = await slices.answer(verify(self.view(), request.model_id))
+            slices, began, view = TimeSlices(), time.monotonic(), self.view()
+            defects = {model.id: model.defects for model in view.models()}
+            found = await slices.answer(verify(view, request.model_id))
             response = admin_pb2.VerifyResponse(
                 problems=found.problems, pages_checked=found.pages, blocks_checked=found.blocks, checks=found.checks
             )
             if request.checksums:
                 response.checksums.CopyFrom(await self._checksums.compare(slices, frozenset(found.models)))
-            wrong = {each.model_id for each in response.checksums.mismatches}
-            for model in set(found.sound) - wrong:
-                if self._node.distrusted.get(model) == distrusted.get(model):  # else it broke again meanwhile
-                    self._node.trust(model)
+            sound = set(found.sound) - {each.model_id for each in response.checksums.mismatches}
+            for model in view.models():
+                if model.id in sound and model.defects == defects.get(model.id):  # else it broke again meanwhile
+                    self._node.trust(model.id)
             response.ok = not found.problems and not response.checksums.mismatches
             response.longest_pause_ms = slices.longest_seconds * 1e3
             response.seconds = time.monotonic() - began

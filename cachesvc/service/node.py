@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+from cachesvc.flows.admin import distrust, trust
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
+from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
+P = ParamSpec("P")
 Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
 
@@ -33,8 +37,7 @@ class DeadlinePassed(CacheError):
 class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
-    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick. ``distrusted``: models
-    whose flow broke, by number, and how; none of their calls is served.
+    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -44,12 +47,12 @@ class Node:
         self.started = time.monotonic()
         self.on_change: Callable[[], None] | None = None
         self.wait_seconds = wait_seconds
-        self.distrusted: dict[int, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
+        core.on_refused = _log_failure
 
     @property
     def vault(self) -> Vault:
@@ -84,13 +87,14 @@ class Node:
 
     def view(self, sight: Sight = EVERYTHING) -> View:
         """What ``sight`` covers of the ledger."""
-        return View(self.core, sight, self.now, self.distrusted)
+        return View(self.core, sight, self.now)
 
     # -- from other threads ------------------------------------------------------------------------------------
 
     def on_transfer_done(self, ticket: int, error: Exception | None) -> None:
         """A transfer has ended; called by the swap engine's threads."""
-        self._soon(self._land, ticket, "" if error is None else str(error) or type(error).__name__)
+        outcome = DONE if error is None else Failed(str(error) or type(error).__name__)
+        self._soon(self._land, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
         """More host pages are usable; called by the host pool's threads."""
@@ -103,22 +107,20 @@ class Node:
 
     # -- on the loop -------------------------------------------------------------------------------------------
 
-    def run(self, flow: Callable[[], Answer]) -> Answer:
-        """Run one flow to its end; tickets that could not be started are landed as failed right after."""
+    def run(self, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Run one flow to its end."""
         self.core.ledger.moment.seconds = self.now()
         try:
-            return flow()
+            return flow(*args, **kwargs)
         finally:
-            while self.core.stillborn:
-                self._land(*self.core.stillborn.pop(0))
             if self.on_change is not None:
                 self.on_change()
 
-    def run_of(self, model: int, flow: Callable[[], Answer]) -> Answer:
+    def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
         half-done is not served. Raises what it raises."""
         try:
-            return self.run(flow)
+            return self.run(flow, *args, **kwargs)
         except CacheError:
             raise
         except Exception as broken:
@@ -128,43 +130,48 @@ class Node:
 
     def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
         """``run_of`` for a call's flow."""
-        return self.run_of(call.model.id, lambda: flow(self.core, call))
+        return self.run_of(call.model.id, flow, self.core, call)
 
     def distrust(self, model: int, why: str) -> None:
-        """Serve no calls of a model any more, until ``trust``: a defect may have left its accounting wrong."""
-        self.distrusted[model] = why
-        self.core.count("models_distrusted")
+        """Serve no calls of a model any more, until it is verified: a defect may have left its accounting wrong."""
+        known = self.core.ledger.models.get(model)
+        if known is not None:
+            distrust(known, why)
+        self.core.count(Count.MODELS_DISTRUSTED)
         events.warning("model_distrusted", model=model, reason=why)
 
     def trust(self, model: int) -> None:
         """A model was verified and found sound: serve it again."""
-        if self.distrusted.pop(model, None) is not None:
+        if self.core.ledger.model(model).suspect:
+            trust(self.core, model)
             events.event("model_trusted", model=model)
-
-    def require_trusted(self, model: int) -> None:
-        """Raises Unavailable for a model that a flow broke on."""
-        if model in self.distrusted:
-            raise Unavailable(
-                f"model {model} is out of service since a call of it met a defect of the daemon; go on without the "
-                "cache until its operator has verified it"
-            )
 
     async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers.
 
         ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlinePassed, Unavailable.
         """
-        while True:
-            left = until - self.now()
-            if left <= 0:  # tickets may end forever without bringing what the flow needs
-                raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
-            patience = left if wait.seconds is None else min(left, wait.seconds)
-            if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
-                raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
-            answer = run()
-            if not isinstance(answer, Wait):
-                return answer
-            wait = answer
+        reserved = wait.reserved
+        try:
+            while True:
+                left = until - self.now()
+                if left <= 0:  # tickets may end forever without bringing what the flow needs
+                    raise DeadlinePassed(
+                        "the transfers that this call needs did not help in time; try again, or recompute"
+                    )
+                patience = left if wait.seconds is None else min(left, wait.seconds)
+                if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
+                    raise DeadlinePassed(
+                        "the transfers that this call needs did not end in time; try again, or recompute"
+                    )
+                answer = run()
+                if not isinstance(answer, Wait):
+                    return answer
+                wait = answer
+                reserved = wait.reserved or reserved
+        finally:
+            if reserved is not None:
+                reserved.release()
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first.
@@ -198,14 +205,14 @@ class Node:
         if self._is_stopping:
             raise Unavailable("the daemon stops; go on without the cache")
 
-    def _land(self, ticket: int, error: str) -> None:
+    def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
         self.core.ledger.moment.seconds = self.now()
-        if error:
-            events.warning("transfer_failed", ticket=ticket, reason=error)
+        if isinstance(outcome, Failed):
+            _log_failure(ticket, outcome.reason)
         landing = self.core.ledger.tickets.running.get(ticket)
         try:
-            ended: Iterable[int] = land(self.core, ticket, error)
+            ended: Iterable[int] = land(self.core, ticket, outcome)
         except Exception as broken:  # noqa: BLE001 - the root of a callback: calls that wait must be woken
             events.failure("landing_broke", ticket=ticket)
             if landing is not None:
@@ -226,7 +233,7 @@ class Node:
             try:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
-                for lease in self.run(lambda: lose_silent(self.core, self.lease_seconds, self.now())):
+                for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
                     events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
@@ -238,3 +245,7 @@ class Node:
             now = self.now()
             for lease in self.core.ledger.leases.values():
                 lease.heard(min(now, lease.last_heard + late))
+
+
+def _log_failure(ticket: int, reason: str) -> None:
+    events.warning("transfer_failed", ticket=ticket, reason=reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -18,22 +18,17 @@ KEEP_BYTES = 1 << 20
 """What answers beyond those may take."""
 KEEP_MOST_BYTES = 8 << 20
 """What all answers of a lease may take, but for the last: one message is no larger."""
+KEEP_CONTENTS_BYTES = 128 << 10
+"""Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
+
+Mark = tuple[str, bytes | int]
+"""What tells requests under one id apart: the name of the call, and the fields or 64 bits of a hash over them."""
 
 
-class _Given(NamedTuple):
-    """A request and its answer."""
-
-    mark: int
-    answer: Message
-    size_bytes: int
-
-
-def mark_of(name: str, request: Message) -> int:
-    """What tells requests under one id apart: 64 bits of a hash over the name and the fields.
-
-    A hash, because requests can be large and are many; a caller that finds two of one mark fools only itself.
-    """
-    return hash((name, request.SerializeToString(deterministic=True)))
+def mark_of(name: str, request: Message) -> Mark:
+    """The mark of a request, by whichever way it came."""
+    contents = request.SerializeToString(deterministic=True)
+    return name, contents if len(contents) <= KEEP_CONTENTS_BYTES else hash(contents)
 
 
 class Repeats:
@@ -44,10 +39,10 @@ class Repeats:
 
     def __init__(self) -> None:
         self._bytes = 0
-        self._given: OrderedDict[int, _Given] = OrderedDict()
-        self._under_way: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        self._given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
+        self._under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
 
-    def find(self, request_id: int, mark: int) -> Any:
+    def find(self, request_id: int, mark: Mark) -> Any:
         """The answer to this id, or the future of a call that is under way; None for a new id.
 
         Raises KeyReused for an id with other contents.
@@ -59,7 +54,7 @@ class Repeats:
             raise KeyReused(request_id)
         return given[1]
 
-    def begin(self, request_id: int, mark: int, future: asyncio.Future[Any]) -> None:
+    def begin(self, request_id: int, mark: Mark, future: asyncio.Future[Any]) -> None:
         """The first call under this id is under way, until ``end``."""
         self._under_way[request_id] = mark, future
 
@@ -67,14 +62,15 @@ class Repeats:
         """It is over. Unless it is kept, whoever asks again starts anew."""
         del self._under_way[request_id]
 
-    def keep(self, request_id: int, mark: int, answer: Message) -> None:
+    def keep(self, request_id: int, mark: Mark, answer: Message) -> None:
         """Remember an answer; the oldest go where all are too many or too large."""
-        size_bytes = answer.ByteSize()
-        self._given[request_id] = _Given(mark, answer, size_bytes)
+        contents = mark[1]
+        size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
+        self._given[request_id] = mark, answer, size_bytes
         self._bytes += size_bytes
         while len(self._given) > 1 and self._is_too_much():
-            _, oldest = self._given.popitem(last=False)
-            self._bytes -= oldest.size_bytes
+            _, (_, _, size_bytes) = self._given.popitem(last=False)
+            self._bytes -= size_bytes
 
     def _is_too_much(self) -> bool:
         count = len(self._given)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -38,10 +39,10 @@ def node(file: Path) -> Iterator[Node]:
         yield running
 
 
-def wait_by_the_thousand(node: Node, lease: str, ticket: int, channels: ExitStack) -> list[grpc.Future]:
+def wait_by_the_thousand(node: Node, lease: str, ticket: int, channels: ExitStack) -> list[Any]:
     """Calls that wait for one ticket, over as many connections as it takes."""
     request = cache_pb2.WaitTicketsRequest(lease_id=lease, tickets=[ticket], wait_ms=60_000)
-    calls: list[grpc.Future] = []
+    calls: list[Any] = []
     for _ in range(4):
         channel = grpc.insecure_channel(f"unix:{node.socket}", options=[("grpc.use_local_subchannel_pool", 1)])
         stub = cache_pb2_grpc.CacheServiceStub(channels.enter_context(channel))

@@ -50,10 +50,10 @@ def test_calls_that_wait_are_told_that_the_daemon_stops_and_the_next_one_knows_t
             assert node.daemon.process.wait() == os.EX_OK
     with running_node((), folder) as node, own_channel(node) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
-        call = stub.Match.future(cache_pb2.MatchRequest(lease_id=lease, sequence_id=1))
-        assert call.exception() is not None
-        assert refusal(call) == (grpc.StatusCode.ABORTED, "LEASE_LOST")
-        assert "earlier daemon" in str(call.details())
+        matched = stub.Match.future(cache_pb2.MatchRequest(lease_id=lease, sequence_id=1))
+        assert matched.exception() is not None
+        assert refusal(matched) == (grpc.StatusCode.ABORTED, "LEASE_LOST")
+        assert "earlier daemon" in str(matched.details())
 
 
 def test_a_daemon_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None:

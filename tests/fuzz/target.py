@@ -20,7 +20,6 @@ from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_gone
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.shm import ShmBackend
@@ -47,6 +46,7 @@ from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
+from tests.conservation import audit
 from tests.fuzz.workload import registers
 
 DEVICE_BYTES = 16 << 20

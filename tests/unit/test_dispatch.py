@@ -244,7 +244,7 @@ async def test_a_landing_that_breaks_wakes_those_who_wait_and_takes_the_model_ou
         desk.rig.core.ledger.tickets.running[ticket].moves[0].device_page = 1 << 20
         await desk.land(ticket)
         assert (await waiting).code == "UNAVAILABLE"
-        assert list(desk.node.distrusted) == [1]
+        assert desk.rig.model.suspect
 
 
 # -- the end of a daemon, and what another one left ---------------------------------------------------------------

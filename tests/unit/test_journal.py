@@ -9,12 +9,15 @@ import pytest
 from cachesvc.flows.admin import evict
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
+from cachesvc.flows.peers import Sharing
+from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.release import release
 from cachesvc.ledger.journal import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import Urgency
 from cachesvc.model.words import WritePolicy
-from cachesvc.questions.explanation import explain, holders_of
+from cachesvc.questions.explanation import PREFETCH, explain, holders_of
 from cachesvc.questions.follow import Changes, Feed, Part, find_model, runs_of
 from cachesvc.questions.steps import answer_at_once
 from cachesvc.questions.view import EVERYTHING, Sight, View
@@ -200,14 +203,39 @@ def test_holders_are_found_directly_through_descendants_and_on_the_host() -> Non
     view = View(rig.core, EVERYTHING, float)
     index = rig.model.blocks.index
     a, b, _ = (index.rows[key] for key in keys_of("a", "b", "c"))
-    assert [(h.sequence, h.place, h.blocks_below) for h in holders_of(view, rig.model, a)] == [(1, 1, 2), (2, 1, 0)]
-    assert [(h.sequence, h.blocks_below) for h in holders_of(view, rig.model, b)] == [(1, 1)]
+    assert [(h.sequence, h.place, h.blocks_below) for h in holders_of(view, rig.model, a).lines] == [
+        (1, 1, 2),
+        (2, 1, 0),
+    ]
+    assert [(h.sequence, h.blocks_below) for h in holders_of(view, rig.model, b).lines] == [(1, 1)]
     rig.run(release, lease, 1)
-    assert [h.sequence for h in holders_of(view, rig.model, b)] == []
+    assert [h.sequence for h in holders_of(view, rig.model, b).lines] == []
     rig.run(release, lease, 2)
     evict(rig.core, rig.model.id, "device", 0)
     rig.run(match, lease, 3, chain("a", "b"), 0)
-    assert [(h.sequence, h.place) for h in holders_of(view, rig.model, a)] == [(3, 0)]
+    assert [(h.sequence, h.place) for h in holders_of(view, rig.model, a).lines] == [(3, 0)]
+
+
+def test_a_prefetch_holds_what_it_brings_until_it_has_come() -> None:
+    rig = rig_of(one_group(), device=[8], host=[8], policy=WritePolicy.WRITE_THROUGH)
+    lease = rig.lease("a")
+    serve(rig, lease, 1, ["a", "b", "c"])
+    serve(rig, lease, 2, ["d"])
+    rig.settle()
+    evict(rig.core, rig.model.id, "device", 0)
+    rig.run(prefetch, lease, chain("a", "b", "c"), Sharing(Urgency.BACKGROUND))
+    view = View(rig.core, EVERYTHING, float)
+    index = rig.model.blocks.index
+
+    def held(*names: str) -> list[tuple[int, int, int]]:
+        lines = holders_of(view, rig.model, index.rows[keys_of(*names)[-1]]).lines
+        return [(h.sequence, h.place, h.blocks_below) for h in lines]
+
+    assert held("a") == [(PREFETCH, 0, 2)]
+    assert held("a", "b", "c") == [(PREFETCH, 0, 0)]
+    assert held("d") == []
+    rig.settle()
+    assert held("a") == []
 
 
 def test_an_explanation_says_why_a_block_is_here_or_not() -> None:

@@ -228,7 +228,7 @@ async def test_a_model_that_met_a_defect_is_shown_and_a_clean_verify_puts_it_bac
     assert await out_of_service(target) == ["", "IllegalMove: page 3"]
     assert (await verify_all(target)).ok
     assert await out_of_service(target) == ["", ""]
-    target.node.require_trusted(2)
+    target.core.ledger.model(2).require_trusted()
 
 
 async def test_a_model_that_is_not_sound_stays_out_of_service_and_keeps_no_other_out(target: Target) -> None:
@@ -253,4 +253,4 @@ async def test_a_model_that_breaks_while_it_is_verified_stays_out_of_service(tar
         await asyncio.sleep(0)
         target.node.distrust(1, "another")
     assert (await asked).ok
-    assert await out_of_service(target) == ["another"]
+    assert await out_of_service(target) == ["the first"]

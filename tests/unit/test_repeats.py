@@ -8,7 +8,17 @@ import pytest
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import KeyReused
-from cachesvc.service.repeats import KEEP_ANSWERS, KEEP_BYTES, KEEP_LEAST, KEEP_MOST_BYTES, Repeats, mark_of
+from cachesvc.service.repeats import (
+    KEEP_ANSWERS,
+    KEEP_BYTES,
+    KEEP_CONTENTS_BYTES,
+    KEEP_LEAST,
+    KEEP_MOST_BYTES,
+    Repeats,
+    mark_of,
+)
+
+MARK = ("Call", b"")
 
 
 def kept(answers: int, size_bytes: int) -> list[int]:
@@ -16,8 +26,8 @@ def kept(answers: int, size_bytes: int) -> list[int]:
     repeats = Repeats()
     text = "x" * size_bytes
     for number in range(1, answers + 1):
-        repeats.keep(number, 7, cache_pb2.OperationError(message=text))
-    return [number for number in range(1, answers + 1) if repeats.find(number, 7) is not None]
+        repeats.keep(number, MARK, cache_pb2.OperationError(message=text))
+    return [number for number in range(1, answers + 1) if repeats.find(number, MARK) is not None]
 
 
 def test_small_answers_are_kept_by_count() -> None:
@@ -38,6 +48,9 @@ def test_an_id_with_other_contents_is_refused() -> None:
     repeats.keep(7, mark, cache_pb2.ReleaseResponse(freed_pages=3))
     assert repeats.find(7, mark_of("Release", release)).freed_pages == 3
     others = [mark_of("Release", cache_pb2.ReleaseRequest(lease_id="a", sequence_id=2)), mark_of("Swap", release)]
+    large = [mark_of("Match", cache_pb2.MatchRequest(keys=bytes([n]) * KEEP_CONTENTS_BYTES)) for n in (1, 1, 2)]
+    assert large[0] == large[1] != large[2]
+    assert isinstance(large[0][1], int), "a request that large is not kept itself"
     for other in others:
         with pytest.raises(KeyReused):
             repeats.find(7, other)
@@ -46,11 +59,11 @@ def test_an_id_with_other_contents_is_refused() -> None:
 async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
     repeats = Repeats()
     first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    repeats.begin(1, 7, first)
+    repeats.begin(1, MARK, first)
     for number in range(2, 2 + 2 * KEEP_ANSWERS):
-        repeats.keep(number, 7, cache_pb2.ReleaseResponse())
-    assert repeats.find(1, 7) is first
+        repeats.keep(number, MARK, cache_pb2.ReleaseResponse())
+    assert repeats.find(1, MARK) is first
     with pytest.raises(KeyReused):
-        repeats.find(1, 8)
+        repeats.find(1, ("Other", b""))
     repeats.end(1)
-    assert repeats.find(1, 7) is None, "it was not kept: who asks again starts anew"
+    assert repeats.find(1, MARK) is None, "it was not kept: who asks again starts anew"

@@ -32,7 +32,7 @@ class Kind(Enum):
 
 
 class Holder(NamedTuple):
-    """Whom a call's place counts for. ``meter``: of its tenant, where there are quotas."""
+    """Whom a call counts for. ``meter``: of its tenant, where there are quotas."""
 
     process: CallerKey
     meter: Meter | None
@@ -75,6 +75,8 @@ class Places:
 
     def require(self, holder: Holder) -> None:
         """Raises LimitExceeded where there is no place for one call more."""
+        if not self.held:
+            return
         if self.held >= self.limit:
             raise LimitExceeded(self._what, self.held + 1, self.limit)
         process, meter = holder

@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.core import expedite, ticket_view
+from cachesvc.flows.transfers import expedite, ticket_view
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
 from cachesvc.service.access.admission import Kind, Place
@@ -147,7 +147,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if not request.wait_ms or not running():
             return answer()
         later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
-        node.run(partial(expedite, node.core, request.tickets))
+        node.run(expedite, node.core, request.tickets)
         return later
 
     def _step(self, ask: Ask, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse | asyncio.Future[Any]:

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.model.errors import CacheError, InvalidRequest
+from cachesvc.model.errors import CacheError
 from cachesvc.service.access.admission import CallerKey, Kind
 from cachesvc.service.access.auth import caller, credentials_of
-from cachesvc.service.access.undecodable import require_read
+from cachesvc.service.access.undecodable import unread
 from cachesvc.service.dispatch import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served, refusal
 from cachesvc.service.watch import Parent
 from cachesvc.telemetry.tracing import Tracer
@@ -34,7 +34,8 @@ class Edge:
     async def answer(self, method: Method[Q, R], request: Q, context: Context) -> R:
         """A call of one message: its answer. Ends the call with its status where it is refused, and gives it up where
         its caller is gone."""
-        await self.require_read(method, context)
+        if (error := unread()) is not None:
+            await end_with(context, self.dispatcher.refuse(method.name, error))
         served = self.serve(method, request, context, self.parent(context), context.time_remaining())
         outcome: Outcome[R] = await served if isinstance(served, asyncio.Future) else served
         if isinstance(outcome, OperationError):
@@ -48,10 +49,8 @@ class Edge:
         return await self.answer(method, request, context)
 
     async def require_read(self, method: Method[Q, R], context: Context) -> None:
-        """Ends the call whose message at hand could not be read."""
-        try:
-            require_read()
-        except InvalidRequest as error:
+        """Ends the stream whose message at hand could not be read."""
+        if (error := unread()) is not None:
             await end_with(context, self.dispatcher.refuse(method.name, error))
 
     def serve(

@@ -88,7 +88,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     def _attach(self, ask: Ask, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
         node = self._node
         call = self._edge.dispatcher.resolve(ask)
-        node.run_of(call.model.id, partial(attach, node.core, call, request.rank, request.process_token))
+        node.run_of(call.model.id, attach, node.core, call, request.rank, request.process_token)
         model, replica = call.model, call.replica
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
@@ -111,7 +111,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         node = self._node
         require_no_others(node.core, ask.lease, request.lease_id)
         model = 0 if ask.lease is None else ask.lease.model
-        node.run_of(model, partial(detach, node.core, request.lease_id, request.rank, request.process_token))
+        node.run_of(model, detach, node.core, request.lease_id, request.rank, request.process_token)
         return engine_pb2.DetachResponse()
 
 

@@ -12,6 +12,7 @@ import asyncio
 import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
+from cachesvc.flows.counters import Count
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
 from cachesvc.model.words import Tier
 from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
@@ -82,7 +83,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         """Follow until the caller hangs up, or has to be told why its stream ends."""
         counters = self._node.core.counters
         self._subscribers.add(subscriber)
-        self._node.core.count("event_subscriptions")
+        self._node.core.count(Count.EVENT_SUBSCRIPTIONS)
         counters["event_subscribers"] = len(self._subscribers)
         try:
             await self._follow(subscriber, context)
@@ -93,7 +94,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
         if isinstance(why, TooSlow):
-            self._node.core.count("event_subscribers_cut_off")
+            self._node.core.count(Count.EVENT_SUBSCRIBERS_CUT_OFF)
             events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
         await _say_goodbye(context, why)
 

