@@ -10,6 +10,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import PageState
+from cachesvc.questions.owned import private_pages
 from cachesvc.questions.view import SHOWN_LETTERS, View
 
 MOST_LISTED = 16
@@ -122,8 +123,6 @@ def lease_lines(view: View) -> list[LeaseLine]:
     """Every lease and what it holds."""
     out: list[LeaseLine] = []
     for lease in view.leases():
-        private = sum(len(own) for sequence in lease.sequences.values() for own in sequence.own)
-        private += sum(len(pages) for pages in lease.stock) + len(lease.quarantine)
         line = LeaseLine(
             view.lease_id(lease),
             lease.engine,
@@ -132,7 +131,7 @@ def lease_lines(view: View) -> list[LeaseLine]:
             lease.state.value,
             view.now() - lease.last_heard,
             len(lease.sequences),
-            private,
+            private_pages(lease),
             view.process_ids(lease),
             sum(sequence.sealed for sequence in lease.sequences.values() if not sequence.swapped_out),
         )

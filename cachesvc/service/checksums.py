@@ -151,16 +151,15 @@ class Checksums:
 
     def _prune(self) -> None:
         """Forget what has left the index once that is the larger part."""
-        models = self._node.core.ledger.models
-        resident = sum(len(model.blocks.index) for model in models.values())
+        resident = sum(len(model.blocks.index) for model in self._node.view().models())
         self._forget_models()
         if len(self._known) > 2 * resident + WAITING_MAX:
-            kept = {at: sums for at, sums in self._known.items() if at[1] in models[at[0]].blocks.index.rows}
-            self._known = kept
+            core = self._node.core
+            self._known = {at: sums for at, sums in self._known.items() if sealed.is_resident(core, *at)}
 
     def _forget_models(self) -> None:
-        """Forget models that have given way; numbers are not used again."""
-        models = self._node.core.ledger.models
+        """Forget models that were evicted; numbers are not used again."""
+        models = {model.id for model in self._node.view().models()}
         if any(model not in models for model in {at[0] for at in self._known} | self._passed_over.keys()):
             self._known = {at: sums for at, sums in self._known.items() if at[0] in models}
             self._passed_over = {model: count for model, count in self._passed_over.items() if model in models}
@@ -197,8 +196,7 @@ class Checksums:
         for model, key in keys:
             pages = sealed.pages_of(core, model, key)
             out += [(page, sealed.ranks_of(core, page)) for page in pages]
-            held = core.ledger.models.get(model)
-            if held is None or key not in held.blocks.index.rows:
+            if not sealed.is_resident(core, model, key):
                 self._known.pop((model, key), None)
         return out
 

@@ -173,12 +173,20 @@ class Node:
             if reserved is not None:
                 reserved.release()
 
+    def running(self, tickets: Iterable[int]) -> list[int]:
+        """Those of the tickets that have not ended."""
+        return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+
+    def knows(self, token: bytes) -> bool:
+        """True for the life-socket token of a process that is there."""
+        return token in self.core.ledger.processes
+
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first.
 
         Raises Unavailable when the daemon stops.
         """
-        running = [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+        running = self.running(tickets)
         self._require_going_on()
         if not running:
             await asyncio.sleep(0)
