@@ -28,9 +28,10 @@ from cachesvc.flows.call import Call, resolve
 from cachesvc.flows.counters import Count
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
 from cachesvc.service.access.auth import Caller
-from cachesvc.service.access.owners import no_lease, own_lease
+from cachesvc.service.access.owners import no_lease
 from cachesvc.service.node import Node
 from cachesvc.service.repeats import Mark, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
@@ -183,7 +184,7 @@ class Dispatcher:
             now = self.node.now()
             lease_id = "" if method.lease_of is None else method.lease_of(request)
             who.check()
-            if lease_id and (lease := own_lease(self.node.core, who, lease_id)) is not None:
+            if lease_id and (lease := own_lease(self.node.core, who.acts_for, lease_id)) is not None:
                 lease.heard(now)
             if self._is_stopping:
                 raise Unavailable("the daemon stops; go on without the cache")

@@ -18,6 +18,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
+from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.owners import shown_id
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -90,6 +91,10 @@ class Node:
     def now(self) -> float:
         """Monotonic seconds: what flows call time."""
         return time.monotonic()
+
+    def view(self, sight: Sight = EVERYTHING) -> View:
+        """What ``sight`` covers of the ledger."""
+        return View(self.core, sight, self.now)
 
     # -- from other threads ------------------------------------------------------------------------------------
 
@@ -175,12 +180,20 @@ class Node:
             if reserved is not None:
                 reserved.release()
 
+    def running(self, tickets: Iterable[int]) -> list[int]:
+        """Those of the tickets that have not ended."""
+        return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+
+    def knows(self, token: bytes) -> bool:
+        """True for the life-socket token of a process that is there."""
+        return token in self.core.ledger.processes
+
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first.
 
         Raises Unavailable when the daemon stops.
         """
-        running = [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+        running = self.running(tickets)
         self._require_going_on()
         if not running:
             await asyncio.sleep(0)

@@ -13,8 +13,8 @@ from kvcache.v1.cache_pb2 import OperationError
 from cachesvc.flows.transfers import expedite, ticket_view
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
+from cachesvc.questions.owned import own_ticket
 from cachesvc.service.access.admission import Kind, Place
-from cachesvc.service.access.owners import own_ticket
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import INTERNAL, Ask, Method
 from cachesvc.service.node import end_wait
@@ -136,10 +136,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         node = self._dispatcher.node
         if len(request.tickets) > MAX_WAITED_TICKETS:
             raise LimitExceeded("tickets to wait for", len(request.tickets), MAX_WAITED_TICKETS)
-        tickets = [own_ticket(node.core, ask.who, ticket) for ticket in request.tickets]
+        tickets = [own_ticket(node.core, ask.who.acts_for, ticket) for ticket in request.tickets]
 
         def running() -> list[int]:
-            return [ticket.id for ticket in tickets if node.core.ledger.tickets.is_running(ticket.id)]
+            return node.running(ticket.id for ticket in tickets)
 
         def answer() -> cache_pb2.WaitTicketsResponse:
             return cache_pb2.WaitTicketsResponse(tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in tickets])
