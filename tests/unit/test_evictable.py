@@ -34,9 +34,7 @@ def publish(ledger: BlockLedger, place: Place, name: str, parent: int, stamp: in
     key = name.encode().ljust(KEY_BYTES)
     row = ledger.index.insert(key, parent, stamp)
     pages = [pool.take(1, PageState.PRIVATE)[0] for pool in place.pools]
-    ledger.add_copy(place, row, pages, READY)
-    for pool, page in zip(place.pools, pages, strict=True):
-        pool.move(page, PageState.SEALED)
+    ledger.seal(place, row, pages)
     ledger.offer(place, row)
     return row
 

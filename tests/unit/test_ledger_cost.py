@@ -82,7 +82,7 @@ def partly_known(filled: Filled) -> list[bytes]:
 def test_a_look_up_costs_little_more_than_its_bisection() -> None:
     filled = fill(BLOCKS, traced=False)
     prompts = partly_known(filled)
-    rows = filled.ledger.index.rows
+    rows = dict(filled.ledger.index.rows)
     assert [look_up(filled, keys) for keys in prompts] == [reference(rows, keys) for keys in prompts]
     found = best_ratio(lambda keys: look_up(filled, keys), lambda keys: reference(rows, keys), prompts)
     assert found <= LIMIT, f"{found:.2f} times the bisection alone"
@@ -92,7 +92,7 @@ def test_what_costs_much_more_is_noticed() -> None:
     """The measure can tell: with another bisection beside it, 1.4 times the work, a look-up is beyond the limit."""
     filled = fill(BLOCKS, traced=False)
     prompts = partly_known(filled)
-    rows = filled.ledger.index.rows
+    rows = dict(filled.ledger.index.rows)
 
     def slower(keys: bytes) -> int:
         found = look_up(filled, keys)
