@@ -15,7 +15,7 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import NO_PAGE, READY, PageState
+from cachesvc.model.words import NO_PAGE, PageState
 from cachesvc.policy.eviction import lru
 from tests.unit.ledger_rig import one_group
 from tests.work import steps_of
@@ -49,9 +49,8 @@ class Node:
                 pages = [NO_PAGE] * len(place.pools)
                 for group in groups:
                     pages[group] = place.pools[group].take(1, PageState.PRIVATE)[0]
-                    place.pools[group].move(pages[group], PageState.SEALED)
                 if groups:
-                    self.blocks.add_copy(place, tip, pages, READY)
+                    self.blocks.seal(place, tip, pages)
                     self.blocks.offer(place, tip)
         if held:
             self.blocks.pin(self.place, tip)

@@ -34,9 +34,7 @@ def publish(ledger: BlockLedger, place: Place, name: str, parent: int, stamp: in
     key = name.encode().ljust(KEY_BYTES)
     row = ledger.index.insert(key, parent, stamp)
     pages = [pool.take(1, PageState.PRIVATE)[0] for pool in place.pools]
-    ledger.add_copy(place, row, pages, READY)
-    for pool, page in zip(place.pools, pages, strict=True):
-        pool.move(page, PageState.SEALED)
+    ledger.seal(place, row, pages)
     ledger.offer(place, row)
     return row
 
@@ -155,6 +153,7 @@ def test_what_nobody_held_is_not_given_back() -> None:
         partial(ledger.end_flight, row),
         partial(ledger.index.remove, row),
         partial(ledger.finish_fill, place, row, arrived=True),
+        partial(ledger.end_drain, place, row, needed=True),
     )
     for misuse in misuses:
         with pytest.raises(LedgerBroken):

@@ -42,11 +42,12 @@ def put(ledger: BlockLedger, place: Place, row: int, state: int, windows: list[i
     """A copy in ``state`` whose windowed groups are in the states ``windows``."""
     states = [state, *windows]
     for group, wanted in enumerate(states):
-        if wanted != ABSENT:
-            page = place.pools[group].take(1, PageState.IN_FLIGHT)[0]
-            place.move(group, row, READY if wanted == DRAINING else FILLING if wanted == FILLING else READY, page)
+        if wanted == FILLING:
+            place.fill(group, [row])
+        elif wanted != ABSENT:
+            place.seal(group, row, place.pools[group].take(1, PageState.PRIVATE)[0])
     if state == DRAINING:
-        place.move(0, row, DRAINING)
+        place.drain(0, row)
     assert [place.states[group][row] for group in range(len(states))] == states
 
 
