@@ -148,8 +148,9 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -
         _end_holds(lease, model)
     except LedgerBroken as broken:
         model.suspect = model.suspect or str(broken)
-    core.count(Count.LEASES_LOST)
     core.count(LEASES_ENDED[cause])
+    if cause is not LeaseEnd.CLOSED:
+        core.count(Count.LEASES_LOST)
     if not lease.processes:
         free_quarantine(core, lease)
 

@@ -26,6 +26,7 @@ VOCABULARY: dict[str, Event] = {
         ("socket", "port", "metrics_port", "web_port", "backend", "devices", "epoch", "pid", "seconds"),
     ),
     "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
+    "start_refused": Event("error", "The daemon could not start, and why: a taken socket or port, say.", ("reason",)),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
     "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),

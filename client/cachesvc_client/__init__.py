@@ -71,7 +71,7 @@ from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket, default_target
 
 __all__ = [
     "KEY_BYTES",
@@ -128,6 +128,8 @@ __all__ = [
     "Timeouts",
     "Unauthenticated",
     "block_keys",
+    "default_socket",
+    "default_target",
     "dsa",
     "even_window_heads",
     "gqa",

@@ -29,7 +29,7 @@ from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.credentials import credentials_from
 from cachesvc_client.wire.messages import build_register, parse_registration
 from cachesvc_client.wire.methods import CLOSE, REGISTER
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket
 
 DEFAULT_TIMEOUTS = Timeouts()
 DEFAULT_RETRIES = Retries()
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class CacheClient:
-    """A client of the daemon behind ``socket_path``. ``engine`` is the name that operators see.
+    """A client of the daemon behind ``socket_path``; left out, that of CACHESVC_SOCKET, else
+    /run/cachesvc/cachesvc.sock. ``engine`` is the name that operators see.
 
     Once the daemon goes, every call raises DaemonUnavailable at once, until ``reconnect``. Calls are safe from several
     threads; connect, register, open and close from one. A process that forks must connect after the fork.
@@ -50,7 +51,7 @@ class CacheClient:
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | None = None,
         *,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         retries: Retries = DEFAULT_RETRIES,
@@ -60,7 +61,7 @@ class CacheClient:
         token: str | None = None,
         token_file: str | None = None,
     ) -> None:
-        self.socket_path = socket_path
+        self.socket_path = default_socket() if socket_path is None else socket_path
         self.engine = engine
         self._timeouts = timeouts
         self._retries = retries

@@ -187,7 +187,9 @@ class Target:
         """Its end."""
         self.node.run(partial(process_gone, self.core, token))
 
-    async def call(self, rpc: Rpc, raw: list[bytes], seconds: float | None = None) -> tuple[grpc.StatusCode, list[Any]]:
+    async def call(
+        self, rpc: Rpc, raw: list[bytes], seconds: float | None = None, *, as_itself: bool = False
+    ) -> tuple[grpc.StatusCode, list[Any]]:
         """Parse and serve; messages that do not parse never reach a handler, as on the wire. Returns what came back."""
         try:
             requests = [rpc.request.FromString(one) for one in raw]

@@ -79,6 +79,22 @@ def test_quarantine_ends_with_the_last_process() -> None:
     assert rig.core.ledger.leases == {}
 
 
+def test_an_engine_that_closes_its_lease_has_lost_none() -> None:
+    ended = {"closed": 0, "silent": 1, "process_ended": 1}
+    for cause, lost in ended.items():
+        rig, lease = engine()
+        if cause == "closed":
+            close_lease(rig.core, lease, quiesced=True)
+        elif cause == "silent":
+            assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+            close_lease(rig.core, lease, quiesced=True)
+        else:
+            process_gone(rig.core, SCHEDULER)
+        counters = rig.core.counters
+        assert {name: counters.get(f"leases_ended_{name}", 0) for name in ended} == dict.fromkeys(ended, 0) | {cause: 1}
+        assert counters.get("leases_lost", 0) == lost
+
+
 def test_the_only_process_ends() -> None:
     """Found by reading: the lease was forgotten twice, and the second time raised KeyError."""
     rig = rig_of(one_group(), device=(8,))

@@ -27,7 +27,7 @@ from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
 from cachesvc_client.wire.credentials import credentials_from
 from cachesvc_client.wire.messages import build_register, parse_registration
 from cachesvc_client.wire.methods import CLOSE, REGISTER
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class AsyncCacheClient:
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | None = None,
         *,
         timeouts: Timeouts | None = None,
         retries: Retries | None = None,
@@ -47,7 +47,7 @@ class AsyncCacheClient:
         token: str | None = None,
         token_file: str | None = None,
     ) -> None:
-        self.socket_path = socket_path
+        self.socket_path = default_socket() if socket_path is None else socket_path
         self.engine = engine
         self._timeouts = timeouts if timeouts is not None else Timeouts()
         self._retries = retries if retries is not None else Retries()

@@ -18,7 +18,7 @@ from cachesvc_client.records.event_batch import Batch, parse_batch
 from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from
 from cachesvc_client.wire.methods import SUBSCRIBE
-from cachesvc_client.wire.settings import ChannelOptions
+from cachesvc_client.wire.settings import ChannelOptions, default_socket
 
 
 class AsyncEventSubscriber:
@@ -26,7 +26,7 @@ class AsyncEventSubscriber:
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | None,
         namespace: bytes,
         *,
         options: ChannelOptions = DEFAULT_OPTIONS,
@@ -34,7 +34,7 @@ class AsyncEventSubscriber:
         token: str | None = None,
         token_file: str | None = None,
     ) -> None:
-        self._path = socket_path
+        self._path = default_socket() if socket_path is None else socket_path
         self._namespace = namespace
         self._options = options
         self._make_channel = make_channel

@@ -15,7 +15,7 @@ import grpc.aio
 
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
 from cachesvc_client.errors import InvalidRequest
-from cachesvc_client.wire.settings import ChannelOptions
+from cachesvc_client.wire.settings import ChannelOptions, default_target
 
 TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
 TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105
@@ -161,12 +161,17 @@ class _WithMetadata(
         return _Details(*known, details.wait_for_ready, details.compression)
 
 
-def open_remote(address: str, credentials: Credentials, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
+def open_remote(
+    address: str | None = None, credentials: Credentials | None = None, options: ChannelOptions = PATIENT_OPTIONS
+) -> grpc.Channel:
     """A channel for operators and routers that proves itself with every call.
 
-    ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket.
-    Raises InvalidRequest for files that cannot be read.
+    ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket;
+    left out, what CACHESVC_ADDRESS or CACHESVC_SOCKET say. ``credentials`` left out: the environment's token. Raises
+    InvalidRequest for files that cannot be read.
     """
+    address = default_target() if address is None else address
+    credentials = credentials_from(None, None) if credentials is None else credentials
     if address.startswith(("/", ".")):
         channel = grpc.insecure_channel(f"unix:{address}", options=options.as_grpc())
     elif credentials.root_ca or credentials.certificate:

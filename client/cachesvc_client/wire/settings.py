@@ -1,10 +1,35 @@
-"""What a caller may choose about time, retries and the connection: plain values, checked when made."""
+"""What a caller may choose about the daemon, time, retries and the connection: plain values, checked when made."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
+
+DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
+SOCKET_VARIABLE = "CACHESVC_SOCKET"
+ADDRESS_VARIABLE = "CACHESVC_ADDRESS"
+
+
+def default_socket(environment: Mapping[str, str] = os.environ) -> str:
+    """Path of the daemon's unix socket where none was given: CACHESVC_SOCKET, else /run/cachesvc/cachesvc.sock.
+
+    The only way in for engines: memory and liveness go through the socket beside it, never over TCP.
+    """
+    return as_path(environment.get(SOCKET_VARIABLE) or DEFAULT_SOCKET)
+
+
+def default_target(environment: Mapping[str, str] = os.environ) -> str:
+    """Where operators and routers find the daemon if nothing was given: CACHESVC_ADDRESS (HOST:PORT), else
+    ``default_socket``. What ``open_remote`` takes."""
+    return environment.get(ADDRESS_VARIABLE) or default_socket(environment)
+
+
+def as_path(socket_path: str) -> str:
+    """The same path, so that it cannot be read as HOST:PORT: one without a slash at its head gets ``./``."""
+    return socket_path if socket_path.startswith(("/", ".")) else f"./{socket_path}"
 
 
 @dataclass(frozen=True, slots=True)

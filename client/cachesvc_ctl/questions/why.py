@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc_ctl.inspect import DEADLINE_SECONDS, table
-from cachesvc_ctl.target import add_target, count, target_of
-
-TEXT = "where a block is, who pins it, and why it came or went"
-
-
-def add_command(commands: Any) -> None:
-    """Add it to the parser."""
-    parser = commands.add_parser("why", help=TEXT, description=TEXT, epilog="Keys are shown by blocks and tree.")
-    add = parser.add_argument
-    add("key", type=_prefix, metavar="KEY", help="a block's key in hexadecimal, or how it begins (4 digits or more)")
-    add("--model", type=count, default=0, metavar="ID", help="default 0: every model")
-    add("--events", type=count, default=16, metavar="N", help="of each block, the newest first (default 16)")
-    add("--json", action="store_true", help="print the answer as JSON")
-    add_target(parser)
-    parser.set_defaults(command=why)
+from cachesvc_ctl.command import count, flag
+from cachesvc_ctl.questions.models import model_flag, model_number
+from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
+from cachesvc_ctl.text import table
 
 
 def _prefix(text: str) -> str:
@@ -35,21 +20,41 @@ def _prefix(text: str) -> str:
     return digits
 
 
-def why(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where no block, past or present, begins so."""
-    digits: str = arguments.key
-    prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
-    request = inspect_pb2.ExplainRequest(model_id=arguments.model, key_prefix=prefix, events=arguments.events)
-    with target_of(arguments).open() as channel:
-        answer = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=DEADLINE_SECONDS)
-    fitting = [story for story in answer.stories if story.key.hex().startswith(digits)]  # a last odd digit counts
-    del answer.stories[:]
-    answer.stories.extend(fitting)
-    if arguments.json:
-        print(json.dumps(MessageToDict(answer, preserving_proto_field_name=True), indent=2))
-    else:
-        print(describe(answer, digits))
-    return 0 if answer.stories else 1
+class Why(Question[admin_pb2.ExplainResponse]):
+    """Explain."""
+
+    name = "why"
+    about = "where a block is, who pins it, and why it came or went"
+    epilog = "Keys are shown by blocks and tree."
+    flags = (
+        flag(
+            "key", type=_prefix, metavar="KEY", help="a block's key in hexadecimal, or how it begins (4 digits or more)"
+        ),
+        model_flag("every model"),
+        flag("--events", type=count, default=16, metavar="N", help="of each block, the newest first (default 16)"),
+    )
+
+    def ask(self, admin: Admin) -> admin_pb2.ExplainResponse:
+        """The blocks whose keys begin so; bytes are asked for, so a last odd digit is compared here."""
+        digits: str = self.arguments.key
+        request = inspect_pb2.ExplainRequest(
+            model_id=model_number(admin, self.arguments.model),
+            key_prefix=bytes.fromhex(digits[: len(digits) // 2 * 2]),
+            events=self.arguments.events,
+        )
+        answer = admin.Explain(request, timeout=DEADLINE_SECONDS)
+        fitting = [story for story in answer.stories if story.key.hex().startswith(digits)]
+        del answer.stories[:]
+        answer.stories.extend(fitting)
+        return answer
+
+    def show(self, answer: admin_pb2.ExplainResponse) -> str:
+        """A paragraph and tables for each."""
+        return describe(answer, self.arguments.key)
+
+    def code(self, answer: admin_pb2.ExplainResponse) -> int:
+        """1 where no block, past or present, begins so."""
+        return int(not answer.stories)
 
 
 def describe(answer: admin_pb2.ExplainResponse, digits: str) -> str:
@@ -71,11 +76,9 @@ def _story(story: admin_pb2.BlockStory) -> str:
     if story.HasField("block"):
         block = story.block
         parent = block.parent_key.hex()[:16] or "the root"
-        lines.append(
-            f"block {block.position} below {parent}, {block.children} children, {block.hits} hits as the last block of "
-            f"a match, {story.accesses_since} accesses of others since its own"
-        )
         lines += [
+            f"block {block.position} below {parent}, {block.children} children",
+            f"{block.hits} hits as the last block of a match, {story.accesses_since} accesses of others since its own",
             "",
             table(("place", "group", "state", "page"), [(c.place, c.group, c.state, c.page) for c in block.copies]),
         ]

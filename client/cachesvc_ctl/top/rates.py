@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
-from cachesvc_ctl.lab.report import describe_bytes
+from cachesvc_ctl.questions.holders import ticket_state
+from cachesvc_ctl.text import describe_bytes
 
 LOOK_DEADLINE_SECONDS = 5.0
 KEPT_LOOKS = 120
@@ -173,9 +174,9 @@ def ticket_rows(look: Look) -> list[tuple[object, ...]]:
         (
             ticket.id,
             ticket.direction,
-            common_pb2.TicketState.Name(ticket.state).removeprefix("TICKET_STATE_").lower(),
+            ticket_state(ticket),
             ticket.blocks,
-            f"{ticket.size_bytes / 2**20:.1f} MiB",
+            describe_bytes(ticket.size_bytes),
         )
         for ticket in look.tickets
     ]

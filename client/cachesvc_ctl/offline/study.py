@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from cachesvc_client.errors import InvalidRequest
 
 from cachesvc.model.words import ABSENT, READY
-from cachesvc_ctl.index_file import KEY_BYTES, StoredIndex
+from cachesvc_ctl.offline.index_file import KEY_BYTES, StoredIndex
 
 Rank = tuple[int, ...]
 RANKS: dict[str, Callable[[int, int, int], Rank]] = {
@@ -30,6 +31,14 @@ class Node(NamedTuple):
     below: int
 
 
+class Tree(NamedTuple):
+    """Nodes in depth-first order. ``is_deep``, ``is_long``: levels, or nodes, were left out."""
+
+    nodes: list[Node]
+    is_deep: bool
+    is_long: bool
+
+
 def descendants(index: StoredIndex) -> npt.NDArray[np.int64]:
     """Blocks below each block."""
     below = [0] * len(index)
@@ -41,7 +50,7 @@ def descendants(index: StoredIndex) -> npt.NDArray[np.int64]:
 
 
 def find(index: StoredIndex, digits: str) -> int:
-    """The one block whose key begins so. Raises ValueError that says why there is none such."""
+    """The one block whose key begins so. Raises InvalidRequest where there is none, or several."""
     text = digits.lower()
     start = bytes.fromhex(text[: len(text) // 2 * 2])
     found: list[int] = []
@@ -52,29 +61,29 @@ def find(index: StoredIndex, digits: str) -> int:
             found.append(block)
         at = index.keys.find(start, at + 1)
     if len(found) != 1:
-        raise ValueError(f"{digits} begins the key of {'no' if not found else 'more than one'} block of this dump")
+        raise InvalidRequest(f"{digits} begins the key of {'no' if not found else 'more than one'} block of this dump")
     return found[0]
 
 
-def tree(index: StoredIndex, top: int, depth: int, limit: int) -> tuple[list[Node], bool]:
-    """The index below ``top`` (-1: the roots), the biggest branches first; and whether something was left out."""
+def tree(index: StoredIndex, top: int, depth: int, limit: int) -> Tree:
+    """The index below ``top`` (-1: the roots), the biggest branches first."""
     below = descendants(index)
     children: dict[int, list[int]] = {}
     for block, parent in enumerate(index.parent):
         children.setdefault(parent, []).append(block)
     stack = [(top, 0)] if top >= 0 else [(block, 0) for block in _largest_last(children.get(-1, []), below)]
     out: list[Node] = []
-    truncated = False
+    is_deep = False
     while stack:
         block, level = stack.pop()
         if len(out) >= limit:
-            return out, True
+            return Tree(out, is_deep, is_long=True)
         out.append(Node(block, level, int(below[block])))
         if level + 1 < depth:
             stack += [(child, level + 1) for child in _largest_last(children.get(block, []), below)]
         else:
-            truncated = truncated or block in children
-    return out, truncated
+            is_deep = is_deep or block in children
+    return Tree(out, is_deep, is_long=False)
 
 
 def _largest_last(blocks: list[int], below: npt.NDArray[np.int64]) -> list[int]:

@@ -15,9 +15,10 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
-from cachesvc_ctl.inspect import describe_hits
-from cachesvc_ctl.lab.report import describe_bytes
-from cachesvc_ctl.rates import (
+from cachesvc_ctl.questions.status import describe_hits
+from cachesvc_ctl.target import Target
+from cachesvc_ctl.text import describe_bytes
+from cachesvc_ctl.top.rates import (
     MARKS,
     History,
     Look,
@@ -31,7 +32,6 @@ from cachesvc_ctl.rates import (
     take_look,
     ticket_rows,
 )
-from cachesvc_ctl.target import Target
 
 COLOURS = dict(zip(MARKS, ("green", "dodger_blue1", "yellow", "red"), strict=True))
 MOST_POOLS = 6
