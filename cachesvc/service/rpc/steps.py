@@ -77,7 +77,7 @@ class StepRun:
             check_stock(self._dispatcher.node.core, call.lease, tuple(self._request.stock_pages))
         self._take_turn(call)
         if self._next < len(self._operations):
-            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on)
+            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
         if self._parked:
             try:
                 return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
