@@ -216,6 +216,10 @@ class SwapEngine:
         )
         return slot
 
+    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - all replicas share the words
+        """How many transfers of a replica could be submitted now; ends only make more of them."""
+        return self._slots.free if self._is_open else 0
+
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""
         with self._lock:
