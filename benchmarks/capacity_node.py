@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from cachesvc.flows.call import resolve
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.models import PoolWish, register
@@ -109,7 +110,7 @@ class Node:
     def run(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer:
         """Call a flow of the lease until it does not wait any more. Raises what the flow raises."""
         while True:
-            answer = flow(self.core, self.lease, *arguments, self.now)
+            answer = flow(self.core, resolve(self.core.ledger, self.lease, self.now), *arguments)
             while self.core.stillborn:
                 land(self.core, *self.core.stillborn.pop(0))
             while self.mover.arrived:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import (
     Core,
     cells,
     expedite,
-    open_sequence,
-    replica_of,
     require_on_device,
     ticket_view,
     wait_for,
@@ -25,19 +24,18 @@ from cachesvc.model.words import NO_PAGE, PageState
 
 
 def allocate(
-    core: Core, lease_id: str, sequence_id: int, blocks: int, now: float, urgency: Urgency = Urgency.AWAITED
+    core: Core, call: Call, sequence_id: int, blocks: int, urgency: Urgency = Urgency.AWAITED
 ) -> Allocated | Wait:
     """Make the sequence's tables ``blocks`` long, all or nothing. ``urgency``: of the loads that this takes.
 
     Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded, PoolExhausted, LoadFailed,
-    LeaseLost, StateConflict (swapped out).
+    StateConflict (swapped out).
     """
-    lease, sequence = open_sequence(core, lease_id, sequence_id)
+    sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:
         return wait_for(core, (sequence.swap_ticket,))
     require_on_device(sequence)
-    model, replica = replica_of(core, lease)
-    lease.heard(now)
+    model, replica = call.model, call.replica
     first = sequence.blocks
     if blocks > core.limits.blocks_per_sequence:
         raise LimitExceeded("blocks of a sequence", blocks, core.limits.blocks_per_sequence)

@@ -8,14 +8,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cachesvc.ledger.leases import Lease
-from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import GroupCells, TicketView, Wait
-from cachesvc.model.errors import LoadFailed, PoolExhausted, StateConflict
+from cachesvc.model.errors import PoolExhausted, StateConflict
 from cachesvc.model.transfer import TimelineSlot, Transfer, Urgency
 from cachesvc.model.words import PageState
 from cachesvc.policy.eviction import RankRule
@@ -82,21 +81,6 @@ class Core:
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter that operators see."""
         self.counters[name] = self.counters.get(name, 0) + amount
-
-
-def replica_of(core: Core, lease: Lease) -> tuple[Model, Replica]:
-    """The model and the replica that a lease is for."""
-    model = core.ledger.model(lease.model)
-    return model, model.replica(lease.replica)
-
-
-def open_sequence(core: Core, lease_id: str, sequence_id: int) -> tuple[Lease, Sequence]:
-    """A live lease's sequence that may go on. Raises LeaseLost, NotFound, LoadFailed."""
-    lease = core.ledger.lease(lease_id)
-    sequence = core.ledger.sequence(lease, sequence_id)
-    if sequence.failed:
-        raise LoadFailed(f"sequence {sequence_id}: {sequence.failed}; release it, match again and recompute")
-    return lease, sequence
 
 
 def require_on_device(sequence: Sequence) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.release import let_go
 from cachesvc.ledger.leases import Lease, LeaseState, Process
-from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.model.errors import InvalidRequest, KeyReused, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 
@@ -69,17 +69,14 @@ def open_lease(
     return lease
 
 
-def attach(core: Core, lease_id: str, rank: int, token: bytes, now: float) -> tuple[Model, Replica]:
-    """Let the process behind ``token`` map one rank's pools. Raises InvalidRequest (rank), NotFound, LeaseLost."""
-    lease = core.ledger.lease(lease_id)
-    lease.heard(now)
-    model = core.ledger.model(lease.model)
+def attach(core: Core, call: Call, rank: int, token: bytes) -> None:
+    """Let the process behind ``token`` map one rank's pools. Raises InvalidRequest (rank), NotFound (process)."""
+    lease, model = call.lease, call.model
     if not 0 <= rank < model.layout.ranks:
         raise InvalidRequest(f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks")
     process = _process(core, token)
     _bind(lease, process)
     lease.attached.setdefault(token, set()).add(rank)
-    return model, model.replica(lease.replica)
 
 
 def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
@@ -99,25 +96,16 @@ def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
                 free_quarantine(core, lease)
 
 
-def keep_alive(core: Core, lease_id: str, now: float) -> Lease:
-    """A sign of life. Raises LeaseLost, NotFound."""
-    lease = core.ledger.lease(lease_id)
-    lease.heard(now)
-    return lease
-
-
-def pause_write_backs(core: Core, lease_id: str, milliseconds: int) -> None:
+def pause_write_backs(core: Core, call: Call, milliseconds: int) -> None:
     """Copy no backups off the lease's replica for a while: its engine says that its decode is being hurt.
 
-    Raises InvalidRequest (too long at a time), LeaseLost, NotFound.
+    Raises InvalidRequest (too long at a time).
     """
     if not 0 <= milliseconds <= LONGEST_PAUSE_MS:
         raise InvalidRequest(
             f"write-backs pause for at most {LONGEST_PAUSE_MS} ms at a time, not {milliseconds}; tell it again instead"
         )
-    lease = core.ledger.lease(lease_id)
-    replica = core.ledger.models[lease.model].replicas[lease.replica]
-    core.mover.pause_write_backs(replica.devices, milliseconds / 1000)
+    core.mover.pause_write_backs(call.replica.devices, milliseconds / 1000)
     core.count("write_back_pauses")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cachesvc.flows.backup import back_up
-from cachesvc.flows.core import Core, cells, replica_of
+from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core, cells
 from cachesvc.flows.peers import Sharing, share
 from cachesvc.ledger.blocks import Hit, hit_window_blocks, window_positions
 from cachesvc.ledger.ledger import Model, Replica
@@ -16,24 +17,18 @@ from cachesvc.model.words import NO_PAGE
 
 
 def match(
-    core: Core,
-    lease_id: str,
-    sequence_id: int,
-    keys: bytes,
-    max_blocks: int,
-    now: float,
-    sharing: Sharing | None = None,
+    core: Core, call: Call, sequence_id: int, keys: bytes, max_blocks: int, sharing: Sharing | None = None
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
-    StateConflict (the sequence is open), LeaseLost, Unavailable.
+    StateConflict (the sequence is open), Unavailable.
     """
-    opened = open_on_hit(core, lease_id, sequence_id, keys, max_blocks, now, sharing)
+    opened = open_on_hit(core, call, sequence_id, keys, max_blocks, sharing)
     if isinstance(opened, Wait):
         return opened
     hit, tables = opened
-    model, replica = replica_of(core, core.ledger.lease(lease_id))
+    model, replica = call.model, call.replica
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks
     core.count("match_requests")
@@ -48,16 +43,10 @@ def match(
 
 
 def open_on_hit(
-    core: Core,
-    lease_id: str,
-    sequence_id: int,
-    keys: bytes,
-    max_blocks: int,
-    now: float,
-    sharing: Sharing | None,
+    core: Core, call: Call, sequence_id: int, keys: bytes, max_blocks: int, sharing: Sharing | None
 ) -> tuple[Hit, tuple[GroupCells, ...]] | Wait:
     """``match`` without counting it as a use of the blocks."""
-    lease = core.ledger.lease(lease_id)
+    lease, model, replica = call.lease, call.model, call.replica
     if core.ledger.draining:
         raise Unavailable("the daemon is draining and opens no new sequences; go on without the cache")
     check_keys(core, keys)
@@ -65,9 +54,7 @@ def open_on_hit(
         raise StateConflict(f"sequence {sequence_id} is open already; release it first or use another id")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
-    model, replica = replica_of(core, lease)
-    lease.heard(now)
-    model.last_used = now
+    model.last_used = call.now
     place = replica.place
     hit = model.blocks.find(keys, place, max_blocks)
     if sharing is not None:
@@ -76,7 +63,7 @@ def open_on_hit(
             return wait
     sequence = Sequence(
         id=sequence_id,
-        lease=lease_id,
+        lease=lease.id,
         model=model.id,
         replica=replica.id,
         keys=bytearray(keys),

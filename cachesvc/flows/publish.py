@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cachesvc.flows.allocate import withdraw_computing
 from cachesvc.flows.backup import back_up
-from cachesvc.flows.core import Core, cells, open_sequence, replica_of, require_on_device, wait_for
+from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core, cells, require_on_device, wait_for
 from cachesvc.flows.match import check_keys
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
@@ -16,21 +17,18 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState, Tier
 
 
-def publish(
-    core: Core, lease_id: str, sequence_id: int, first_block: int, keys: bytes, blocks: int, now: float
-) -> Published | Wait:
+def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: bytes, blocks: int) -> Published | Wait:
     """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks.
 
     ``keys``: packed keys of these blocks; empty where Match has told them. Raises StateConflict (out of turn, or sealed
-    already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed, LeaseLost.
+    already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
     """
-    lease, sequence = open_sequence(core, lease_id, sequence_id)
+    sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:
         return wait_for(core, (sequence.swap_ticket,))
     require_on_device(sequence)
-    model, replica = replica_of(core, lease)
-    lease.heard(now)
-    model.last_used = now
+    model, replica = call.model, call.replica
+    model.last_used = call.now
     running = tuple(ticket for ticket in sequence.loads if core.ledger.tickets.is_running(ticket))
     if running:
         return wait_for(core, running)

@@ -8,7 +8,8 @@ ended: a step in flight looks back from there on, so its pages stay.
 from __future__ import annotations
 
 from cachesvc.flows.allocate import declare_computing
-from cachesvc.flows.core import Core, open_sequence, replica_of, require_on_device
+from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core, require_on_device
 from cachesvc.flows.room import make_room
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model, Replica
@@ -18,25 +19,16 @@ from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotOwned, PoolE
 from cachesvc.model.words import NO_PAGE, PageState
 
 
-def recycle(
-    core: Core,
-    lease_id: str,
-    sequence_id: int,
-    computed_tokens: int,
-    pages: tuple[GroupCells, ...],
-    now: float,
-) -> Recycled:
+def recycle(core: Core, call: Call, sequence_id: int, computed_tokens: int, pages: tuple[GroupCells, ...]) -> Recycled:
     """Free dead window blocks of the sequence below ``computed_tokens``, and the ``pages`` named.
 
     ``sequence_id`` 0 with no such sequence is an error only when ``computed_tokens`` is set; pages alone may be stock.
-    Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in the table), LeaseLost, NotFound.
+    Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in the table), NotFound.
     """
-    lease = core.ledger.lease(lease_id)
-    lease.heard(now)
-    model, replica = replica_of(core, lease)
+    lease, model, replica = call.lease, call.model, call.replica
     sequence = lease.sequences.get(sequence_id)
     if sequence is None and (computed_tokens or not pages):
-        sequence = core.ledger.sequence(lease, sequence_id)
+        sequence = call.known_sequence(sequence_id)
     found = [_owner(lease, sequence, group, page) for group, _, group_pages, _ in pages for page in group_pages]
     if len({(group, page) for group, page, _ in found}) != len(found):
         raise InvalidRequest("a page is named twice in one recycle; name each once")
@@ -96,14 +88,14 @@ def _recycle_windows(model: Model, replica: Replica, sequence: Sequence, compute
     return freed
 
 
-def extend(core: Core, lease_id: str, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
+def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
     """Put stock pages at the end of the sequence's tables, the same number in each group; returns the new length.
 
     Raises InvalidRequest, NotOwned (not in the stock, or of an older generation), StateConflict, LoadFailed.
     """
-    lease, sequence = open_sequence(core, lease_id, sequence_id)
+    sequence = call.sequence(sequence_id)
     require_on_device(sequence)
-    model, replica = replica_of(core, lease)
+    lease, model, replica = call.lease, call.model, call.replica
     counts = {len(cells.pages) for cells in pages}
     if sorted(cells.group for cells in pages) != list(range(len(model.layout.groups))) or len(counts) != 1:
         raise InvalidRequest("extend takes the same number of pages for every group")
@@ -135,10 +127,9 @@ def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
         raise LimitExceeded("stock pages of a lease", sum(targets), core.limits.stock_pages_per_lease)
 
 
-def refill_stock(core: Core, lease_id: str, targets: tuple[int, ...]) -> tuple[GroupCells, ...]:
+def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[GroupCells, ...]:
     """Grant pages until the lease's stock has ``targets[g]`` of each group, as far as can be had at once."""
-    lease = core.ledger.lease(lease_id)
-    model, replica = replica_of(core, lease)
+    lease, model, replica = call.lease, call.model, call.replica
     place = replica.place
     check_stock(core, lease, targets)
     wanted = [max(0, target - len(lease.stock[group])) for group, target in enumerate(targets)]

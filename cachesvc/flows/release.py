@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cachesvc.flows.allocate import withdraw_computing
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.ledger.blocks import window_positions
 from cachesvc.ledger.leases import Lease
@@ -12,12 +13,9 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.words import PageState
 
 
-def release(core: Core, lease_id: str, sequence_id: int, now: float) -> int:
-    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time), LeaseLost."""
-    lease = core.ledger.lease(lease_id)
-    sequence = core.ledger.sequence(lease, sequence_id)
-    lease.heard(now)
-    return let_go(core, lease, sequence)
+def release(core: Core, call: Call, sequence_id: int) -> int:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time)."""
+    return let_go(core, call.lease, call.known_sequence(sequence_id))
 
 
 def let_go(core: Core, lease: Lease, sequence: Sequence, *, to_quarantine: bool = False) -> int:

@@ -8,13 +8,12 @@ sequence where it was.
 from __future__ import annotations
 
 from cachesvc.flows.backup import submit
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import (
     Core,
     cells,
     exhausted,
-    open_sequence,
     remember_dropped,
-    replica_of,
     ticket_view,
     wait_for,
 )
@@ -32,11 +31,10 @@ from cachesvc.model.transfer import Direction, PagePairs
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
 
 
-def swap_out(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped | Wait:
+def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     """Start to take a sequence off the device. Raises PoolExhausted when the host cannot hold it, StateConflict."""
-    lease, sequence = open_sequence(core, lease_id, sequence_id)
-    lease.heard(now)
-    model, replica = replica_of(core, lease)
+    sequence = call.sequence(sequence_id)
+    model, replica = call.model, call.replica
     _require_still(sequence)
     if sequence.swapped_out:
         raise StateConflict(f"sequence {sequence_id} is swapped out already")
@@ -78,11 +76,10 @@ def _free_spares(replica: Replica, sequence: Sequence) -> None:
             replica.place.pools[group].move(page, PageState.FREE)
 
 
-def swap_in(core: Core, lease_id: str, sequence_id: int, now: float) -> Swapped | Wait:
+def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     """Start to bring a sequence back; the answer has its new tables. Raises PoolExhausted, StateConflict."""
-    lease, sequence = open_sequence(core, lease_id, sequence_id)
-    lease.heard(now)
-    model, replica = replica_of(core, lease)
+    sequence = call.sequence(sequence_id)
+    model, replica = call.model, call.replica
     place = replica.place
     _require_still(sequence)
     if not sequence.swapped_out:

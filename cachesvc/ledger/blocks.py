@@ -16,7 +16,7 @@ from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import Rank, RankNow
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.errors import StateConflict
+from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, CopyState, PageState, Tier
@@ -162,9 +162,9 @@ class BlockLedger:
         place.counts.pinned += self.index.depth[row] + 1
 
     def unpin(self, place: Place, row: int) -> None:
-        """Take one pin back. Raises StateConflict where there is none."""
+        """Take one pin back. Raises LedgerBroken where there is none."""
         if place.pins[row] <= 0:
-            raise StateConflict(f"row {row} is not pinned on {place.name}")
+            raise LedgerBroken(f"row {row} is not pinned on {place.name}")
         place.pins[row] -= 1
         place.counts.pinned -= self.index.depth[row] + 1
         self.offer(place, row)
@@ -178,10 +178,10 @@ class BlockLedger:
         self.index.reached[row] = max(self.index.reached[row], self.index.stamp[tip])
 
     def unpin_window(self, place: Place, group: int, row: int) -> None:
-        """Take one window pin back. Raises StateConflict where there is none."""
+        """Take one window pin back. Raises LedgerBroken where there is none."""
         pins = place.window_pins[group]
         if pins[row] <= 0:
-            raise StateConflict(f"row {row} has no window pin in group {group} of {place.name}")
+            raise LedgerBroken(f"row {row} has no window pin in group {group} of {place.name}")
         pins[row] -= 1
         self._offer_window(place, group, row)
 

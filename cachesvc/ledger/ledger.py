@@ -12,7 +12,6 @@ from cachesvc.ledger.journal import Moment
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Reuse
-from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, NotFound
 from cachesvc.model.layout import Layout
@@ -114,13 +113,6 @@ class Ledger:
         if lease.state is not LeaseState.LIVE:
             raise LeaseLost(lease_id, lease.why)
         return lease
-
-    def sequence(self, lease: Lease, sequence_id: int) -> Sequence:
-        """A sequence of the lease. Raises NotFound."""
-        sequence = lease.sequences.get(sequence_id)
-        if sequence is None:
-            raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
-        return sequence
 
     def remember_lost(self, lease_id: str, why: str, keep: int = 4096) -> None:
         """Keep a lost lease's name so that a late caller is told what happened."""

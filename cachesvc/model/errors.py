@@ -6,7 +6,6 @@ CacheError
 │   └── KeyReused         an idempotency key came back with another request
 ├── NotFound              model, lease, sequence, replica or ticket is not known here
 ├── StateConflict         right request, wrong moment: the object is not in a state that allows it
-│   ├── IllegalMove       a copy was asked to move against the table (a bug of ours)
 │   ├── LeaseLost         the lease is over; nothing that it held may be published
 │   ├── NotOwned          the page or sequence belongs to somebody else
 │   └── LoadFailed        a transfer that the sequence relies on has failed
@@ -20,6 +19,9 @@ CacheError
 ├── PermissionDenied      the caller is known and may not do that
 ├── NotSupported          known by name, not built
 └── Unavailable           draining or shutting down: go on without the cache
+
+LedgerBroken              a bug of the daemon's own, outside of the tree: no caller did it, none can mend it
+└── IllegalMove           a copy or a page was asked to move against its table
 """
 
 from __future__ import annotations
@@ -87,8 +89,15 @@ class StateConflict(CacheError):
     code = ErrorCode.CONFLICT
 
 
-class IllegalMove(StateConflict):
-    """A copy was asked to move against the table of legal moves."""
+class LedgerBroken(AssertionError):
+    """The daemon contradicts itself: a pin given back that nobody held, a move that the table lacks.
+
+    It ends the call as INTERNAL, is logged and counted; nothing that it left half-done may be served.
+    """
+
+
+class IllegalMove(LedgerBroken):
+    """A copy or a page was asked to move against the table of legal moves."""
 
     def __init__(self, where: str, source: object, target: object) -> None:
         super().__init__(f"illegal move {source!s} -> {target!s} at {where}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from cachesvc.flows.call import Call, resolve
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
@@ -95,6 +96,13 @@ class Node:
                 self._land(*self.core.stillborn.pop(0))
             if self.on_change is not None:
                 self.on_change()
+
+    async def run_call(
+        self, lease_id: str, flow: Callable[[Core, Call], Answer | Wait], seconds: float | None
+    ) -> Answer:
+        """``run_waiting`` under a lease, which is looked up anew for each run. Raises LeaseLost, NotFound."""
+        core = self.core
+        return await self.run_waiting(lambda: flow(core, resolve(core.ledger, lease_id, self.now())), seconds)
 
     async def run_waiting(self, flow: Callable[[], Answer | Wait], seconds: float | None) -> Answer:
         """Run a flow again whenever tickets that it waits for have ended, or its patience has, until it answers.

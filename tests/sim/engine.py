@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.leases import keep_alive, pause_write_backs
+from cachesvc.flows.call import resolve
+from cachesvc.flows.leases import pause_write_backs
 from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
@@ -58,8 +59,13 @@ class SimEngine(SimProcesses):
             if self.rng.random() < 0.1:
                 self.quiesce()
 
+    def _flow(self, flow: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+        """A flow under the engine's lease, looked up anew each time it is run, as the daemon does."""
+        node, lease = self.node, self.lease
+        return lambda: flow(node.core, resolve(node.core.ledger, lease, node.now), *arguments)
+
     def _act(self) -> None:
-        keep_alive(self.node.core, self.lease, self.node.now)
+        resolve(self.node.core.ledger, self.lease, self.node.now)
         choices: list[Callable[[], None]] = [self._begin, self._begin, self._begin, self._begin, self._prefetch]
         if self.rng.random() < 0.2:
             choices += [self._refill, self._pause]
@@ -69,7 +75,7 @@ class SimEngine(SimProcesses):
 
     def _pause(self) -> None:
         """Its decode is being hurt."""
-        self.node.run(partial(pause_write_backs, self.node.core, self.lease, self.rng.choice((1, 400, 1000))))
+        self.node.run(self._flow(pause_write_backs, self.rng.choice((1, 400, 1000))))
 
     def _actions(self, request: Request) -> list[Callable[[Request], None]]:
         if request.swapped:
@@ -144,7 +150,7 @@ class SimEngine(SimProcesses):
 
     def _drop(self, request: Request) -> None:
         if self.requests.pop(request.id, None) is not None:
-            self.node.run(partial(release, self.node.core, self.lease, request.id, self.node.now))
+            self.node.run(self._flow(release, request.id))
 
     # -- operations --------------------------------------------------------------------------------------------
 
@@ -168,7 +174,7 @@ class SimEngine(SimProcesses):
         told = keys[: self.rng.choice((0, 1, 8)) * KEY_BYTES] or keys
         request = Request(self._ids, keys, [[] for _ in self.model.layout.groups])
         limit = self.rng.choice((0, 0, len(keys) // KEY_BYTES - 1))
-        flow = partial(match, self.node.core, self.lease, request.id, told, limit, self.node.now, self._sharing())
+        flow = self._flow(match, request.id, told, limit, self._sharing())
 
         def matched(answer: Matched) -> None:
             request.hit = answer.device_blocks + answer.host_blocks
@@ -191,7 +197,7 @@ class SimEngine(SimProcesses):
         self._grow_to(request, request.total + 1)
 
     def _grow_to(self, request: Request, total: int) -> None:
-        flow = partial(allocate, self.node.core, self.lease, request.id, total, self.node.now)
+        flow = self._flow(allocate, request.id, total)
 
         def allocated(answer: Allocated) -> None:
             for cells in answer.tables:
@@ -271,7 +277,7 @@ class SimEngine(SimProcesses):
         if last <= first and not request.tickets:
             return
         keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
-        flow = partial(publish, self.node.core, self.lease, request.id, first, keys, last - first, self.node.now)
+        flow = self._flow(publish, request.id, first, keys, last - first)
 
         def published(answer: Published) -> None:
             if request.tickets:
@@ -292,15 +298,14 @@ class SimEngine(SimProcesses):
 
     def _misuse(self, request: Request) -> None:
         """What the rules forbid: out of turn, twice, somebody else's page, keys below another prefix."""
-        core, now = self.node.core, self.node.now
         wrong: list[Callable[[], object]] = [
-            partial(publish, core, self.lease, request.id, request.sealed + 1, request.keys[:KEY_BYTES], 1, now),
-            partial(publish, core, self.lease, request.id, request.sealed, request.keys[:KEY_BYTES] * 2, 2, now),
-            partial(recycle, core, self.lease, request.id, 0, (GroupCells(0, 0, (0,) * 2),), now),
-            partial(recycle, core, self.lease, request.id, 1 << 20, (), now),
-            partial(extend, core, self.lease, request.id, (GroupCells(0, 0, (0,), (9999,)),)),
-            partial(match, core, self.lease, request.id, b"", 0, now),
-            partial(release, core, self.lease, 1 << 40, now),
+            self._flow(publish, request.id, request.sealed + 1, request.keys[:KEY_BYTES], 1),
+            self._flow(publish, request.id, request.sealed, request.keys[:KEY_BYTES] * 2, 2),
+            self._flow(recycle, request.id, 0, (GroupCells(0, 0, (0,) * 2),)),
+            self._flow(recycle, request.id, 1 << 20, ()),
+            self._flow(extend, request.id, (GroupCells(0, 0, (0,), (9999,)),)),
+            self._flow(match, request.id, b"", 0),
+            self._flow(release, 1 << 40),
         ]
         try:
             answer = self.node.run(self.rng.choice(wrong))
@@ -314,7 +319,7 @@ class SimEngine(SimProcesses):
         layout = self.model.layout
         tokens = request.written * layout.block_tokens
         pages = [GroupCells(group, 0, (page,)) for group, page in request.spares]
-        flow = partial(recycle, self.node.core, self.lease, request.id, tokens, tuple(pages), self.node.now)
+        flow = self._flow(recycle, request.id, tokens, tuple(pages))
 
         def recycled(_: object) -> None:
             request.spares.clear()
@@ -330,7 +335,7 @@ class SimEngine(SimProcesses):
     def _refill(self) -> None:
         assert self.model is not None
         groups = len(self.model.layout.groups)
-        for cells in self.node.run(partial(refill_stock, self.node.core, self.lease, (2,) * groups)):
+        for cells in self.node.run(self._flow(refill_stock, (2,) * groups)):
             self.stock[cells.group] += zip(cells.pages, cells.generations, strict=True)
 
     def _extend(self, request: Request) -> None:
@@ -338,7 +343,7 @@ class SimEngine(SimProcesses):
             return
         taken = [held.pop() for held in self.stock]
         pages = tuple(GroupCells(g, 0, (page,), (generation,)) for g, (page, generation) in enumerate(taken))
-        flow = partial(extend, self.node.core, self.lease, request.id, pages)
+        flow = self._flow(extend, request.id, pages)
 
         def extended(blocks: int) -> None:
             request.total = blocks
@@ -348,7 +353,7 @@ class SimEngine(SimProcesses):
         self._call(None, ("extend", request.id, pages), flow, extended)
 
     def _swap_out(self, request: Request) -> None:
-        flow = partial(swap_out, self.node.core, self.lease, request.id, self.node.now)
+        flow = self._flow(swap_out, request.id)
 
         def going(answer: Swapped) -> None:
             request.swapped = True
@@ -368,7 +373,7 @@ class SimEngine(SimProcesses):
                 self.node.faults["swap_out_failed"] += 1
                 self._check_tables(request)
                 return
-        flow = partial(swap_in, self.node.core, self.lease, request.id, self.node.now)
+        flow = self._flow(swap_in, request.id)
 
         def coming(answer: Swapped) -> None:
             request.swapped, request.returning = False, True
@@ -380,9 +385,9 @@ class SimEngine(SimProcesses):
     def _prefetch(self) -> None:
         keys = self._keys()
         sharing = self._sharing(Urgency.BACKGROUND)
-        flow = partial(prefetch, self.node.core, self.lease, keys, self.node.now, sharing)
+        flow = self._flow(prefetch, keys, sharing)
         self._call(None, ("prefetch", keys), flow, lambda _: None)
 
     def _release(self, request: Request) -> None:
         del self.requests[request.id]
-        self.node.run(partial(release, self.node.core, self.lease, request.id, self.node.now))
+        self.node.run(self._flow(release, request.id))

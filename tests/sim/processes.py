@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import attach, close_lease, open_lease, process_arrived, process_gone
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import TicketView
@@ -84,7 +85,7 @@ class SimProcesses:
         assert again is lease
         self.lease = lease.id
         for token in self.tokens:
-            attach(core, self.lease, 0, token, now)
+            attach(core, resolve(core.ledger, self.lease, now), 0, token)
         self.stock = [[] for _ in model.layout.groups]
 
     @property

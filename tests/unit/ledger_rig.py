@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cachesvc.flows.allocate import allocate
+from cachesvc.flows.call import resolve
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.match import match
@@ -148,8 +149,11 @@ class Rig:
 
     def once(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer | Wait:
         try:
-            timed = "now" in inspect.signature(flow).parameters
-            return flow(self.core, *arguments, self.now) if timed else flow(self.core, *arguments)
+            wanted = inspect.signature(flow).parameters
+            if "call" in wanted:  # a lease is named where the flow takes a call
+                lease, *rest = arguments
+                return flow(self.core, resolve(self.core.ledger, str(lease), self.now), *rest)
+            return flow(self.core, *arguments, self.now) if "now" in wanted else flow(self.core, *arguments)
         finally:
             while self.core.stillborn:
                 land(self.core, *self.core.stillborn.pop(0))

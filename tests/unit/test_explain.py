@@ -7,6 +7,7 @@ from functools import partial
 from kvcache.v1 import admin_pb2, inspect_pb2, lease_pb2
 
 from cachesvc.flows.allocate import allocate
+from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
@@ -28,11 +29,12 @@ async def holder_of(target: Target, register: int) -> str:
     )
     _, opened = await target.call(rpcs["Open"], [request.SerializeToString()])
     lease = str(opened[0].lease_id)
-    found = target.node.run(partial(match, target.core, lease, 1, KEY, 0, 0.0))
+    call = resolve(target.core.ledger, lease, 0.0)
+    found = target.node.run(partial(match, target.core, call, 1, KEY, 0))
     assert isinstance(found, Matched)
     if not found.device_blocks:
-        target.node.run(partial(allocate, target.core, lease, 1, 1, 0.0))
-        target.node.run(partial(publish, target.core, lease, 1, 0, KEY, 1, 0.0))
+        target.node.run(partial(allocate, target.core, call, 1, 1))
+        target.node.run(partial(publish, target.core, call, 1, 0, KEY, 1))
     return lease
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cachesvc.flows.allocate import allocate
+from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import (
     attach,
     close_lease,
     detach,
-    keep_alive,
     lose_silent,
     open_lease,
     process_arrived,
@@ -32,7 +32,7 @@ def engine() -> tuple[Rig, str]:
         process_arrived(rig.core, token, 1, 1)
     lease = open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0).id
     for token in (SCHEDULER, WORKER):
-        attach(rig.core, lease, 0, token, 0.0)
+        attach(rig.core, resolve(rig.core.ledger, lease, 0.0), 0, token)
     rig.run(match, lease, 1, chain(*"abcd"), 0)
     rig.run(allocate, lease, 1, 4)
     rig.run(publish, lease, 1, 0, b"", 2)
@@ -56,7 +56,7 @@ def test_silence_costs_the_lease_but_keeps_its_pages_away() -> None:
         with pytest.raises(LeaseLost, match="silent"):
             rig.run(*flow)
     with pytest.raises(LeaseLost):
-        keep_alive(rig.core, lease, 31.0)
+        resolve(rig.core.ledger, lease, 31.0)
     assert rig.model.computing == {}
     close_lease(rig.core, lease, quiesced=False)
     assert counts(rig) == (3, 2, 3), "not without its word that nothing writes any more"
@@ -65,7 +65,7 @@ def test_silence_costs_the_lease_but_keeps_its_pages_away() -> None:
     assert counts(rig) == (6, 2, 0)
     close_lease(rig.core, lease, quiesced=True)
     with pytest.raises(LeaseLost):
-        keep_alive(rig.core, lease, 32.0)
+        resolve(rig.core.ledger, lease, 32.0)
 
 
 def test_quarantine_ends_with_the_last_process() -> None:
@@ -107,7 +107,7 @@ def test_who_detached_no_longer_counts() -> None:
     rig, lease = engine()
     detach(rig.core, lease, 0, WORKER)
     process_gone(rig.core, WORKER)
-    keep_alive(rig.core, lease, 1.0)
+    resolve(rig.core.ledger, lease, 1.0)
     process_gone(rig.core, SCHEDULER)
     assert counts(rig) == (6, 2, 0)
 
@@ -128,7 +128,7 @@ def test_opening_again_with_the_same_key_gives_the_same_lease() -> None:
 def test_a_waiting_call_does_not_turn_the_clock_back() -> None:
     """Found by reading: a call that is run again brings the time when it began."""
     rig, lease = engine()
-    keep_alive(rig.core, lease, 50.0)
+    resolve(rig.core.ledger, lease, 50.0)
     rig.now = 1.0
     rig.run(allocate, lease, 1, 4)
     assert lose_silent(rig.core, 30.0, 60.0) == []
@@ -144,7 +144,7 @@ def test_what_cannot_be_opened_or_attached() -> None:
         open_lease(rig.core, 1, 0, "engine", b"nobody", 7, 0.0)
     for rank in (1, -1):
         with pytest.raises(InvalidRequest, match="rank"):
-            attach(rig.core, lease, rank, SCHEDULER, 0.0)
+            attach(rig.core, resolve(rig.core.ledger, lease, 0.0), rank, SCHEDULER)
     with pytest.raises(NotFound):
         close_lease(rig.core, "never", quiesced=True)
     with pytest.raises(LimitExceeded):

@@ -115,13 +115,13 @@ def test_a_swap_that_waits_for_a_backup_expedites_it() -> None:
 def test_a_pause_is_for_the_devices_of_the_lease_alone_and_never_long() -> None:
     rig = rig_of(one_group(), device=(4,), replicas=2)
     a = rig.lease("a", replica=1)
-    pause_write_backs(rig.core, a, 1000)
+    rig.once(pause_write_backs, a, 1000)
     assert rig.mover.pauses == [(("gpu-1",), 1.0)]
     with pytest.raises(InvalidRequest, match="at most 1000 ms at a time, not 1001"):
-        pause_write_backs(rig.core, a, 1001)
+        rig.once(pause_write_backs, a, 1001)
     with pytest.raises(NotFound):
-        pause_write_backs(rig.core, "nobody", 10)
+        rig.once(pause_write_backs, "nobody", 10)
     close_lease(rig.core, a, quiesced=False)
     with pytest.raises(LeaseLost):
-        pause_write_backs(rig.core, a, 10)
+        rig.once(pause_write_backs, a, 10)
     assert len(rig.mover.pauses) == 1

@@ -10,7 +10,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.leaves import LeafHeap, Rank
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.errors import IllegalMove, StateConflict
+from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, LEGAL_MOVES, NO_PAGE, READY, CopyState, PageState
@@ -150,9 +150,9 @@ def test_a_pin_is_given_back_once() -> None:
     put(ledger, place, row, READY, (0, 1))
     ledger.pin(place, row)
     ledger.unpin(place, row)
-    with pytest.raises(StateConflict):
+    with pytest.raises(LedgerBroken):
         ledger.unpin(place, row)
-    with pytest.raises(StateConflict):
+    with pytest.raises(LedgerBroken):
         ledger.unpin_window(place, 1, row)
 
 

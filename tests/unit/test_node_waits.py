@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kvcache.v1 import cache_pb2
 
+from cachesvc.flows.call import resolve
 from cachesvc.flows.core import Limits
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import Unavailable
@@ -35,7 +36,8 @@ def on_node(rig: Rig, wait_seconds: float, call: Callable[[Node], Any]) -> Any:
 
 def match_flow(rig: Rig, lease: str) -> Callable[[], Any]:
     message = cache_pb2.MatchRequest(lease_id=lease, sequence_id=1, keys=chain(*"abcd"))
-    return OPERATIONS["match"].begin(rig.core, lease, message, 0.0)
+    flow = OPERATIONS["match"].begin(message)
+    return lambda: flow(rig.core, resolve(rig.core.ledger, lease, 0.0))
 
 
 def test_a_match_comes_back_with_what_a_peer_brought() -> None:
@@ -73,7 +75,7 @@ def test_a_flow_that_cannot_do_without_is_told_the_deadline() -> None:
 def test_a_prefetch_answers_with_the_load_that_it_began() -> None:
     rig, _, b = shared("abcd")
     message = cache_pb2.PrefetchRequest(lease_id=b, keys=chain(*"abcd"))
-    answer = OPERATIONS["prefetch"].begin(rig.core, b, message, 0.0)()
+    answer = OPERATIONS["prefetch"].begin(message)(rig.core, resolve(rig.core.ledger, b, 0.0))
     assert (answer.device_blocks, [ticket.blocks for ticket in answer.tickets]) == (4, [4])
 
 

@@ -110,7 +110,7 @@ class WebPage:
         from starlette.responses import Response as Answer
         from starlette.routing import Route
 
-        page = resources.files("cachesvc.service").joinpath("web_page.html").read_text(encoding="utf-8")
+        page = resources.files("cachesvc.service.host").joinpath("web_page.html").read_text(encoding="utf-8")
         headers = {"Content-Security-Policy": content_policy(page), **FIXED_HEADERS}
 
         async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:

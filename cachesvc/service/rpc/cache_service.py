@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
+from cachesvc.flows.call import resolve
 from cachesvc.flows.core import expedite, ticket_view
 from cachesvc.flows.recycle import check_stock, refill_stock
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
@@ -90,8 +91,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         require_lease(self._node.core, lease_id)
         if self._quotas is not None and name in TAKING:
             self._quotas.check_operation(lease_id, name, request)
-        flow = operation.begin(self._node.core, lease_id, request, self._node.now())
-        return operation.reply(await self._node.run_waiting(flow, seconds))
+        return operation.reply(await self._node.run_call(lease_id, operation.begin(request), seconds))
 
     def _repeats_of(self, lease_id: str) -> Repeats:
         """The remembered answers of a live lease of the caller's tenant. Raises LeaseLost, NotFound."""
@@ -160,11 +160,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         meter.admit_operations(operations, now)
 
     async def _step(self, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse:
-        lease = self._node.core.ledger.lease(request.lease_id)
+        node = self._node
+        lease = resolve(node.core.ledger, request.lease_id, node.now()).lease
         targets = tuple(request.stock_pages)
         if targets:
-            check_stock(self._node.core, lease, targets)  # before any operation is applied
-        lease.last_heard = self._node.now()
+            check_stock(node.core, lease, targets)  # before any operation is applied
         response = cache_pb2.StepResponse(request_id=request.request_id)
         for number, operation in enumerate(request.operations, start=1):
             response.results.append(await self._operate(request.lease_id, operation))
@@ -172,8 +172,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 await asyncio.sleep(0)
         if targets:
             if self._quotas is not None:
-                targets = self._quotas.cap_stock(self._node.core.ledger.lease(request.lease_id), targets)
-            granted = self._node.run(partial(refill_stock, self._node.core, request.lease_id, targets))
+                targets = self._quotas.cap_stock(node.core.ledger.lease(request.lease_id), targets)
+            call = resolve(node.core.ledger, request.lease_id, node.now())
+            granted = node.run(partial(refill_stock, node.core, call, targets))
             response.stock.extend(cells_to_proto(granted))
         return response
 
@@ -186,8 +187,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             check_fields(inner)
             if self._quotas is not None and name in TAKING:
                 self._quotas.check_operation(lease_id, name, inner)
-            flow = operation.begin(self._node.core, lease_id, inner, self._node.now())
-            reply = operation.reply(await self._node.run_waiting(flow, None))
+            reply = operation.reply(await self._node.run_call(lease_id, operation.begin(inner), None))
             result: dict[str, Any] = {name: reply}
             self._count(name, "OK")
             return cache_pb2.OperationResult(**result)

@@ -7,6 +7,7 @@ from functools import partial
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
 from cachesvc.flows.budget import Budget
+from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import attach, detach
 from cachesvc.flows.models import PoolWish, register
 from cachesvc.memory.seam import Backend, Handle
@@ -81,8 +82,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def _attach(self, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
         node = self._node
         require_lease(node.core, request.lease_id)
-        flow = partial(attach, node.core, request.lease_id, request.rank, request.process_token, node.now())
-        model, replica = node.run(flow)
+        call = resolve(node.core.ledger, request.lease_id, node.now())
+        node.run(partial(attach, node.core, call, request.rank, request.process_token))
+        model, replica = call.model, call.replica
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
         timeline = self._backend.timeline(device)

@@ -7,7 +7,8 @@ from functools import partial
 
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
-from cachesvc.flows.leases import close_lease, keep_alive, open_lease, pause_write_backs
+from cachesvc.flows.call import resolve
+from cachesvc.flows.leases import close_lease, open_lease, pause_write_backs
 from cachesvc.service.access.auth import caller
 from cachesvc.service.access.owners import require_lease, require_model
 from cachesvc.service.access.quota import Quotas
@@ -57,9 +58,9 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
     async def _beat(self, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
         node, lease_id = self._node, request.lease_id
         require_lease(node.core, lease_id)
+        call = resolve(node.core.ledger, lease_id, node.now())
         if request.pause_write_backs_ms:
-            node.run(partial(pause_write_backs, node.core, lease_id, request.pause_write_backs_ms))
-        keep_alive(node.core, lease_id, node.now())
+            node.run(partial(pause_write_backs, node.core, call, request.pause_write_backs_ms))
         draining = node.core.ledger.draining
         return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)
 

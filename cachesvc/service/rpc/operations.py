@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.allocate import allocate
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
@@ -18,7 +18,6 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import extend, recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.swap import swap_in, swap_out
-from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Urgency
 from cachesvc.wire.convert import (
@@ -31,52 +30,56 @@ from cachesvc.wire.convert import (
     swapped_to_proto,
 )
 
+Flow = Callable[[Core, Call], Any]
+"""Answers, or says what to wait for and is run again with a new Call."""
+
 
 class Operation(NamedTuple):
-    """``begin(core, lease_id, message, now)`` gives the flow, to be run until it does not wait; ``reply(answer)``.
+    """``begin(message)`` gives the flow, to be run until it does not wait; ``reply(answer)`` its message.
 
     What a call has to remember from one run of its flow to the next is made in ``begin``.
     """
 
-    begin: Callable[[Core, str, Any, float], Callable[[], Any]]
+    begin: Callable[[Any], Flow]
     reply: Callable[[Any], Message]
 
 
-def _match(core: Core, lease_id: str, m: cache_pb2.MatchRequest, now: float) -> Callable[[], Matched | Wait]:
-    return partial(match, core, lease_id, m.sequence_id, m.keys, m.max_blocks, now, Sharing())
+def _match(m: cache_pb2.MatchRequest) -> Flow:
+    sharing = Sharing()
+    return lambda core, call: match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing)
 
 
-def _allocate(core: Core, lease_id: str, m: cache_pb2.AllocateRequest, now: float) -> Callable[[], Allocated | Wait]:
-    return partial(allocate, core, lease_id, m.sequence_id, m.blocks, now)
+def _allocate(m: cache_pb2.AllocateRequest) -> Flow:
+    return lambda core, call: allocate(core, call, m.sequence_id, m.blocks)
 
 
-def _publish(core: Core, lease_id: str, m: cache_pb2.PublishRequest, now: float) -> Callable[[], Published | Wait]:
-    return partial(publish, core, lease_id, m.sequence_id, m.first_block, m.keys, m.blocks, now)
+def _publish(m: cache_pb2.PublishRequest) -> Flow:
+    return lambda core, call: publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks)
 
 
-def _swap(core: Core, lease_id: str, m: cache_pb2.SwapRequest, now: float) -> Callable[[], Swapped | Wait]:
+def _swap(m: cache_pb2.SwapRequest) -> Flow:
     if m.direction == cache_pb2.SWAP_DIRECTION_OUT:
-        return partial(swap_out, core, lease_id, m.sequence_id, now)
+        return lambda core, call: swap_out(core, call, m.sequence_id)
     if m.direction == cache_pb2.SWAP_DIRECTION_IN:
-        return partial(swap_in, core, lease_id, m.sequence_id, now)
+        return lambda core, call: swap_in(core, call, m.sequence_id)
     raise InvalidRequest("swap needs a direction, OUT or IN")
 
 
-def _recycle(core: Core, lease_id: str, m: cache_pb2.RecycleRequest, now: float) -> Callable[[], Recycled]:
-    return partial(recycle, core, lease_id, m.sequence_id, m.computed_tokens, cells_from_proto(m.pages), now)
+def _recycle(m: cache_pb2.RecycleRequest) -> Flow:
+    return lambda core, call: recycle(core, call, m.sequence_id, m.computed_tokens, cells_from_proto(m.pages))
 
 
-def _release(core: Core, lease_id: str, m: cache_pb2.ReleaseRequest, now: float) -> Callable[[], int]:
-    return partial(release, core, lease_id, m.sequence_id, now)
+def _release(m: cache_pb2.ReleaseRequest) -> Flow:
+    return lambda core, call: release(core, call, m.sequence_id)
 
 
-def _prefetch(core: Core, lease_id: str, m: cache_pb2.PrefetchRequest, now: float) -> Callable[[], Prefetched | Wait]:
-    return partial(prefetch, core, lease_id, m.keys, now, Sharing(Urgency.BACKGROUND))
+def _prefetch(m: cache_pb2.PrefetchRequest) -> Flow:
+    sharing = Sharing(Urgency.BACKGROUND)
+    return lambda core, call: prefetch(core, call, m.keys, sharing)
 
 
-def _extend(core: Core, lease_id: str, m: cache_pb2.ExtendRequest, now: float) -> Callable[[], int]:
-    del now
-    return partial(extend, core, lease_id, m.sequence_id, cells_from_proto(m.pages))
+def _extend(m: cache_pb2.ExtendRequest) -> Flow:
+    return lambda core, call: extend(core, call, m.sequence_id, cells_from_proto(m.pages))
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -1,0 +1,44 @@
+"""A call of an engine with everything looked up: whose it is, for which model and replica, and when it came."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.errors import LoadFailed, NotFound
+
+
+class Call(NamedTuple):
+    """Made by ``resolve`` for each run of a flow; flows look nothing up again. ``now``: seconds, monotonic."""
+
+    lease: Lease
+    model: Model
+    replica: Replica
+    now: float
+
+    def known_sequence(self, sequence_id: int) -> Sequence:
+        """A sequence of the lease, failed or not. Raises NotFound."""
+        sequence = self.lease.sequences.get(sequence_id)
+        if sequence is None:
+            raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+        return sequence
+
+    def sequence(self, sequence_id: int) -> Sequence:
+        """A sequence of the lease that may go on. Raises NotFound, LoadFailed."""
+        sequence = self.known_sequence(sequence_id)
+        if sequence.failed:
+            raise LoadFailed(f"sequence {sequence_id}: {sequence.failed}; release it, match again and recompute")
+        return sequence
+
+
+def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
+    """Look a call up; it is a sign of life. Raises LeaseLost for a lease that ended, NotFound for one that never was.
+
+    A flow that waited is run with a new Call: its lease may be lost by then.
+    """
+    lease = ledger.lease(lease_id)
+    lease.heard(now)
+    model = ledger.model(lease.model)
+    return Call(lease, model, model.replica(lease.replica), now)
