@@ -29,7 +29,7 @@ def allocate(
     """Make the sequence's tables ``blocks`` long, all or nothing. ``urgency``: of the loads that this takes.
 
     Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded, PoolExhausted, LoadFailed,
-    StateConflict (swapped out).
+    Conflict (swapped out).
     """
     sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:

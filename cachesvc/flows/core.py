@@ -14,7 +14,7 @@ from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import GroupCells, TicketView, Wait
-from cachesvc.model.errors import PoolExhausted, StateConflict
+from cachesvc.model.errors import Conflict, PoolExhausted
 from cachesvc.model.transfer import TimelineSlot, Transfer, Urgency
 from cachesvc.model.words import PageState
 from cachesvc.policy.eviction import RankRule
@@ -84,11 +84,11 @@ class Core:
 
 
 def require_on_device(sequence: Sequence) -> None:
-    """Raises StateConflict while a sequence is swapped out or on its way."""
+    """Raises Conflict while a sequence is swapped out or on its way."""
     if sequence.swap_ticket:
-        raise StateConflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+        raise Conflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
     if sequence.swapped_out:
-        raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")
+        raise Conflict(f"sequence {sequence.id} is swapped out; swap it in first")
 
 
 def wait_for(core: Core, tickets: Iterable[int]) -> Wait:

@@ -15,7 +15,7 @@ from cachesvc.flows.core import Core
 from cachesvc.ledger.journal import Cause, Event, Kind
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
-from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
+from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY
 
@@ -114,9 +114,9 @@ class Feed:
         return self._next < self._journal.first
 
     def next(self) -> Changes | None:
-        """The next answer; None while there is nothing to tell. Raises TooSlow."""
+        """The next answer; None while there is nothing to tell. Raises SubscriberTooSlow."""
         if self.is_overrun:
-            raise TooSlow(self.behind, self._journal.keep)
+            raise SubscriberTooSlow(self.behind, self._journal.keep)
         if self._row != NO_ROW:
             return self._piece()
         if not self._has_begun:  # so that a follower knows where it stands before anything happens

@@ -6,7 +6,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.release import let_go
 from cachesvc.ledger.leases import Lease, LeaseState, Process
-from cachesvc.model.errors import InvalidRequest, KeyReused, LimitExceeded, NotFound, Unavailable
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
 from cachesvc.model.words import PageState
 
 LONGEST_PAUSE_MS = 1000
@@ -46,7 +46,7 @@ def open_lease(
 ) -> Lease:
     """A new lease for the process behind ``token``; the same token and request_id (not 0) give the same lease.
 
-    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, Unavailable (draining).
+    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining.
     """
     process = _process(core, token)
     for lease_id in process.leases if request_id else ():
@@ -56,7 +56,7 @@ def open_lease(
                 raise KeyReused(request_id)
             return known
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and opens no new leases; go on without the cache")
+        raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
     if len(core.ledger.leases) >= core.limits.leases:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
     model = core.ledger.model(model_id)

@@ -11,7 +11,7 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
 
@@ -22,7 +22,7 @@ def match(
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
-    StateConflict (the sequence is open), Unavailable.
+    Conflict (the sequence is open), DaemonDraining.
     """
     opened = open_on_hit(core, call, sequence_id, keys, max_blocks, sharing)
     if isinstance(opened, Wait):
@@ -48,10 +48,10 @@ def open_on_hit(
     """``match`` without counting it as a use of the blocks."""
     lease, model, replica = call.lease, call.model, call.replica
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and opens no new sequences; go on without the cache")
+        raise DaemonDraining("the daemon is draining and opens no new sequences; go on without the cache")
     check_keys(core, keys)
     if sequence_id in lease.sequences:
-        raise StateConflict(f"sequence {sequence_id} is open already; release it first or use another id")
+        raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
     model.last_used = call.now

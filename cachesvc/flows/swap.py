@@ -26,20 +26,20 @@ from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import PageMove, Ticket
 from cachesvc.model.answers import Swapped, Wait
-from cachesvc.model.errors import StateConflict
+from cachesvc.model.errors import Conflict
 from cachesvc.model.transfer import Direction, PagePairs
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
 
 
 def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
-    """Start to take a sequence off the device. Raises PoolExhausted when the host cannot hold it, StateConflict."""
+    """Start to take a sequence off the device. Raises PoolExhausted when the host cannot hold it, Conflict."""
     sequence = call.sequence(sequence_id)
     model, replica = call.model, call.replica
     _require_still(sequence)
     if sequence.swapped_out:
-        raise StateConflict(f"sequence {sequence_id} is swapped out already")
+        raise Conflict(f"sequence {sequence_id} is swapped out already")
     if sequence.blocks < sequence.hit_blocks:
-        raise StateConflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
+        raise Conflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
     running = [t for t in sequence.loads if core.ledger.tickets.is_running(t)]
     path = model.blocks.index.path(sequence.anchor)
     host = model.blocks.host
@@ -77,13 +77,13 @@ def _free_spares(replica: Replica, sequence: Sequence) -> None:
 
 
 def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
-    """Start to bring a sequence back; the answer has its new tables. Raises PoolExhausted, StateConflict."""
+    """Start to bring a sequence back; the answer has its new tables. Raises PoolExhausted, Conflict."""
     sequence = call.sequence(sequence_id)
     model, replica = call.model, call.replica
     place = replica.place
     _require_still(sequence)
     if not sequence.swapped_out:
-        raise StateConflict(f"sequence {sequence_id} is on the device already")
+        raise Conflict(f"sequence {sequence_id} is on the device already")
     path = model.blocks.index.path(sequence.anchor)
     joined = _tickets_filling(core, model, [row for row in path if place.state(row) == FILLING])
     if joined:
@@ -215,7 +215,7 @@ def _clear_tables(sequence: Sequence) -> None:
 
 def _require_still(sequence: Sequence) -> None:
     if sequence.swap_ticket:
-        raise StateConflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+        raise Conflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
 
 
 def _own_moves(sequence: Sequence, replica: Replica) -> list[PageMove]:

@@ -13,18 +13,12 @@ from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
+from cachesvc.model.errors import DeadlineExceeded, Unavailable
 from cachesvc.model.words import Run
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
-
-
-class DeadlinePassed(CacheError):
-    """The caller's deadline or the daemon's limit came before the transfers that the call needs had ended."""
-
-    code = ErrorCode.DEADLINE
 
 
 class Node:
@@ -107,7 +101,7 @@ class Node:
     async def run_waiting(self, flow: Callable[[], Answer | Wait], seconds: float | None) -> Answer:
         """Run a flow again whenever tickets that it waits for have ended, or its patience has, until it answers.
 
-        ``seconds``: what is left of the caller's deadline. Raises DeadlinePassed.
+        ``seconds``: what is left of the caller's deadline. Raises DeadlineExceeded.
         """
         until = self.now() + min(self.wait_seconds, seconds if seconds is not None else self.wait_seconds)
         while True:
@@ -118,10 +112,12 @@ class Node:
             if self._is_closed:
                 raise Unavailable("the daemon stops; go on without the cache")
             if left <= 0:  # tickets may end for ever without bringing what the flow needs
-                raise DeadlinePassed("the transfers that this call needs did not help in time; try again, or recompute")
+                raise DeadlineExceeded(
+                    "the transfers that this call needs did not help in time; try again or recompute"
+                )
             patience = left if answer.seconds is None else min(left, answer.seconds)
             if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
-                raise DeadlinePassed("the transfers that this call needs did not end in time; try again, or recompute")
+                raise DeadlineExceeded("the transfers that this call needs did not end in time; try again or recompute")
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first."""

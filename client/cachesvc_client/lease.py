@@ -134,8 +134,8 @@ class Lease:
     def pause_write_backs(self, seconds: float) -> None:
         """Tell the daemon that decode is being hurt: it copies no backups off this lease's devices for ``seconds``.
 
-        At most 1 at a time (ValueError); tell it again for longer. Returns at once. Swaps and evictions that somebody
-        waits for go on.
+        At most 1 at a time; tell it again for longer. Returns at once. Swaps and evictions that callers wait for go on.
+        Raises InvalidRequest (more than 1 s).
         """
         self.record.ask_pause(seconds)
         assert self._keeper is not None

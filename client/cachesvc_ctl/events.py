@@ -94,7 +94,7 @@ def _model(target: Target, model_id: int) -> admin_pb2.ModelStatus:
     for model in models:
         if model.model_id == model_id:
             return model
-    raise NotFound(f"there is no model {model_id}; cachesvc models lists those that are")
+    raise NotFound.from_message(f"there is no model {model_id}; cachesvc models lists those that are")
 
 
 def _lines(batch: Batch, *, as_json: bool) -> Iterator[str]:

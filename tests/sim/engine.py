@@ -19,6 +19,7 @@ from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
 from cachesvc.model.errors import (
+    Conflict,
     InvalidRequest,
     KeyReused,
     LeaseLost,
@@ -27,7 +28,6 @@ from cachesvc.model.errors import (
     NotFound,
     NotOwned,
     PoolExhausted,
-    StateConflict,
     Unavailable,
 )
 from cachesvc.model.keys import KEY_BYTES, block_keys
@@ -119,7 +119,7 @@ class SimEngine(SimProcesses):
             if pending.request is not None and not patient:
                 self._drop(pending.request)
             return
-        except StateConflict as refusal:
+        except Conflict as refusal:
             if isinstance(refusal, LeaseLost) or "being swapped" not in str(refusal):
                 raise
             self.node.faults["told_to_wait_for_swap"] += 1
@@ -309,7 +309,7 @@ class SimEngine(SimProcesses):
         ]
         try:
             answer = self.node.run(self.rng.choice(wrong))
-        except (StateConflict, NotOwned, InvalidRequest, NotFound, LoadFailed, Unavailable):
+        except (Conflict, NotOwned, InvalidRequest, NotFound, LoadFailed, Unavailable):
             self.node.faults["misuse"] += 1
         else:
             assert isinstance(answer, Wait)

@@ -217,7 +217,7 @@ def test_a_release_that_was_refused_ends_the_handle_but_a_late_one_does_not() ->
     mine = record()
     mine.release(None).end_with(DeadlineExceeded("busy", was_answered=True))
     assert not mine.is_released
-    mine.release(None).end_with(LeaseLost("gone"))
+    mine.release(None).end_with(LeaseLost("lease-1", "gone"))
     assert mine.is_released
 
 

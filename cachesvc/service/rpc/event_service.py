@@ -14,7 +14,7 @@ from kvcache.v1 import event_pb2, event_pb2_grpc
 
 from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.ledger.ledger import Model
-from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
+from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
 from cachesvc.model.words import Tier
 from cachesvc.service.access.auth import UNPROVEN, caller
 from cachesvc.service.access.undecodable import require_read
@@ -91,7 +91,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         finally:
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
-        if isinstance(why, TooSlow):
+        if isinstance(why, SubscriberTooSlow):
             self._node.core.count("event_subscribers_cut_off")
             events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
         await _say_goodbye(context, why)
@@ -163,7 +163,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             except NotFound as gone:
                 subscriber.end(gone)
             if feed.is_overrun:
-                subscriber.end(TooSlow(feed.behind, feed.model.blocks.journal.keep))
+                subscriber.end(SubscriberTooSlow(feed.behind, feed.model.blocks.journal.keep))
             else:
                 subscriber.wake.set()
 

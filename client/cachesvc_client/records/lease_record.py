@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from cachesvc_client.errors import (
     CacheClientError,
     DaemonUnavailable,
     DeadlineExceeded,
+    InvalidRequest,
     LeaseLost,
     LimitExceeded,
     NotFound,
@@ -86,20 +88,22 @@ class LeaseRecord:
         if self.is_closed:
             raise AlreadyClosed(f"lease {self.id} was closed; open another one")
         if self.loss is not None:
-            raise type(self.loss)(str(self.loss))
+            raise copy(self.loss)
 
     def lose(self, error: CacheClientError) -> bool:
         """Note that the lease is over for the daemon; True for the first to tell."""
         with self._lock:
             is_first = self.loss is None and not self.is_closed
             if is_first:
-                self.loss = error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost(str(error))
+                self.loss = (
+                    error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost.from_message(str(error))
+                )
         return is_first
 
     def ask_pause(self, seconds: float) -> None:
-        """The next beat tells the daemon to pause write-backs. Raises ValueError, and what ``check`` raises."""
+        """The next beat tells the daemon to pause write-backs. Raises InvalidRequest, and what ``check`` raises."""
         if not 0 < seconds <= LONGEST_PAUSE_S:
-            raise ValueError(f"write-backs pause for at most {LONGEST_PAUSE_S:g} s at a time, not {seconds:g}")
+            raise InvalidRequest(f"write-backs pause for at most {LONGEST_PAUSE_S:g} s at a time, not {seconds:g}")
         self.check()
         with self._lock:
             self._pause_ms = max(self._pause_ms, math.ceil(seconds * 1000))
@@ -119,7 +123,7 @@ class LeaseRecord:
         """Take in the daemon's answer to a beat; why the lease is over, if it is."""
         self.is_draining = answer.draining
         if answer.epoch != self.epoch:
-            return LeaseLost(f"lease {self.id} is of another life of the daemon; open a new one")
+            return LeaseLost.from_message(f"lease {self.id} is of another life of the daemon; open a new one")
         return None
 
     def judge_silence(self, failure: grpc.RpcError | None, silent_s: float) -> CacheClientError | None:
@@ -128,7 +132,7 @@ class LeaseRecord:
         if failure is not None and is_refusal(failure) and isinstance(error, LeaseLost | NotFound):
             return error
         if silent_s > self.silence_limit_s:
-            return LeaseLost(f"lease {self.id}: no beat was answered for {silent_s:.1f} s ({error})")
+            return LeaseLost.from_message(f"lease {self.id}: no beat was answered for {silent_s:.1f} s ({error})")
         return None
 
     def next_request_id(self) -> int:
@@ -148,7 +152,7 @@ class LeaseRecord:
             if sequence_id is None:
                 sequence_id = next(number for number in self._sequence_ids if number not in self._used_ids)
             elif sequence_id < 1:
-                raise ValueError(f"a sequence_id is positive, got {sequence_id}")
+                raise InvalidRequest(f"a sequence_id is positive, got {sequence_id}")
             else:
                 self._used_ids.add(sequence_id)
         return SequenceRecord(sequence_id, self.registration.layout, self.launches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -297,7 +298,7 @@ class SequenceRecord:
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released; match again")
         if self.failure is not None:
-            raise type(self.failure)(str(self.failure))
+            raise copy(self.failure)
 
     def _end(self, _: CacheClientError | None = None) -> None:
         self.is_released = True

@@ -141,7 +141,9 @@ class StepBook:
         """
         self._lease.check()
         if self.is_full:
-            raise LimitExceeded(f"{len(self.under_way)} steps are under way; collect the results of the first")
+            raise LimitExceeded.from_message(
+                f"{len(self.under_way)} steps are under way; collect the results of the first"
+            )
         asked = batch.operations if batch is not None else []
         told = tuple([(record, record.growth) for record in self._lease.growing.values() if record.growth])
         growth = [record.extend() for record, _ in told]

@@ -94,7 +94,9 @@ class LifeConnection:
         if message == b"OK" and len(descriptors) == 1:
             return descriptors[0]
         _close_all(descriptors)
-        raise NotFound(f"the daemon gives no memory for this handle: {message[2:].decode(errors='replace')}")
+        raise NotFound.from_message(
+            f"the daemon gives no memory for this handle: {message[2:].decode(errors='replace')}"
+        )
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher()`` when the daemon goes, before calls under way end, or this connection is closed: from then

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
+from cachesvc_client.errors import InvalidRequest
 
 DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
 SOCKET_VARIABLE = "CACHESVC_SOCKET"
@@ -34,7 +35,7 @@ def as_path(socket_path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long each kind of call may take, in seconds. Raises ValueError unless all are positive.
+    """How long each kind of call may take, in seconds. Raises InvalidRequest unless all are positive.
 
     ``register_s`` is long because a register may zero a whole device pool.
     """
@@ -50,7 +51,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for each in fields(self):
             if not getattr(self, each.name) > 0:
-                raise ValueError(f"{each.name} must be more than 0 seconds, got {getattr(self, each.name)}")
+                raise InvalidRequest(f"{each.name} must be more than 0 seconds, got {getattr(self, each.name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.pause_s < 0:
-            raise ValueError(f"retries need at least 1 attempt and no negative pause, got {self}")
+            raise InvalidRequest(f"retries need at least 1 attempt and no negative pause, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
