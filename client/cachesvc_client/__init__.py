@@ -16,7 +16,7 @@ Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them
 """
 
 from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
-from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
 from cachesvc_client.client import CacheClient
@@ -47,6 +47,7 @@ from cachesvc_client.errors import (
     UsedAfterFork,
 )
 from cachesvc_client.events import BlockMirror, EventSubscriber
+from cachesvc_client.keys import BlockHasher, ExtraKey, block_keys
 from cachesvc_client.layouts.families import (
     HeadPlace,
     IndexPage,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from cachesvc_client.keys import block_keys
+
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import pause_write_backs
@@ -30,7 +32,7 @@ from cachesvc.model.errors import (
     PoolExhausted,
     Unavailable,
 )
-from cachesvc.model.keys import KEY_BYTES, block_keys
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency, has_reached
 from cachesvc.model.words import NO_PAGE
 from tests.sim.node import content_of
