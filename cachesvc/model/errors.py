@@ -77,8 +77,8 @@ class CacheError(Exception):
         return type(self).from_message, (str(self),), self.__dict__
 
 
-class InvalidRequest(CacheError, ValueError):
-    """The request is wrong in itself; to Python it is a ValueError too."""
+class InvalidRequest(CacheError):
+    """The request is wrong in itself."""
 
 
 class LayoutRejected(InvalidRequest):

@@ -293,9 +293,8 @@ async def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaem
     async with client_of(daemon) as client:
         gone = asyncio.Event()
         client.on_lost(gone.set)
-        await client.open_lease(await client.register("m", LAYOUT))
-        with pytest.raises(Conflict):
-            await client.reconnect()
+        kept = await client.open_lease(await client.register("m", LAYOUT))
+        assert await client.reconnect() == (kept,)
         await asyncio.to_thread(daemon.close)
         await asyncio.wait_for(gone.wait(), PROMPT_S)
         with pytest.raises(DaemonUnavailable):

@@ -17,7 +17,7 @@ from cachesvc_client.layouts.families import gqa_windowed
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
-from cachesvc_client.sequence import SequenceView
+from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
