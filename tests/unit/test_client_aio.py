@@ -273,7 +273,7 @@ async def test_a_lone_call_tells_of_growth_first(daemon: FakeDaemon) -> None:
 
 
 async def test_a_refused_beat_loses_the_lease(tmp_path: Path) -> None:
-    daemon = FakeDaemon(tmp_path, silence_limit_ms=30)
+    daemon = FakeDaemon(tmp_path, silence_limit_ms=300)
     daemon.faults["KeepAlive"].append(break_way)
     daemon.start()
     async with client_of(daemon) as client:

@@ -98,6 +98,7 @@ def test_memory_stays_mapped_while_an_array_of_it_is_held(rig: GpuRig) -> None:
     pool = rig.pool()
     kept = pool.planes[0, "k"][2:]
     assert not pool.close()
+    assert pool.held == 1
     assert rig.told == 0
     assert rig.gpu.is_started
     kept[:] = 3

@@ -65,6 +65,7 @@ class Keeping:
                 line = self._line = connection.open_line(KEEP_ALIVE)
                 try:
                     failure = await self._beat(line)
+                    silent_s = time.monotonic() - self._heard_s
                 finally:
                     self._line = None
                     await line.close()
@@ -73,7 +74,7 @@ class Keeping:
                 await connection.judge(failure)
             except (DaemonUnavailable, AlreadyClosed) as gone:
                 return gone
-            if (loss := self._record.judge_silence(failure, time.monotonic() - self._heard_s)) is not None:
+            if (loss := self._record.judge_silence(failure, silent_s)) is not None:
                 return loss
             if connection.proof.renew_stream(failure, line.metadata):
                 log.info("keeper_token_renewed lease=%s", self._record.id)

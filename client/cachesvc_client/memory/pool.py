@@ -227,11 +227,18 @@ class AttachedPool:
         self._maker.check()
         self._is_closed = True
         if not self._unmap():
+            log.warning("pool_still_mapped rank=%s arrays=%s", self.rank, self.held)
             return False
         if not self._is_told:
             self._is_told = True
             self._detach()
         return True
+
+    @property
+    def held(self) -> int:
+        """How many arrays and tensors, or views of them, keep memory mapped after a ``close`` that said False; where it
+        is 0, a stream may still wait."""
+        return sum(memory.held for memory in self._memories)
 
     def __enter__(self) -> AttachedPool:
         return self
