@@ -15,7 +15,7 @@ from tests.unit.client_rig import FakeDaemon
 
 PARENT = """
 import json, os, sys
-from cachesvc_client import CacheClient, CacheClientError
+from cachesvc_client import CacheClient, CacheClientError, EventSubscriber
 from cachesvc_client.layouts.families import opaque
 
 def names(calls):
@@ -32,6 +32,7 @@ with CacheClient(sys.argv[1]) as client:
     registration = client.register("m", opaque(block_bytes=64, block_tokens=4))
     lease = client.open_lease(registration)
     pool, sequence, other = lease.attach(), lease.match(b""), lease.match(b"")
+    events = EventSubscriber(sys.argv[1], registration.namespace)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -48,6 +49,8 @@ with CacheClient(sys.argv[1]) as client:
             "lease.close": lease.close,
             "lease.__exit__": lambda: lease.__exit__(None, None, None),
             "client.close": client.close,
+            "subscribe": lambda: next(events.subscribe()),
+            "events.close": events.close,
         })
         os.write(writing, json.dumps(told).encode())
         del sequence, other, lease, pool, client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -98,6 +99,34 @@ def test_a_broken_way_is_tried_again_with_the_same_request(daemon: FakeDaemon) -
         lease.prefetch(b"k" * 32)
         first, *others = daemon.seen["Prefetch"]
         assert others == [first, first]
+
+
+def test_a_daemon_that_is_slow_to_shake_hands_is_no_broken_way(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """A busy node: gRPC gave an attempt to connect no longer than the first pause between two, 50 ms."""
+    front = str(tmp_path / "front.sock")
+    Path(front + LIFE_SUFFIX).symlink_to(daemon.path + LIFE_SUFFIX)
+    busy = threading.Event()
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as behind:
+        listener.bind(front)
+        listener.listen()
+        client = CacheClient(front, retries=Retries(attempts=1))
+        registering = threading.Thread(target=lambda: client.connect().register("m", LAYOUT), daemon=True)
+        registering.start()
+        taken, _ = listener.accept()
+        busy.wait(0.3)
+        behind.connect(daemon.path)
+        for way in ((taken, behind), (behind, taken)):
+            threading.Thread(target=pass_on, args=way, daemon=True).start()
+        registering.join(30)
+        assert len(daemon.seen["Register"]) == 1
+        client.close()
+        taken.close()
 
 
 def test_retries_end(daemon: FakeDaemon) -> None:

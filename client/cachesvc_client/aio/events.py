@@ -17,6 +17,7 @@ from cachesvc_client.events import DEFAULT_OPTIONS, subscription
 from cachesvc_client.records.event_batch import Batch, parse_batch
 from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.methods import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
 
@@ -48,6 +49,7 @@ class AsyncEventSubscriber:
         self._used: Metadata = ()
         self._channel: grpc.aio.Channel | None = None
         self._is_closed = False
+        self._maker = Maker()
 
     async def subscribe(
         self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None
@@ -86,7 +88,8 @@ class AsyncEventSubscriber:
                     raise
 
     async def close(self) -> None:
-        """End all subscriptions. Idempotent."""
+        """End all subscriptions. Idempotent. Raises UsedAfterFork."""
+        self._maker.check()
         self._is_closed = True
         if self._channel is not None:
             await self._channel.close()
@@ -100,6 +103,7 @@ class AsyncEventSubscriber:
         await self.close()
 
     def _open(self, request: event_pb2.SubscribeRequest) -> Any:
+        self._maker.check()
         if self._is_closed:
             return None
         self._used = self._credentials.metadata()

@@ -71,7 +71,8 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """gRPC's own settings.
+    """gRPC's own settings. ``connect_ms``: what one attempt to connect may take, on a busy node too; the pauses between
+    attempts grow from ``first_reconnect_ms`` to ``longest_reconnect_ms``.
 
     ``keepalive_ms`` 0 sends no pings: the life socket tells at once when the daemon goes, deadlines when it hangs, and
     a server that was not told to expect pings hangs up on them.
@@ -79,6 +80,7 @@ class ChannelOptions:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     keepalive_ms: int = 0
+    connect_ms: int = 2000
     first_reconnect_ms: int = 50
     longest_reconnect_ms: int = 1000
 
@@ -89,7 +91,7 @@ class ChannelOptions:
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.use_local_subchannel_pool", 1),  # two clients of one process must not share a broken connection
             ("grpc.initial_reconnect_backoff_ms", self.first_reconnect_ms),
-            ("grpc.min_reconnect_backoff_ms", self.first_reconnect_ms),
+            ("grpc.min_reconnect_backoff_ms", self.connect_ms),  # an attempt's deadline, whatever its name
             ("grpc.max_reconnect_backoff_ms", self.longest_reconnect_ms),
             ("grpc.enable_retries", 0),  # retries are ours: they know the request_id and whether the daemon lives
         ]
