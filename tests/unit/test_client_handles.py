@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease
+from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease, LimitExceeded
 from cachesvc_client.layouts.families import opaque
 
-from tests.unit.client_rig import FakeDaemon
+from cachesvc.model.errors import ErrorCode
+from tests.unit.client_rig import FakeDaemon, hang_until, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 
@@ -65,7 +69,31 @@ def test_a_sequence_that_is_dropped_unreleased_is_warned_of_and_left_as_it_is(da
         del sequence
         with lease.match(b""):
             pass
+        again = lease.match(b"")
+        daemon.faults["Release"].append(refuse(ErrorCode.LIMIT))
+        with pytest.raises(LimitExceeded):
+            again.release()
+        del again  # the next match releases it
         kept = lease.match(b"")
         lease.close()
         del kept
-    assert [request.sequence_id for request in daemon.seen["Release"]] == [2, 3], "nothing is cleaned up by it"
+    assert [request.sequence_id for request in daemon.seen["Release"]] == [2, 3, 4, 4], "nothing is cleaned up by it"
+
+
+def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: FakeDaemon, lease: Lease) -> None:
+    """Control-C leaves the client as a lost answer does: the call may have been carried out."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("only the main thread can be interrupted")
+    arrived, may_answer = threading.Event(), threading.Event()
+    daemon.faults["Allocate"].append(hang_until(may_answer, arrived))
+    interrupter = threading.Thread(target=lambda: arrived.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+    with lease.match(b"") as sequence:
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            sequence.allocate(2)
+        interrupter.join()
+        may_answer.set()
+        sequence.publish(0)
+        assert sequence.blocks == 2
+        first, again = daemon.seen["Allocate"]
+        assert first == again

@@ -139,7 +139,8 @@ class AsyncSequence(SequenceView):
 
     def __del__(self) -> None:
         lease = self._calls.record
-        if self.is_released or lease.is_closed or lease.is_lost or self._calls.connection.maker.is_elsewhere:
+        is_cared_for = self.is_released or any(self.record is each for each in lease.orphans)
+        if is_cared_for or lease.is_closed or lease.is_lost or self._calls.connection.maker.is_elsewhere:
             return
         warnings.warn(
             f"sequence {self.id} of lease {lease.id} was dropped without release: it holds its blocks until the lease "
