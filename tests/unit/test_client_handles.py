@@ -86,7 +86,12 @@ def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: F
         pytest.skip("only the main thread can be interrupted")
     arrived, may_answer = threading.Event(), threading.Event()
     daemon.faults["Allocate"].append(hang_until(may_answer, arrived))
-    interrupter = threading.Thread(target=lambda: arrived.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+
+    def interrupt() -> None:
+        if arrived.wait(60):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
     with lease.match(b"") as sequence:
         interrupter.start()
         with pytest.raises(KeyboardInterrupt):
