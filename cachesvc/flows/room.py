@@ -56,7 +56,7 @@ def make_room(
             room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
                 wait = _evict(core, call.model, call.replica, wanted, room)
-    finally:  # with what it wanted, or refused: it waits no more
+    finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
     if wait is None or room is None:
