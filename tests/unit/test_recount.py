@@ -193,6 +193,16 @@ def miscount_pins(rig: Rig) -> None:
     rig.place().counts.pinned -= 1
 
 
+def reserve_for_nobody(rig: Rig) -> None:
+    rig.place().pools[0].reserved += 1
+
+
+def forget_who_fills(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    rig.host.filling.clear()
+
+
 DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (lose_a_child, "3 children counted, 2 there"),
     (sink_too_deep, "depth 7"),
@@ -227,6 +237,8 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (count_children_here, "1 children counted, 2 there"),
     (miscount_states, "blocks are READY"),
     (miscount_pins, "blocks are pinned"),
+    (reserve_for_nobody, "1 pages are counted reserved, 0 are"),
+    (forget_who_fills, "but None is known"),
 )
 
 

@@ -8,7 +8,7 @@ import secrets
 from cachesvc.flows.core import Core
 from cachesvc.model.errors import LeaseLost, NotFound
 from cachesvc.questions.owned import why_lost
-from cachesvc.questions.view import Sight
+from cachesvc.questions.view import SHOWN_LETTERS, Sight
 from cachesvc.service.access.auth import EVERYONE, UNPROVEN, Scope, caller
 
 _NAMED = re.compile("[0-9a-f]{32}-([0-9a-f]{1,16})")
@@ -17,6 +17,11 @@ _NAMED = re.compile("[0-9a-f]{32}-([0-9a-f]{1,16})")
 def lease_name(epoch: int) -> str:
     """A new lease's id: 128 random bits, and the daemon's epoch behind them, by which a later daemon knows it."""
     return f"{secrets.token_hex(16)}-{epoch:x}"
+
+
+def shown_id(lease_id: str) -> str:
+    """A lease's id as the log may have it: the whole one is a key to the lease."""
+    return lease_id[:SHOWN_LETTERS]
 
 
 def no_lease(core: Core, lease_id: str, epoch: int) -> NotFound | LeaseLost:

@@ -17,6 +17,7 @@ from cachesvc.questions.owned import own_ticket
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import INTERNAL, Ask, Method
+from cachesvc.service.node import end_wait
 from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.service.rpc.operations import (
     ALLOCATE,
@@ -121,7 +122,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         async def wait_out(_: Place) -> R:
             return operation.reply(await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask)))
 
-        return self._dispatcher.later(ask, Kind.WAITS, wait_out)
+        try:
+            later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
+        except LimitExceeded:
+            end_wait(wait)
+            raise
+        later.add_done_callback(lambda _: end_wait(wait))  # where it was given up before its first turn
+        return later
 
     def _wait_tickets(
         self, ask: Ask, request: cache_pb2.WaitTicketsRequest
