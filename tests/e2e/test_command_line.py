@@ -326,7 +326,7 @@ def test_every_setting_is_a_flag_that_the_help_lists_with_its_default() -> None:
     }
     defaults = Config()
     assert told == {name: getattr(defaults, name.replace("-", "_")) for name in told}
-    assert len(told) == 11
+    assert len(told) == 13
     listed = shown.partition("Sizes are bytes")[0]
     marked = re.findall(r"^  --([\w-]+)(?:(?!^  --).)*?\[live\]", listed, re.MULTILINE | re.DOTALL)
     assert {name.replace("-", "_") for name in marked} == LIVE
