@@ -23,7 +23,7 @@ from cachesvc.policy.eviction import RANK_RULES
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
-    from cachesvc.daemon import Daemon
+    from cachesvc.daemon import Parts
 
 SWITCH_SECONDS = 0.0002
 """How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
@@ -44,7 +44,7 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     path, flags, is_check = read_flags(sys.argv[1:])
     try:
-        from cachesvc.daemon import Daemon
+        from cachesvc.daemon import build
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("grpc"):
             raise
@@ -60,7 +60,7 @@ def main() -> None:
         sys.exit(2)
     start_logging(config.log_level)
     try:
-        _run(Daemon(config, partial(load_config, path, flags) if path else None))
+        _run(build(config, partial(load_config, path, flags) if path else None))
     except CacheError as refused:
         log.error("start_refused reason=%s", refused)
         sys.exit(2)
@@ -95,7 +95,7 @@ def check(config: Config) -> str:
     return "\n".join(["the configuration is valid; it differs from the defaults by", *(lines or ["nothing"])])
 
 
-def _run(daemon: Daemon) -> None:
+def _run(parts: Parts) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -105,17 +105,19 @@ def _run(daemon: Daemon) -> None:
     try:
         from uvloop import Loop
     except ImportError:
-        asyncio.run(_serve(daemon))
+        asyncio.run(_serve(parts))
         return
     with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(daemon))
+        runner.run(_serve(parts))
 
 
-async def _serve(daemon: Daemon) -> None:
+async def _serve(parts: Parts) -> None:
+    from cachesvc.daemon import run
+
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     gc.collect()
     gc.freeze()  # modules and stubs live as long as the process: never walked again
-    await daemon.run()
+    await run(parts)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     if loads.is_transfer:
         require_transfer(core, call.model, call.replica)
     fresh = blocks - first - len(loads.rows)
-    wait = make_room(core, call, loads.pages_wanted(fresh), loads.keep, sequence.room)
+    wait = make_room(core, call, loads.pages_wanted(fresh), loads.keep, sequence)
     if wait is not None:
         return wait
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []

@@ -147,7 +147,7 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -
     try:
         _end_holds(lease, model)
     except LedgerBroken as broken:
-        model.suspect = model.suspect or str(broken)
+        model.distrust(str(broken))
     core.count(LEASES_ENDED[cause])
     if cause is not LeaseEnd.CLOSED:
         core.count(Count.LEASES_LOST)

@@ -78,7 +78,7 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
         require_transfer(core, model, replica)
     present = len(path) - len(absent)
     keep = Keep(path[present - 1] if present else NO_ROW)  # what a device has is prefix-closed
-    wait = make_room(core, call, wanted, keep, sequence.room)
+    wait = make_room(core, call, wanted, keep, sequence)
     if wait is not None:
         return wait
     ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD)

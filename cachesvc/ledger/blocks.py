@@ -326,14 +326,15 @@ class BlockLedger:
         return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
-        """The transfer has ended: FILLING copies become READY, or go."""
+        """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none was under way."""
+        if place.filling.pop(row, None) is None:
+            raise LedgerBroken(f"row {row} is not being filled on {place.name}")
         for group, states in enumerate(place.states):
             if states[row] == FILLING:
                 if arrived:
                     place.arrive(group, row)
                 else:
                     place.fail(group, row)
-        del place.filling[row]
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)

@@ -28,9 +28,10 @@ from cachesvc.flows.call import Call, resolve
 from cachesvc.flows.counters import Count
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
 from cachesvc.service.access.auth import Caller
-from cachesvc.service.access.owners import no_lease, own_lease
+from cachesvc.service.access.owners import no_lease
 from cachesvc.service.node import Node
 from cachesvc.service.repeats import Mark, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
@@ -128,12 +129,14 @@ class Dispatcher:
             self._watch.begin(name, None).end(error.code.value)
         return refusal(error)
 
-    def later(self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]]) -> asyncio.Future[Any]:
+    def later(
+        self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]], *, is_retry: bool = False
+    ) -> asyncio.Future[Any]:
         """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded.
 
         The future's result is an Outcome: ``work`` may raise as ``Method.carry`` may.
         """
-        place = self.admission.take(kind, ask.holder)
+        place = self.admission.take(kind, ask.holder, is_retry=is_retry)
         task = asyncio.get_running_loop().create_task(self._guarded(ask, work, place))
         self._under_way.add(task)  # the loop itself would let it go
         task.add_done_callback(partial(self._over, place))
@@ -181,16 +184,19 @@ class Dispatcher:
             now = self.node.now()
             lease_id = "" if method.lease_of is None else method.lease_of(request)
             who.check()
-            if lease_id and (lease := own_lease(self.node.core, who, lease_id)) is not None:
+            if lease_id and (lease := own_lease(self.node.core, who.acts_for, lease_id)) is not None:
                 lease.heard(now)
             if self._is_stopping:
                 raise Unavailable("the daemon stops; go on without the cache")
             holder = self.admission.holder(process() if lease is None else _process_of(lease), who.acts_for)
-            self.admission.admit(method.kind, holder, now)
+            request_id = 0 if method.request_id_of is None else method.request_id_of(request)
+            repeats = self._repeats.get(lease_id) if request_id else None
+            is_retry = repeats is not None and lease is not None and repeats.knows(request_id)
+            self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
             check_fields(request)
             deadline = math.inf if seconds is None else now + seconds
             ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
-            if method.request_id_of is not None and (request_id := method.request_id_of(request)):
+            if request_id:
                 return self._once(ask, method, request, request_id)
         except CacheError as error:
             return refusal(error)
@@ -203,7 +209,8 @@ class Dispatcher:
         repeats, mark = self._repeats_of(ask), mark_of(method.name, request)
         known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
-            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known))
+            repeats.retry(request_id)
+            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_retry=True)
         if known is not None:
             return known  # type: ignore[no-any-return]  # what this method answered under this id
         served = self._carry(ask, method, request)

@@ -101,6 +101,7 @@ VOCABULARY: dict[str, Event] = {
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
     "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),
+    "device_look_broke": Event("error", "A defect: the devices could not be looked at; it is tried again."),
     "call_broke": Event(
         "error",
         "A defect: a call failed inside the daemon; the traceback says where. `model` 0: of none.",

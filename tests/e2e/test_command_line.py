@@ -156,7 +156,7 @@ def test_a_file_in_a_sockets_place_is_left_alone(folder: Path, name: str) -> Non
     path.write_text("mine", encoding="utf-8")
     ended = run("cachesvc", "--socket", str(folder / "s"))
     assert ended.returncode == BAD_START
-    assert f"{path} exists and is no socket; move it away" in ended.stderr
+    assert f"{path} exists and is not a socket; move it away" in ended.stderr
     assert path.read_text(encoding="utf-8") == "mine"
     assert [entry.name for entry in folder.iterdir()] == [name]
 

@@ -46,6 +46,25 @@ def counts(rig: Rig) -> tuple[int, int, int]:
     return pool.counts[PageState.FREE], pool.counts[PageState.SEALED], pool.counts[PageState.QUARANTINED]
 
 
+@pytest.mark.parametrize(
+    ("end", "counted"),
+    [
+        ("closed", {"leases_ended_closed": 1}),
+        ("silent", {"leases_ended_silent": 1, "leases_lost": 1}),
+        ("process_ended", {"leases_ended_process_ended": 1, "leases_lost": 1}),
+    ],
+)
+def test_a_lease_that_was_closed_is_not_counted_as_lost(end: str, counted: dict[str, int]) -> None:
+    rig, lease = engine()
+    if end == "closed":
+        close_lease(rig.core, lease, quiesced=True)
+    elif end == "silent":
+        lose_silent(rig.core, 30.0, 31.0)
+    else:
+        process_gone(rig.core, SCHEDULER)
+    assert {name: count for name, count in rig.core.counters.items() if name.startswith("leases_")} == counted
+
+
 def test_silence_costs_the_lease_but_keeps_its_pages_away() -> None:
     rig, lease = engine()
     assert lose_silent(rig.core, 30.0, 30.0) == []

@@ -7,20 +7,32 @@ from dataclasses import fields
 
 from cachesvc.config import LIVE, Config
 from cachesvc.memory.shm import ShmBackend
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.admission import Admission
+from cachesvc.service.administration import Administration
+from cachesvc.service.dispatch import Dispatcher
+from cachesvc.service.host.device_health import DeviceHealth
+from cachesvc.service.host.health import Serving
 from cachesvc.service.host.reload import live_settings
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.edge import Edge
 from tests.style.tree import ROOT
 from tests.unit.ledger_rig import one_group, rig_of
 
 DOCS = ROOT / "docs"
 
 
+async def tell_nobody(_: Serving) -> None:
+    """No health checks are answered here."""
+
+
 def test_the_help_and_the_reload_know_the_same_settings() -> None:
     node = Node(rig_of(one_group(), device=[8]).core, epoch=1, wait_seconds=30.0, lease_seconds=10.0)
-    gate = CallGate(1024)
-    applied = live_settings(node, gate, CacheService(node, gate, 4096), ShmBackend(1, 1 << 20))
+    admission = Admission(1024, 4096, 256)
+    cache = CacheService(Edge(Dispatcher(node, admission)), 4096)
+    backend = ShmBackend(1, 1 << 20)
+    operator = Administration(node, DeviceHealth(backend, node, tell_nobody), 5.0)
+    applied = live_settings(node, admission, cache, backend, operator)
     assert applied.keys() == LIVE
     assert {field.name for field in fields(Config)} >= LIVE
 

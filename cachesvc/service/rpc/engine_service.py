@@ -11,8 +11,8 @@ from cachesvc.flows.leases import attach, detach
 from cachesvc.flows.models import PoolWish, register
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
+from cachesvc.questions.owned import require_no_others
 from cachesvc.service.access.admission import Kind
-from cachesvc.service.access.owners import require_no_others
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Method
 from cachesvc.service.host.device_health import require_working

@@ -26,7 +26,7 @@ from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.dispatch import INTERNAL, Ask, refusal
-from cachesvc.service.node import DeadlinePassed
+from cachesvc.service.node import DeadlinePassed, end_wait
 from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
@@ -168,8 +168,7 @@ class StepRun:
         for parked, behind in self._parked:
             waiting: Parked | None = parked
             while waiting is not None:
-                if waiting.wait.reserved is not None:
-                    waiting.wait.reserved.release()
+                end_wait(waiting.wait)
                 self._refuse(waiting.number, waiting.operation.name, why)
                 waiting = self._run_behind(behind)
         self._parked.clear()
@@ -230,8 +229,7 @@ def _without_waiting(run: Callable[[], Any], answer: Wait) -> Any:
     """Run again what can do without its transfers. Raises DeadlinePassed for what cannot."""
     outcome: Any = answer
     while isinstance(outcome, Wait):
-        if outcome.reserved is not None:
-            outcome.reserved.release()
+        end_wait(outcome)
         if outcome.seconds is None:
             raise DeadlinePassed(
                 "the operation has to wait for transfers, and its step does not; they go on: ask again"

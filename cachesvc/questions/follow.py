@@ -7,21 +7,21 @@ follower has exactly the truth of that moment for the rows passed, and at the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from cachesvc.flows.core import Core
 from cachesvc.ledger.journal import Cause, Event, Kind
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY
+from cachesvc.questions.view import View
 
 ROWS_AT_ONCE = 1024
 CHANGES_AT_ONCE = 1024
-"""What one answer holds: a millisecond or two of the daemon's one thread."""
+"""What one answer holds: a millisecond or two of the ledger thread."""
 
 
 class Part(IntEnum):
@@ -54,22 +54,20 @@ class Changes(NamedTuple):
     runs: list[BlockRun]
 
 
-def find_model(
-    core: Core, model_id: int, namespace: bytes, *, sees_all: bool, sees: Callable[[str], bool] = lambda _: True
-) -> Model:
+def find_model(view: View, model_id: int, namespace: bytes) -> Model:
     """The model that a follower names. Raises NotOwned where it does not prove that it may, NotFound, InvalidRequest.
 
-    Whoever knows the namespace knows the model, its layout and the tenant's salt; who ``sees_all`` need not. Models of
-    tenants that it does not see (``sees(tenant)``) are not there, whatever else is wrong.
+    To know the namespace is to know the model, its layout and the tenant's salt, so only a caller who may see all that
+    anyway can do without. Models outside of the view are not there, whatever else is wrong.
     """
     if not namespace:
-        if not sees_all:
+        if not view.sight.is_of_all:
             raise NotOwned("name the namespace that Register answered; a model's number alone opens nothing")
-        return core.ledger.model(model_id)
+        return view.model(model_id)
     if len(namespace) != KEY_BYTES:
         raise InvalidRequest(f"a namespace has {KEY_BYTES} bytes, got {len(namespace)}")
-    for model in core.ledger.models.values():
-        if model.namespace == namespace and sees(model.tenant):
+    for model in view.models():
+        if model.namespace == namespace:
             if model_id not in (0, model.id):
                 raise InvalidRequest(f"the namespace is not that of model {model_id}; name the one that belongs to it")
             return model
