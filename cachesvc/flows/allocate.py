@@ -17,7 +17,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     """Make the sequence's tables ``blocks`` long, all or nothing.
 
     Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded (blocks, transfers), PoolExhausted,
-    LoadFailed, StateConflict (swapped out).
+    LoadFailed, Conflict (swapped out).
     """
     sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:

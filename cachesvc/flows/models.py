@@ -12,7 +12,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, DaemonDraining, InvalidRequest, LimitExceeded, PoolExhausted
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
@@ -78,7 +78,7 @@ def register(
     """Find or make the pools for a model on a set of devices, for the tenant of ``budget`` and within it.
 
     Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, QuotaExceeded, LimitExceeded,
-    Unavailable.
+    DaemonDraining.
     """
     device_wish = replace(device_wish, pages=layout.fill_pages(device_wish.pages))
     host_wish = replace(host_wish, pages=layout.fill_host_pages(host_wish.pages))
@@ -92,7 +92,7 @@ def register(
             if replica.devices == chosen:
                 return Registered(model, replica, existed=True)
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and registers nothing new")
+        raise DaemonDraining("the daemon is draining and registers nothing new")
     _require_pages(device_wish)
     if model is None:
         _require_place_in_list(core)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cachesvc.ledger.journal import Cause, Event, Kind
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
-from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
+from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY
 from cachesvc.questions.view import View
@@ -112,9 +112,9 @@ class Feed:
         return self._next < self._journal.first
 
     def next(self) -> Changes | None:
-        """The next answer; None while there is nothing to tell. Raises TooSlow."""
+        """The next answer; None while there is nothing to tell. Raises SubscriberTooSlow."""
         if self.is_overrun:
-            raise TooSlow(self.behind, self._journal.keep)
+            raise SubscriberTooSlow(self.behind, self._journal.keep)
         if self._row != NO_ROW:
             return self._piece()
         if not self._has_begun:  # so that a follower knows where it stands before anything happens

@@ -15,7 +15,7 @@ from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
+from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
@@ -27,12 +27,6 @@ Answer = TypeVar("Answer")
 P = ParamSpec("P")
 Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
-
-
-class DeadlinePassed(CacheError):
-    """The caller's deadline or the daemon's limit came before the transfers that the call needs had ended."""
-
-    code = ErrorCode.DEADLINE
 
 
 def end_wait(wait: Wait) -> None:
@@ -156,19 +150,19 @@ class Node:
     async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers.
 
-        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlinePassed, Unavailable.
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlineExceeded, Unavailable.
         """
         reserved = wait.reserved
         try:
             while True:
                 left = until - self.now()
                 if left <= 0:  # tickets may end forever without bringing what the flow needs
-                    raise DeadlinePassed(
+                    raise DeadlineExceeded(
                         "the transfers that this call needs did not help in time; try again, or recompute"
                     )
                 patience = left if wait.seconds is None else min(left, wait.seconds)
                 if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
-                    raise DeadlinePassed(
+                    raise DeadlineExceeded(
                         "the transfers that this call needs did not end in time; try again, or recompute"
                     )
                 answer = run()

@@ -36,7 +36,7 @@ def mark_of(name: str, request: Message) -> Mark:
 class Repeats:
     """The last answers of one lease by request_id (never 0), and the calls that are under way.
 
-    Those under way are not pushed out by answers: there are no more of them than a process may have waiting.
+    Those under way are not pushed out by answers: there are at most as many as a process may have waiting.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Repeats:
         self._retries: dict[int, int] = {}
 
     def knows(self, request_id: int) -> bool:
-        """True for an id that ``find`` finds: whoever sends it tries again."""
+        """True for an id that ``find`` finds: the call is a retry."""
         return request_id in self._given or request_id in self._under_way
 
     def find(self, request_id: int, mark: Mark) -> Any:
@@ -66,7 +66,7 @@ class Repeats:
         self._under_way[request_id] = mark, future
 
     def end(self, request_id: int) -> None:
-        """It is over. Unless it is kept, whoever asks again starts anew."""
+        """It is over. Unless it is kept, a retry starts anew."""
         del self._under_way[request_id]
         self._retries.pop(request_id, None)
 

@@ -153,6 +153,7 @@ def test_what_nobody_held_is_not_given_back() -> None:
         partial(ledger.end_flight, row),
         partial(ledger.index.remove, row),
         partial(ledger.finish_fill, place, row, arrived=True),
+        partial(ledger.end_drain, place, row, needed=True),
     )
     for misuse in misuses:
         with pytest.raises(LedgerBroken):

@@ -13,7 +13,7 @@ from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.release import release
 from cachesvc.ledger.journal import Cause, Event, Journal, Kind, Moment, packed
-from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, TooSlow
+from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
 from cachesvc.model.words import WritePolicy
@@ -169,7 +169,7 @@ def test_a_feed_that_is_overrun_says_so_at_once() -> None:
     assert feed.behind == 4
     serve(rig, lease, 2, ["e"])
     assert feed.is_overrun
-    with pytest.raises(TooSlow) as slow:
+    with pytest.raises(SubscriberTooSlow) as slow:
         feed.next()
     assert (slow.value.behind, slow.value.keep) == (5, 4)
     with pytest.raises(EventsForgotten):

@@ -18,9 +18,9 @@ from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.reservations import Reservation, expire
 from cachesvc.model.answers import Allocated, Wait
-from cachesvc.model.errors import LedgerBroken, PoolExhausted
+from cachesvc.model.errors import DeadlineExceeded, LedgerBroken, PoolExhausted
 from cachesvc.model.words import PageState
-from cachesvc.service.node import DeadlinePassed, Node
+from cachesvc.service.node import Node
 from tests.unit.ledger_rig import Rig, one_group, prefill, rig_of, serve
 
 
@@ -200,7 +200,7 @@ def test_a_call_that_ends_at_its_deadline_gives_back_what_was_kept_for_it() -> N
             await node.close()
 
     assert reserved(rig) == 8
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(DeadlineExceeded):
         asyncio.run(call())
     assert reserved(rig) == 0
 

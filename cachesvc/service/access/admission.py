@@ -8,8 +8,8 @@
 * **WAITS**: what waits for transfers, or for the first answer to its request_id. It costs memory and no time, so it is
   counted apart, and a call that begins to wait gives its place among WORK back.
 
-A process is known by the lease that a call names (whoever opened it), else by its life-socket token, else by its
-connection. What one process or tenant has under way never keeps another one out, as long as it stays below its share.
+A process is known by the lease that a call names (the process that opened it), else by its life-socket token, else by
+its connection. What one process or tenant has under way keeps no other one out that stays below its share.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ class Admission:
                 raise QuotaExceeded(meter.tenant, "calls_in_flight", meter.in_flight + 1, most, "send fewer at a time")
             meter.admit(now)
 
-    def take(self, kind: Kind, holder: Holder, *, is_retry: bool = False) -> Place:
-        """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not for a retry, which
-        waits for a call that has one."""
+    def take(self, kind: Kind, holder: Holder, *, is_admitted: bool = False) -> Place:
+        """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not where it is admitted:
+        room was found for it, or it is a retry and waits for a call that has a place."""
         places = self.waits if kind is Kind.WAITS else self.work
-        if not is_retry:
+        if not is_admitted:
             places.require(holder)
         places.count(holder, 1)
         if holder.meter is not None:

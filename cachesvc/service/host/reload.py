@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from cachesvc.memory.seam import Backend
-from cachesvc.model.errors import CacheError, InvalidRequest, StateConflict
+from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
 from cachesvc.service.access.admission import Admission
@@ -58,7 +58,7 @@ class Reloader:
     def reload(self) -> list[Change]:
         """Apply what the file says now; what was changed. Logged, whatever comes of it.
 
-        Raises InvalidRequest (no file, or one that cannot be) and StateConflict (settings that need a restart, by
+        Raises InvalidRequest (no file, or one that cannot be) and Conflict (settings that need a restart, by
         name); nothing is changed then.
         """
         try:
@@ -84,7 +84,7 @@ class Reloader:
         fixed = [name for name in different if name not in self._live]
         if fixed:
             said = ", ".join(f"{name} ({self._current[name]} -> {wanted[name]})" for name in fixed)
-            raise StateConflict(f"{said} cannot change while the daemon runs; nothing was changed: restart it, or undo")
+            raise Conflict(f"{said} cannot change while the daemon runs; nothing was changed: restart it, or undo")
         changes = [Change(name, str(self._current[name]), str(wanted[name])) for name in different]
         for name in different:
             self._live[name](wanted[name])

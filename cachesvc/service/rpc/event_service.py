@@ -13,7 +13,7 @@ import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
 from cachesvc.flows.counters import Count
-from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
+from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
 from cachesvc.model.words import Tier
 from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.questions.view import View
@@ -93,7 +93,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         finally:
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
-        if isinstance(why, TooSlow):
+        if isinstance(why, SubscriberTooSlow):
             self._node.core.count(Count.EVENT_SUBSCRIBERS_CUT_OFF)
             events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
         await _say_goodbye(context, why)
@@ -156,7 +156,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             except NotFound as gone:
                 subscriber.end(gone)
             if feed.is_overrun:
-                subscriber.end(TooSlow(feed.behind, feed.model.blocks.journal.keep))
+                subscriber.end(SubscriberTooSlow(feed.behind, feed.model.blocks.journal.keep))
             else:
                 subscriber.wake.set()
 

@@ -75,8 +75,8 @@ def credentials_from(
     return Credentials(token or "", token_file or "")
 
 
-PATIENT_OPTIONS = ChannelOptions(first_reconnect_ms=5000, longest_reconnect_ms=20_000)
-"""gRPC gives up an attempt to connect after the shortest pause between two: an operator's node may be busy."""
+PATIENT_OPTIONS = ChannelOptions(connect_ms=5000, first_reconnect_ms=5000, longest_reconnect_ms=20_000)
+"""An operator may look from afar, at a node that is busy."""
 
 
 class Proof:
