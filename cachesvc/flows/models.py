@@ -7,11 +7,12 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.flows.budget import Budget, make_room
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, DaemonDraining, InvalidRequest, LimitExceeded, PoolExhausted
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
@@ -77,7 +78,7 @@ def register(
     """Find or make the pools for a model on a set of devices, for the tenant of ``budget`` and within it.
 
     Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, QuotaExceeded, LimitExceeded,
-    Unavailable.
+    DaemonDraining.
     """
     device_wish = replace(device_wish, pages=layout.fill_pages(device_wish.pages))
     host_wish = replace(host_wish, pages=layout.fill_host_pages(host_wish.pages))
@@ -86,11 +87,12 @@ def register(
     namespace = namespace_of(name, layout.fingerprint, salt, budget.tenant)
     model = next((m for m in core.ledger.models.values() if m.namespace == namespace), None)
     if model is not None:
+        model.require_trusted()
         for replica in model.replicas:
             if replica.devices == chosen:
                 return Registered(model, replica, existed=True)
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and registers nothing new")
+        raise DaemonDraining("the daemon is draining and registers nothing new")
     _require_pages(device_wish)
     if model is None:
         _require_place_in_list(core)
@@ -235,7 +237,7 @@ def _make_place_in_list(core: Core, vault: Vault) -> None:
 def _dismiss(core: Core, vault: Vault, model: Model) -> None:
     vault.close_model(model.id)
     del core.ledger.models[model.id]
-    core.count("models_dismissed")
+    core.count(Count.MODELS_DISMISSED)
 
 
 def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, pages: tuple[int, ...]) -> Model:

@@ -22,7 +22,7 @@ from cachesvc.memory.mapped import address_of
 from cachesvc.memory.regions import Region, Regions
 from cachesvc.memory.seam import Handle, Slice
 from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline
-from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.futex import WORD_BYTES
 from cachesvc.model.transfer import Direction
 
@@ -46,9 +46,9 @@ class CudaSlab:
         self._is_open = True
 
     def close(self) -> None:
-        """Give the memory back. Raises StateConflict when it was given back before."""
+        """Give the memory back. Raises Conflict when it was given back before."""
         if not self._is_open:
-            raise StateConflict(f"slab of region {self.region} was closed before")
+            raise Conflict(f"slab of region {self.region} was closed before")
         self._is_open = False
         self._on_close(self)
 

@@ -22,7 +22,7 @@ from cachesvc.memory.free_ranges import ALIGN_BYTES, ByteRange, FreeRanges
 from cachesvc.memory.host_slab import HostExtent, HostSlab, OnPages
 from cachesvc.memory.mapped import address_of, map_anonymous, populate, yield_to_callers, zero
 from cachesvc.memory.seam import Backend
-from cachesvc.model.errors import InvalidRequest, PoolExhausted, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, PoolExhausted, Unavailable
 from cachesvc.model.words import Run
 
 log = logging.getLogger(__name__)
@@ -149,11 +149,11 @@ class HostPool:
         return slab
 
     def release(self, slab: HostSlab) -> None:
-        """Take pages back; nobody may touch them any more. Raises StateConflict for a slab that was
+        """Take pages back; nobody may touch them any more. Raises Conflict for a slab that was
         released before."""
         with self._changed:
             if slab.is_released or slab not in self._slabs:
-                raise StateConflict("the host slab was released before, or is of another pool")
+                raise Conflict("the host slab was released before, or is of another pool")
             slab.is_released = True
             slab.watchers.clear()
             self._slabs.remove(slab)

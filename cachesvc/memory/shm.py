@@ -19,7 +19,7 @@ from cachesvc.memory.copy_thread import CopyThread, CopyThreads, WriteWord
 from cachesvc.memory.mapped import map_memfd, sealed_memfd, yield_to_callers
 from cachesvc.memory.seam import CopyBatch, Handle, Slice, SliceRunner
 from cachesvc.memory.timeline import TIMELINE_WORDS, HostTimeline
-from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 
 TOKEN_BYTES = 16
@@ -35,9 +35,9 @@ class ShmSlab:
         self._on_close = on_close
 
     def close(self) -> None:
-        """Give the memory back. Raises StateConflict when it was given back before."""
+        """Give the memory back. Raises Conflict when it was given back before."""
         if self.fd is None:
-            raise StateConflict(f"slab of region {self.region} was closed before")
+            raise Conflict(f"slab of region {self.region} was closed before")
         self._on_close(self)
         os.close(self.fd)
         self.fd = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.memory.seam import Backend, CopyJob, Slab, Timeline
-from cachesvc.model.errors import InvalidRequest, NotFound, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, TimelineSlot, Transfer, Urgency
 from cachesvc.swap.attached import (
@@ -107,6 +107,10 @@ class SwapEngine:
         self._tracer = tracer
         self._clock = clock
 
+    def plan_by(self, costs: LinkCosts) -> None:
+        """Plan what is submitted from now on by these costs: those of links that were measured since."""
+        self._costs = costs
+
     def start(self) -> None:
         """Begin to take transfers. The backend runs already, and its timelines are this engine's alone."""
         self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}
@@ -140,12 +144,12 @@ class SwapEngine:
         return found
 
     def attach_model(self, model_id: int, layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) -> None:
-        """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, StateConflict
+        """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, Conflict
         when attached."""
         model = attached_model(layout, host_slabs)
         with self._lock:
             if model_id in self._models:
-                raise StateConflict(f"model {model_id} is attached already")
+                raise Conflict(f"model {model_id} is attached already")
             self._models[model_id] = model
 
     def attach_replica(
@@ -161,11 +165,11 @@ class SwapEngine:
         with self._lock:
             model = self._model(model_id)
             if replica_id in model.replicas:
-                raise StateConflict(f"replica {replica_id} of model {model_id} is attached already")
+                raise Conflict(f"replica {replica_id} of model {model_id} is attached already")
             model.replicas[replica_id] = attached_replica(model.layout, devices, slabs, pages)
 
     def detach_replica(self, model_id: int, replica_id: int) -> None:
-        """Forget a replica. Raises NotFound, or StateConflict while transfers touch it."""
+        """Forget a replica. Raises NotFound, or Conflict while transfers touch it."""
         with self._lock:
             model = self._model(model_id)
             model.replica(replica_id)
@@ -173,7 +177,7 @@ class SwapEngine:
             del model.replicas[replica_id]
 
     def detach_model(self, model_id: int) -> None:
-        """Forget a model with its replicas. Raises NotFound, or StateConflict while transfers touch it."""
+        """Forget a model with its replicas. Raises NotFound, or Conflict while transfers touch it."""
         with self._lock:
             self._model(model_id)
             self._check_idle(model_id, None)
@@ -183,7 +187,7 @@ class SwapEngine:
         """Start a transfer and say where it can be followed; returns before anything is planned.
 
         Raises, with nothing queued: NotFound (model, replica), InvalidRequest (pages, groups),
-        LimitExceeded (too many in flight), StateConflict (ticket in use), Unavailable (closed).
+        LimitExceeded (too many in flight), Conflict (ticket in use), Unavailable (closed).
         """
         with self._lock:
             model = self._model(transfer.model)
@@ -194,7 +198,7 @@ class SwapEngine:
             if not self._is_open:
                 raise Unavailable("the swap engine is closed")
             if transfer.ticket in self._flights:
-                raise StateConflict(f"ticket {transfer.ticket} is in flight already")
+                raise Conflict(f"ticket {transfer.ticket} is in flight already")
             for number, known in ((transfer.replica, replica), (transfer.source_replica, source)):
                 if number is not None and model.replicas.get(number) is not known:
                     raise NotFound("replica", number)
@@ -215,6 +219,10 @@ class SwapEngine:
             lambda error: self._launch(flight, error),
         )
         return slot
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - all replicas share the words
+        """How many transfers of a replica could be submitted now; ends only make more of them."""
+        return self._slots.free if self._is_open else 0
 
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""
@@ -337,7 +345,7 @@ class SwapEngine:
             and replica_id in (None, flight.transfer.replica, flight.transfer.source_replica)
         ]
         if busy:
-            raise StateConflict(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}; wait")
+            raise Conflict(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}; wait")
 
 
 def _move_bytes(moves: Sequence[GroupMove]) -> int:

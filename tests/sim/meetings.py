@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
+from cachesvc.ledger.holds import Hold, Prefetch
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.transfer import Direction
+from cachesvc.model.transfer import Direction, Failed, Outcome
 from cachesvc.model.words import ABSENT, READY
 
 Answer = TypeVar("Answer")
@@ -94,47 +96,48 @@ class Meetings:
                 self.seen[f"{name} {what} {trait}"] += 1
         return answer
 
-    def landing(self, ticket: int, error: str, land: Callable[[], list[int]]) -> None:
+    def landing(self, ticket: int, outcome: Outcome, land: Callable[[], list[int]]) -> None:
         """Land a transfer."""
         ledger = self._core.ledger
         held = ledger.tickets.running[ticket]
-        told = [*self._told(held, error)]
+        failed = isinstance(outcome, Failed)
+        told = self._told(held, failed=failed)
         drained = [drain.row for drain in held.drains]
         model = ledger.models[held.model]
         place = model.replicas[held.replica].place
         ended = land()
         self.seen["load held back"] += not ended
         self.seen.update(told if ended else ())
-        if ended and not error:
+        if ended and not failed:
             self.seen["drain turned back"] += any(place.state(row) == READY for row in drained)
         reasons = [ledger.tickets.get(each).reason for each in ended]
         self.seen["load failed below another"] += any("above it failed" in reason for reason in reasons)
 
-    def _told(self, ticket: Ticket, error: str) -> list[str]:
+    def _told(self, ticket: Ticket, *, failed: bool) -> list[str]:
         """What is seen of a ticket before it lands."""
         ledger, out = self._core.ledger, []
-        if ticket.sequence is not None:
+        if ticket.traveller is not None:
             way = "out" if ticket.direction is Direction.STORE else "in"
-            lease = ledger.leases.get(ticket.sequence[0])
-            out += [f"swap {way} failed"] if error else []
-            if lease is None or ticket.sequence[1] not in lease.sequences:
+            lease = ledger.leases.get(ticket.traveller.lease)
+            out += [f"swap {way} failed"] if failed else []
+            if isinstance(ticket.traveller, Sequence) and not ticket.traveller.is_open:
                 is_silent = lease is not None and lease.state is LeaseState.QUARANTINED
                 out.append("swap of a silent engine" if is_silent else "swap of a released sequence")
         elif ticket.source is not None:
-            out.append(f"load from a replica {'failed' if error else 'came'}")
+            out.append(f"load from a replica {'failed' if failed else 'came'}")
         elif ticket.direction is Direction.LOAD:
             place = ledger.models[ticket.model].replicas[ticket.replica].place
-            waiting = [(lease, number) for lease, number in ticket.waiters if _open(ledger, lease, number) is not None]
-            out += ["load failed"] if error else []
+            waiting = [each for each in ticket.waiters if isinstance(each, Hold) and ticket.id in each.loads]
+            out += ["load failed"] if failed else []
             out += ["load for two"] if len(waiting) > 1 else []
             out += ["load of a released sequence"] if len(waiting) < len(ticket.waiters) else []
             out += ["load of windows alone"] if all(place.state(row) == READY for row in ticket.rows) else []
-            if any(number < 0 for _, number in ticket.waiters):
-                out += ["prefetch hurried"] if any(number >= 0 for _, number in waiting) else []
+            if any(isinstance(each, Prefetch) for each in ticket.waiters):
+                out += ["prefetch hurried"] if any(isinstance(each, Sequence) for each in waiting) else []
                 out += ["prefetch of a lost lease"] if not waiting else []
         else:
-            out += ["backup failed"] if error and ticket.rows else []
-            out += ["drain failed"] if error and ticket.drains else []
+            out += ["backup failed"] if failed and ticket.rows else []
+            out += ["drain failed"] if failed and ticket.drains else []
             out += ["drain below another"] if any(not drain.copied for drain in ticket.drains) else []
         return out
 
@@ -142,8 +145,8 @@ class Meetings:
         core = self._core
         places = [place for model in core.ledger.models.values() for place in model.blocks.index.places]
         return _Pressure(
-            core.counters.get("evictions", 0),
-            core.counters.get("host_evictions", 0),
+            core.counters.get(Count.EVICTIONS, 0),
+            core.counters.get(Count.HOST_EVICTIONS, 0),
             sum(place.counts.windows_left for place in places),
         )
 
@@ -155,7 +158,7 @@ class Meetings:
         place = model.replicas[sequence.replica].place
         index = model.blocks.index
         if name == "swap in":
-            path = index.path(sequence.anchor)
+            path = index.path(sequence.host_anchor)
             return ["beside what stayed"] if any(place.state(row) != ABSENT for row in path) else []
         rows = index.path(sequence.host_anchor, sequence.anchor)
         out = ["beside what came since its match"] if any(place.state(row) != ABSENT for row in rows) else []

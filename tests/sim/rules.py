@@ -13,11 +13,13 @@ def broken_rules(ledger: Ledger) -> list[str]:
     out: list[str] = []
     for model in ledger.models.values():
         out += _hittable_below_hittable(model)
-        out += _pinned_is_there(model)
         for lease in ledger.leases.values():
             if lease.model == model.id:
                 for sequence in lease.sequences.values():
-                    out += _sequence(ledger, model, sequence)
+                    out += _sequence(model, sequence)
+                running = ledger.tickets.is_running
+                idle = sum(not any(map(running, prefetch.loads)) for prefetch in lease.prefetches)
+                out += [f"lease {lease.id}: {idle} prefetches without a load hold their blocks"] if idle else []
     return out
 
 
@@ -32,25 +34,12 @@ def _hittable_below_hittable(model: Model) -> list[str]:
     ]
 
 
-def _pinned_is_there(model: Model) -> list[str]:
-    index = model.blocks.index
-    return [
-        f"{place.name} row {row}: pinned, and not there"
-        for place in index.places
-        for row in index.rows.values()
-        if place.pins[row] and place.state(row) == ABSENT
-    ]
-
-
-def _sequence(ledger: Ledger, model: Model, sequence: Sequence) -> list[str]:
-    out: list[str] = []
+def _sequence(model: Model, sequence: Sequence) -> list[str]:
     where = f"sequence {sequence.id} of lease {sequence.lease}"
-    if sequence.id < 0 and not any(ledger.tickets.is_running(ticket) for ticket in sequence.loads):
-        out.append(f"{where}: a prefetch without a load holds its blocks")
     if sequence.swapped_out or sequence.swap_ticket:
         host = model.blocks.host
-        path = model.blocks.index.path(sequence.anchor) if sequence.swapped_out else []
-        return out + [f"{where}: row {row} is gone from the host" for row in path if host.state(row) == ABSENT]
+        path = model.blocks.index.path(sequence.host_anchor) if sequence.swapped_out else []
+        return [f"{where}: row {row} is gone from the host" for row in path if host.state(row) == ABSENT]
     full = () if sequence.failed else model.replicas[sequence.replica].place.full_groups
     holes = [group for group in full if NO_PAGE in sequence.tables[group]]
-    return out + [f"{where}: a hole in the table of group {group}, which has no window" for group in holes]
+    return [f"{where}: a hole in the table of group {group}, which has no window" for group in holes]

