@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import time
@@ -23,6 +22,7 @@ import numpy as np
 
 from benchmarks.machine import describe_gpu, describe_machine, fail
 from benchmarks.mover import Arrivals, Mover, two_plane_layout
+from benchmarks.recording import write_result
 from cachesvc.model.errors import CacheError
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
 
@@ -193,7 +193,7 @@ def main() -> None:
             "link": mover.link,
             "budget": BUDGET,
         }
-        arguments.json.write_text(json.dumps(found | asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, found | asdict(result))
 
 
 if __name__ == "__main__":

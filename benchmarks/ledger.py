@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import random
 import statistics
 import time
 import tracemalloc
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.pages import PagePool
@@ -70,7 +69,7 @@ def main() -> None:
     flat["bytes_per_block"] = max(row["bytes_per_block"] for row in rows.values())
     flat["machine"] = describe_machine()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, flat)
 
 
 def measure(size: int) -> dict[str, float]:

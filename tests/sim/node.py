@@ -20,12 +20,14 @@ from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
-from cachesvc.model.words import READY, Run, WritePolicy
+from cachesvc.model.words import READY, Run
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner_threads import InlinePlanning
 from cachesvc.swap.vault import Vault
+from tests.sim.biases import Bias
+from tests.sim.meetings import Meetings
 from tests.sim.stepped_backend import SteppedBackend
 
 Answer = TypeVar("Answer")
@@ -95,7 +97,8 @@ class Refusing:
 class SimNode:
     """Core, Vault and SwapEngine. What threads would bring waits in ``inbox`` until it is delivered."""
 
-    def __init__(self, rng: random.Random, faults: Counter[str]) -> None:
+    def __init__(self, rng: random.Random, faults: Counter[str], bias: Bias) -> None:
+        self.bias = bias
         self.now = 1000.0
         self.faults = faults
         self.events: Counter[str] = Counter()
@@ -121,7 +124,7 @@ class SimNode:
         )
         self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages)
         self.mover = Refusing(lambda: self.engine, faults)
-        policy = rng.choice(list(WritePolicy))
+        policy = rng.choice(bias.policies)
         self.core = Core(
             Ledger(keep_tickets=64),
             self.mover,
@@ -129,6 +132,7 @@ class SimNode:
             WriteRule(policy, rng.choice((1, 2)), remember=8),
             Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
         )
+        self.meetings = Meetings(self.core)
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
 
     def _on_host_pages(self, model: int, group: int, run: Run) -> None:
@@ -136,7 +140,8 @@ class SimNode:
         self.inbox.append(lambda: host_pages_arrived(self.core, model, group, run))
 
     def _land(self, ticket: int, error: Exception | None) -> None:
-        land(self.core, ticket, DONE if error is None else Failed(str(error)))
+        landed = DONE if error is None else Failed(str(error))
+        self.meetings.landing(ticket, landed, lambda: land(self.core, ticket, landed))
 
     def deliver(self) -> None:
         """One message of another thread arrives on the loop."""
@@ -154,7 +159,7 @@ class SimNode:
             if known[0] != contents:
                 raise KeyReused(request_id)
             return known[1]  # type: ignore[return-value]
-        answer = self.run(flow)
+        answer = self.meetings.call(lease, contents, lambda: self.run(flow))
         if not isinstance(answer, Wait):
             self._repeats[lease, request_id] = (contents, answer)
         return answer
