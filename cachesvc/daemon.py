@@ -119,7 +119,7 @@ class Daemon:
             config.host_pool,
             config.host_chunk,
             config.host_threads,
-            hardware.node,
+            hardware.nodes,
             backend,
         )
         vault = Vault(backend, host_pool, engine, node.on_host_pages)
