@@ -49,8 +49,11 @@ def main() -> None:
 
 def _run(daemon: Daemon) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
+    from cachesvc.hardware import check_descriptors
+
     sys.setswitchinterval(SWITCH_SECONDS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    check_descriptors(most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an engine takes three: two connections and a pidfd
     try:
         from uvloop import Loop

@@ -22,6 +22,10 @@ from gpu_ops.calibration import LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 
+LEAST_DESCRIPTORS = 256
+"""The daemon itself takes some 30 and two a device, an engine three, and each slab that travels as one another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """The memory that the daemon will own. ``gpus`` are those of the cuda backend.
@@ -111,6 +115,15 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
         per_step_us=slowest.per_step_us,
         max_pitch_bytes=slowest.max_pitch_bytes,
     )
+
+
+def check_descriptors(limit: int) -> None:
+    """Raises Unavailable where the process may open too few: gRPC, when it cannot open one, ends the process."""
+    if limit < LEAST_DESCRIPTORS:
+        raise Unavailable(
+            f"this process may open {limit} descriptors, and the daemon needs {LEAST_DESCRIPTORS} at least; "
+            "raise ulimit -n (LimitNOFILE of a systemd unit)"
+        )
 
 
 def check_shm_memory(config: Config, limits: tuple[MemoryLimit, ...]) -> None:

@@ -277,3 +277,17 @@ def test_a_daemon_without_its_extra_says_which_one(folder: Path) -> None:
     assert ended.returncode == BAD_START
     assert "pip install 'cachesvc[server]'" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_daemon_that_may_open_too_little_says_so(folder: Path) -> None:
+    """Found by an operator: gRPC ended the process with a line of C++."""
+    start = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); "
+        "from cachesvc.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", start, "--socket", str(folder / "s"), "--backend", "shm"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=BOUND_SECONDS)
+    assert ended.returncode == BAD_START
+    assert "may open 20 descriptors, and the daemon needs 256" in ended.stderr
+    assert "ulimit -n" in ended.stderr
+    assert "Traceback" not in ended.stderr
