@@ -201,8 +201,10 @@ class Daemon:
         following = EventService(node, config.event_subscribers)
         health = DeviceHealth(backend, node, self._tell_serving)
         reloader = self._reloader(live_settings(node, gate, cache, backend), shown)
+        engine = EngineService(node, gate, backend, quotas)
+        self._stack.push_async_callback(engine.close)
         services = Services(
-            engine=EngineService(node, gate, backend, quotas),
+            engine=engine,
             lease=LeaseService(node, gate, quotas),
             cache=cache,
             event=following,

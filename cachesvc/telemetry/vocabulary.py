@@ -62,6 +62,7 @@ VOCABULARY: dict[str, Event] = {
         "A model, or a further replica of one.",
         ("model", "model_name", "devices", "device_pages", "host_pages"),
     ),
+    "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
     "lease_silent": Event("warning", "A lease was silent for too long and is lost.", ("lease", "seconds")),

@@ -9,7 +9,8 @@ from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 from cachesvc.flows.budget import Budget
 from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import attach, detach
-from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.models import RegisterRequest
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
 from cachesvc.service.access.auth import caller
@@ -18,7 +19,7 @@ from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls import CallGate, Context
 from cachesvc.service.host.device_health import require_working
 from cachesvc.service.node import Node
-from cachesvc.telemetry import events
+from cachesvc.service.registrar import Registrar
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
 
@@ -30,6 +31,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._gate = gate
         self._backend = backend
         self._quotas = quotas
+        self._registrar = Registrar(node)
+
+    async def close(self) -> None:
+        """Let the registration that has begun end; further ones are refused."""
+        await self._registrar.close()
 
     def _budget(self) -> Budget:
         tenant = caller().acts_for
@@ -39,32 +45,19 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return await self._gate.serve(context, partial(self._register, request), request)
 
     async def _register(self, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
-        node = self._node
         layout = layout_from_proto(request.layout)
         require_working(self._backend, tuple(request.devices) or self._backend.devices()[: layout.ranks])
-        flow = partial(
-            register,
-            node.core,
-            node.vault,
-            request.model,
-            layout,
-            request.tenant_salt,
-            tuple(request.devices),
-            _wish(request, "device_pool"),
-            _wish(request, "host_pool"),
-            node.now(),
-            self._budget(),
-        )
-        made = node.run(flow)
-        if not made.existed:
-            events.event(
-                "model_registered",
-                model=made.model.id,
-                model_name=made.model.name,
-                devices=made.replica.devices,
-                device_pages=made.replica.device_pages,
-                host_pages=made.model.host_pages,
+        made = await self._registrar.register(
+            RegisterRequest(
+                request.model,
+                layout,
+                request.tenant_salt,
+                tuple(request.devices),
+                _pool(request.device_pool) if request.HasField("device_pool") else PoolRequest(),
+                _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
+                self._budget(),
             )
+        )
         return engine_pb2.RegisterResponse(
             model_id=made.model.id,
             replica=made.replica.id,
@@ -72,7 +65,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             device_pages=made.replica.device_pages,
             host_pages=made.model.host_pages,
             devices=made.replica.devices,
-            epoch=node.epoch,
+            epoch=self._node.epoch,
             existed=made.existed,
         )
 
@@ -111,13 +104,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.DetachResponse()
 
 
-def _wish(request: engine_pb2.RegisterRequest, name: str) -> PoolWish:
-    if not request.HasField(name):  # type: ignore[arg-type]
-        return PoolWish()
-    wish: engine_pb2.PoolShare = getattr(request, name)
-    if wish.WhichOneof("size") == "pages":
-        return PoolWish(pages=tuple(wish.pages.pages))
-    return PoolWish(share=wish.share)
+def _pool(asked: engine_pb2.PoolShare) -> PoolRequest:
+    if asked.WhichOneof("size") == "pages":
+        return PoolRequest(pages=tuple(asked.pages.pages))
+    return PoolRequest(share=asked.share)
 
 
 def _handle(handle: Handle) -> common_pb2.MemoryHandle:

@@ -146,7 +146,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     def _require_there(self, model: Model) -> None:
         if self._node.core.ledger.models.get(model.id) is not model:
-            raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
+            raise NotFound("model", model.id, "it was evicted for another one, and its blocks with it; forget them")
 
     def _changed(self) -> None:
         """A flow has run. Whoever follows is told in a moment, together with what follows."""
