@@ -140,7 +140,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--blocks-per-sequence", type=int, metavar="N", help="of one sequence (default 65536)")
     add("--stock-pages-per-lease", type=int, metavar="N", help="pages granted ahead of use (default 4096)")
     add("--operations-per-step", type=int, metavar="N", help="of one Step (default 4096)")
-    add("--calls-in-flight", type=int, metavar="N", help="of all callers together (default 1024)")
+    add("--calls-in-flight", type=int, metavar="N", help="that work, of all callers together (default 1024)")
+    add("--waiting-calls", type=int, metavar="N", help="that wait for transfers, of all together (default 4096)")
+    each = "that wait for transfers, of one engine (default 256)"
+    add("--waiting-calls-per-process", type=int, metavar="N", help=each)
     add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
 
 

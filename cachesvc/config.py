@@ -36,6 +36,8 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
+    ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
+    transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
@@ -77,6 +79,8 @@ class Config:
     leases: int = 1024
     operations_per_step: int = 4096
     calls_in_flight: int = 1024
+    waiting_calls: int = 4096
+    waiting_calls_per_process: int = 256
     event_subscribers: int = 64
     event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
@@ -102,7 +106,7 @@ class Config:
             _positive(name, getattr(self, name))
         for name in ("lease_seconds", "wait_seconds", "blocks_per_sequence", "sequences_per_lease"):
             _positive(name, getattr(self, name))
-        for name in ("operations_per_step", "calls_in_flight"):
+        for name in ("operations_per_step", "calls_in_flight", "waiting_calls", "waiting_calls_per_process"):
             _positive(name, getattr(self, name))
         if self.slice_bytes < MIN_SLICE_BYTES:
             raise InvalidRequest(

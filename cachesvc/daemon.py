@@ -27,10 +27,12 @@ from cachesvc.memory.seam import Backend
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.keyring import Keyring
+from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls import CallGate
 from cachesvc.service.checksums import Checksums
+from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.gather import Facts, Gatherer
 from cachesvc.service.host.device_health import DeviceHealth, Serving
 from cachesvc.service.host.life import LifeServer
@@ -42,6 +44,7 @@ from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.admin_service import AdminService, DeviceLine
 from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
@@ -52,12 +55,14 @@ from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
 DRAIN_LOOK_SECONDS = 0.05
+GOODBYE_SECONDS = 0.1
+"""Given to calls that were told that the daemon stops: their statuses have to go out."""
 
 
 class Access(NamedTuple):
     """What calls pass through, and who may make them."""
 
-    gate: CallGate
+    edge: Edge
     cache: CacheService
     quotas: Quotas | None
     keyring: Keyring | None
@@ -109,9 +114,8 @@ class Daemon:
             costs=costs,
             tracer=telemetry.tracer,
         )
-        node = Node(
-            _core(config, engine), epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds
-        )
+        core = _core(config, engine, epoch)
+        node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
         self._node = node
         engine.start()
         self._stack.callback(engine.close)
@@ -128,12 +132,12 @@ class Daemon:
         host_pool.start()
         self._stack.callback(host_pool.close)
         self._start_life(node, vault, epoch)
-        access = await self._start_access(node)
+        access = await self._start_access(node, telemetry)
         inspection = self._start_inspection(node, engine)
         port = await self._start_server(node, access, backend, host_pool, devices, inspection, telemetry)
         facts = _facts(config, backend)
         metrics_port = telemetry.start_metrics(
-            Gatherer(facts, node, engine, access.gate, telemetry.watch, access.cache, host_pool)
+            Gatherer(facts, node, engine, access.edge.dispatcher.admission, telemetry.watch, access.cache, host_pool)
         )
         events.event("config", **config.shown())
         events.event(
@@ -149,12 +153,14 @@ class Daemon:
             seconds=round(time.monotonic() - began, 3),
         )
 
-    async def _start_access(self, node: Node) -> Access:
+    async def _start_access(self, node: Node, telemetry: Telemetry) -> Access:
         config = self._config
         keyring = await self._start_keyring(node)
         quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
-        gate = CallGate(config.calls_in_flight, quotas)
-        return Access(gate, CacheService(node, gate, config.operations_per_step, quotas), quotas, keyring)
+        admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
+        dispatcher = Dispatcher(node, admission, telemetry.watch if telemetry.is_on else None)
+        edge = Edge(dispatcher, telemetry.tracer)
+        return Access(edge, CacheService(edge, config.operations_per_step, quotas), quotas, keyring)
 
     def _start_inspection(self, node: Node, engine: SwapEngine) -> Inspection:
         checksums = Checksums(node, engine.page_bytes, self._config.checksums, self._config.checksum_limit)
@@ -196,21 +202,21 @@ class Daemon:
         telemetry: Telemetry,
     ) -> int:
         config = self._config
-        gate, cache, quotas, keyring = access
+        edge, cache, quotas, keyring = access
         shown = {**config.shown(), "backend": backend.name}
         following = EventService(node, config.event_subscribers)
         health = DeviceHealth(backend, node, self._tell_serving)
-        reloader = self._reloader(live_settings(node, gate, cache, backend), shown)
-        engine = EngineService(node, gate, backend, quotas)
+        reloader = self._reloader(live_settings(node, edge.dispatcher.admission, cache, backend), shown)
+        engine = EngineService(edge, backend, quotas)
         self._stack.push_async_callback(engine.close)
         services = Services(
             engine=engine,
-            lease=LeaseService(node, gate, quotas),
+            lease=LeaseService(edge, quotas),
             cache=cache,
             event=following,
             admin=AdminService(
                 node,
-                gate,
+                edge,
                 host_pool,
                 inspection,
                 shown,
@@ -230,10 +236,11 @@ class Daemon:
             health=config.health_listen,
             group=config.socket_group,
         )
-        server = Server(telemetry.watch_services(services), listening, keyring, telemetry.watch.refused)
+        server = Server(services, listening, keyring, telemetry.watch.refused)
         port = await server.start()
         self._server = server
-        self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
+        self._stack.push_async_callback(server.close, max(GOODBYE_SECONDS, min(1.0, config.drain_seconds)))
+        self._stack.callback(edge.dispatcher.stop)
         following.start()
         self._stack.callback(following.close)
         health.start()
@@ -313,7 +320,7 @@ def reload_files(reloader: Reloader, keyring: Keyring | None) -> None:
             keyring.reload()
 
 
-def _core(config: Config, engine: SwapEngine) -> Core:
+def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     limits = Limits(
         blocks_per_sequence=config.blocks_per_sequence,
         sequences_per_lease=config.sequences_per_lease,
@@ -328,7 +335,7 @@ def _core(config: Config, engine: SwapEngine) -> Core:
         rank_rule(config.eviction),
         writing,
         limits,
-        new_name=partial(secrets.token_hex, 16),
+        new_name=partial(lease_name, epoch),
     )
 
 

@@ -39,6 +39,27 @@ def render(text: str) -> str:
     return TABLE.sub(table, text)
 
 
+def headline() -> str:
+    """The one table of the front page: what a prefix of 32k tokens costs where it lies."""
+    attach, overlap = _load("attach.json"), _load("overlap.json")
+    host = [row for row in attach["host"] if row["way"] == "by layer"]
+    peers = {order: each["ms"] for order, each in attach["cited"].items() if isinstance(each, dict)}
+    longest = max((row for row in overlap["rows"] if row["pages"] == "runs"), key=lambda row: row["prefix_tokens"])
+    rows = [
+        ["on the device, computed by another engine", f"{attach['hit']['median_ms']:.1f} ms, nothing copied"],
+        [
+            "in the host pool",
+            f"{max(row['all_ms'] for row in host):.0f} ms, the first layer after {host[0]['first_layer_ms']:.1f} ms",
+        ],
+        [f"the same from {attach['cited']['of']}", f"{min(peers.values())} to {max(peers.values())} ms (cited)"],
+        [
+            f"first token behind {longest['prefix_tokens']:,} tokens in the host pool, against computing them",
+            f"{longest['overlapped_ms']:.0f} ms against {longest['recompute_ms']:,.0f} ms",
+        ],
+    ]
+    return _rows(["a prefix of 32k tokens, 8B model", "ready after"], rows, attach["machine"])
+
+
 def ledger() -> str:
     """Costs of the ledger by number of resident blocks."""
     found = _load("ledger.json")
@@ -272,6 +293,7 @@ def kernels() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "ledger": ledger,
     "rpc": rpc,
     "swap": swap,

@@ -1,11 +1,12 @@
-"""What operators do: drain, evict."""
+"""What operators do: drain, evict, take a model out of service and back."""
 
 from __future__ import annotations
 
 from cachesvc.flows.core import Core
-from cachesvc.flows.transfers import remember_dropped
+from cachesvc.flows.evictions import remember_dropped
 from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leases import LeaseState
+from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.reuse import Miss
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import Tier
@@ -15,6 +16,16 @@ def drain(core: Core) -> int:
     """Open nothing new from now on; returns how many leases are still live."""
     core.ledger.draining = True
     return sum(lease.state is LeaseState.LIVE for lease in core.ledger.leases.values())
+
+
+def distrust(model: Model, why: str) -> None:
+    """Serve nothing of a model until it was verified: a change to it broke half-way. The first reason is kept."""
+    model.suspect = model.suspect or why
+
+
+def trust(core: Core, model_id: int) -> None:
+    """A model was verified and adds up: it is in service again. Raises NotFound."""
+    core.ledger.model(model_id).suspect = ""
 
 
 def evict(core: Core, model_id: int, tier: str, count: int) -> int:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.flows.budget import Budget
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.flows.idle import idle_models
 from cachesvc.flows.sizing import HasHeadroom, Newcomer, Plan, PoolRequest, Pools, plan_pools, survey
 from cachesvc.ledger.blocks import BlockLedger
@@ -184,16 +185,16 @@ def register(core: Core, vault: Vault, request: RegisterRequest, now: float) -> 
 def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | None:
     """The pools that are there for this model, layout, salt, tenant and devices, whatever size is asked for.
 
-    Raises InvalidRequest (names, devices, counts, shares), LimitExceeded (salt).
+    Raises InvalidRequest (names, devices, counts, shares), LimitExceeded (salt), Unavailable (a model that is out of
+    service).
     """
     _check(request)
     devices = _devices(vault, request)
     model = _known_model(core, request)
-    for replica in model.replicas if model is not None else ():
-        if replica.devices == devices:
-            assert model is not None
-            return Registered(model, replica, existed=True)
-    return None
+    if model is None:
+        return None
+    model.require_trusted()
+    return next((Registered(model, made, existed=True) for made in model.replicas if made.devices == devices), None)
 
 
 def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:
@@ -216,7 +217,7 @@ def evict_model(core: Core, vault: Vault, model: Model) -> None:
     """Forget an idle model; its memory is freed with the next pools that are made."""
     vault.retire(model.id)
     del core.ledger.models[model.id]
-    core.count("models_evicted")
+    core.count(Count.MODELS_DISMISSED)
 
 
 def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:

@@ -1,40 +1,23 @@
-"""Verify: everything that ``conservation.audit`` looks at, in pieces short enough that engines do not notice.
+"""Verify: does everything add up? Each page is in exactly one place, each pin has its holder, each count is right.
 
-A piece copies columns of one moment and compares the copies elsewhere, or walks a few rows. Which pieces there are is
-decided anew for every model, and a model that has gone since is passed over.
+Which parts there are is decided anew for every model, and a model that has gone since is passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
 from cachesvc.flows.core import Core
 from cachesvc.ledger.ledger import Model
-from cachesvc.questions.recount import parts
-from cachesvc.questions.recount_walks import walk_computing, walk_keys, walk_tables
+from cachesvc.questions.recount import Part, block_parts
+from cachesvc.questions.recount_holds import hold_parts
+from cachesvc.questions.recount_pages import page_parts
 
 
-class Piece(NamedTuple):
-    """``capture`` runs in one turn and ``recount(captured)`` anywhere; or ``walk`` gives steps, each in a turn."""
-
-    name: str
-    capture: Callable[[], Any] | None
-    recount: Callable[[Any], list[str]] | None
-    walk: Callable[[], Iterator[list[str]]] | None
-
-
-def pieces(core: Core, model_id: int) -> list[Piece]:
-    """What is to be looked at of one model; empty when it has gone."""
+def parts(core: Core, model_id: int) -> list[Part]:
+    """What is to be looked at of one model; empty when it has gone. Its places must not change until all are taken."""
     model = core.ledger.models.get(model_id)
     if model is None:
         return []
-    where = f"model {model.id}"
-    out = [Piece(name, capture, recount, None) for name, capture, recount in parts(core.ledger, model)]
-    out.append(Piece(f"{where}: keys", None, None, lambda: walk_keys(model)))
-    out.append(Piece(f"{where}: block tables", None, None, lambda: walk_tables(core.ledger, model)))
-    out.append(Piece(f"{where}: keys being computed", None, None, lambda: walk_computing(core.ledger, model)))
-    return out
+    return [*block_parts(model), *page_parts(core.ledger, model), *hold_parts(core.ledger, model)]
 
 
 def is_known(core: Core, model_id: int) -> bool:
@@ -51,13 +34,12 @@ def sizes(core: Core, model_id: int) -> tuple[int, int]:
 
 
 def verify_at_once(core: Core) -> list[str]:
-    """All pieces in one go: what is wrong. For tests and tools that own the ledger."""
+    """All parts in one go: what is wrong. For tests and tools that own the ledger."""
     out: list[str] = []
-    for model_id in list(core.ledger.models):
-        for piece in pieces(core, model_id):
-            if piece.walk is not None:
-                for problems in piece.walk():
-                    out += problems
-            elif piece.capture is not None and piece.recount is not None:
-                out += piece.recount(piece.capture())
+    for part in [part for model_id in core.ledger.models for part in parts(core, model_id)]:
+        if part.walk is not None:
+            for problems in part.walk():
+                out += problems
+        elif part.capture is not None and part.recount is not None:
+            out += part.recount(part.capture())
     return out

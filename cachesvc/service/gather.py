@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cachesvc.flows.counters import LEASES_ENDED
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import Place
@@ -16,7 +17,7 @@ from cachesvc.ledger.reuse import Miss
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.watch import CallWatch
@@ -26,7 +27,6 @@ from cachesvc.telemetry import events
 from cachesvc.telemetry.metric_reader import Reading
 
 SUBSCRIBERS = "event_subscribers"
-LEASE_ENDS = ("closed", "silent", "process_ended", "other")
 BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)
 
 
@@ -55,7 +55,7 @@ class Gatherer:
     facts: Facts
     node: Node
     engine: SwapEngine
-    gate: CallGate
+    admission: Admission
     watch: CallWatch
     cache: CacheService
     host_pool: HostPool
@@ -111,8 +111,8 @@ class Gatherer:
         reading.put("lease_silence_seconds", silence)
         reading.put("lease_silence_limit_seconds", self.node.lease_seconds)
         reading.put("processes", len(ledger.processes))
-        for cause in LEASE_ENDS:
-            reading.put("leases_ended", self.node.core.counters.get(f"leases_ended_{cause}", 0), cause)
+        for cause, count_name in LEASES_ENDED.items():
+            reading.put("leases_ended", self.node.core.counters.get(count_name, 0), cause.value)
 
     def _transfers(self, reading: Reading) -> None:
         counts = self.engine.transfers
@@ -137,8 +137,11 @@ class Gatherer:
             reading.put("rpc_calls", count, method, code)
         for (operation, code), count in self.cache.operations.items():
             reading.put("step_operations", count, operation, code)
-        reading.put("calls_in_flight", self.gate.in_flight)
-        reading.put("calls_in_flight_limit", self.gate.limit)
+        work, waits = self.admission.work, self.admission.waits
+        reading.put("calls_in_flight", work.held)
+        reading.put("calls_in_flight_limit", work.limit)
+        reading.put("waiting_calls", waits.held)
+        reading.put("waiting_calls_limit", waits.limit)
 
 
 def _reuse(reading: Reading, model: Model) -> None:

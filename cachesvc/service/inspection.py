@@ -13,6 +13,7 @@ from cachesvc import __version__
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.questions import dump, verify
 from cachesvc.questions import query as study
+from cachesvc.questions.recount import Part
 from cachesvc.service.access.owners import shown_namespace, visible_model, visible_models
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.node import Node
@@ -74,7 +75,7 @@ class Inspection:
         return key
 
     async def verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
-        """Piece by piece; then, if asked for, checksums. One call at a time. Raises NotFound for an unknown model."""
+        """Part by part; then, if asked for, checksums. One call at a time. Raises NotFound for an unknown model."""
         async with self._verifying:
             return await self._verify(request)
 
@@ -90,12 +91,11 @@ class Inspection:
         pages = blocks = 0
         models = self._models(request.model_id)
         for model in models:
-            pieces = verify.pieces(core, model)
-            for piece in pieces:
+            for part in verify.parts(core, model):
                 if not verify.is_known(core, model):
                     break
-                problems += await _look(turns, piece)
-                checks.append(piece.name)
+                problems += await _look(turns, part)
+                checks.append(part.name)
             usable, resident = verify.sizes(core, model)
             pages, blocks = pages + usable, blocks + resident
         response = admin_pb2.VerifyResponse(
@@ -166,10 +166,10 @@ def _rows(taken: dump.Columns, first: int, size: int) -> inspect_pb2.DumpIndexRe
     return inspect_pb2.DumpIndexResponse(rows=inspect_pb2.IndexRows(copies=copies, **columns))
 
 
-async def _look(turns: Turns, piece: verify.Piece) -> list[str]:
-    if piece.walk is not None:
-        return [problem for step in await turns.walk(piece.walk()) for problem in step]
-    assert piece.capture is not None
-    assert piece.recount is not None
-    captured = turns.take(piece.capture)
-    return await turns.aside(partial(piece.recount, captured))
+async def _look(turns: Turns, part: Part) -> list[str]:
+    if part.walk is not None:
+        return [problem for step in await turns.walk(part.walk()) for problem in step]
+    assert part.capture is not None
+    assert part.recount is not None
+    captured = turns.take(part.capture)
+    return await turns.aside(partial(part.recount, captured))

@@ -8,7 +8,6 @@ that its model is made all the same, and found by whoever asks next.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from cachesvc.flows.models import Registered, RegisterRequest, Registration, begin, find
 from cachesvc.model.errors import CacheError, Unavailable
@@ -25,17 +24,18 @@ class Registrar:
         self._task: asyncio.Task[Registered] | None = None
         self._is_closed = False
 
+    def find(self, request: RegisterRequest) -> Registered | None:
+        """A model's pools, if they are there. Raises as ``flows.models.find``."""
+        return find(self._node.core, self._node.vault, request)
+
     async def register(self, request: RegisterRequest) -> Registered:
-        """Find a model's pools, at once, or have them made. Raises as ``flows.models.register``."""
+        """Have a model's pools made, in turn, or find that they were made meanwhile. Raises as ``models.register``."""
         node = self._node
-        found = find(node.core, node.vault, request)
-        if found is not None:
-            return found
         await self._turn.acquire()
         try:
             if self._is_closed:
                 raise Unavailable("the daemon stops; go on without the cache")
-            begun = node.run(partial(begin, node.core, node.vault, request))
+            begun = node.run(begin, node.core, node.vault, request)
             if isinstance(begun, Registered):
                 self._turn.release()
                 return begun
@@ -56,10 +56,10 @@ class Registrar:
         node = self._node
         try:
             await asyncio.to_thread(begun.plan, node.vault)
-            while not node.run(partial(begun.evict, node.core, node.vault)):  # an engine came back to an idle model
+            while not node.run(begun.evict, node.core, node.vault):  # an engine came back to an idle model
                 await asyncio.to_thread(begun.plan, node.vault)
             await asyncio.to_thread(begun.make, node.vault)
-            made = node.run(partial(begun.enter, node.core, node.vault, node.now()))
+            made = node.run(begun.enter, node.core, node.vault, node.now())
         except CacheError:
             raise
         except Exception:  # the caller may have gone: nobody else would tell

@@ -164,7 +164,7 @@ def test_a_page_that_changes_tenant_reads_as_zeros() -> None:
             assert not any(plane.any() for plane in b.pool.planes.values())
         with channel_of(socket, "operator") as channel:
             status = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
-            assert status.counters["models_evicted"] == 1
+            assert status.counters["models_dismissed"] == 1
 
 
 def test_quotas_name_what_was_too_much() -> None:

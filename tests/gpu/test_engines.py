@@ -126,7 +126,7 @@ def test_tenants_get_no_bytes_of_each_other_through_reused_memory() -> None:
         with GpuEngine(node.socket, layout=LARGE, salt=b"tenant b", device_pages=pages) as b:
             assert not b.registration.existed  # the idle model gave way
             assert not any(bool(plane.any()) for plane in b.pool.planes.values())
-        assert node.counters()["models_evicted"] == 1
+        assert node.counters()["models_dismissed"] == 1
 
 
 def test_auto_takes_the_gpu_and_says_what_its_link_does(gpu: Gpu) -> None:

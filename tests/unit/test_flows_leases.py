@@ -17,7 +17,7 @@ from cachesvc.flows.leases import (
 )
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
-from cachesvc.flows.recycle import refill_stock
+from cachesvc.flows.stock import refill_stock
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of

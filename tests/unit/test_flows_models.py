@@ -20,7 +20,6 @@ from cachesvc.flows.models import (
     register,
 )
 from cachesvc.flows.sizing import STARVED, PoolRequest
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.geometry import device_bytes
@@ -28,6 +27,7 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import lru
 from cachesvc.policy.writing import WriteRule
+from tests.conservation import audit
 from tests.unit.ledger_rig import CountedVault, RecordingMover, windowed
 
 PAGES = 100

@@ -6,13 +6,19 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.ledger.conservation import audit
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.swap import swap_out
+from cachesvc.ledger.blocks import Hit
+from cachesvc.ledger.holds import Prefetch
+from cachesvc.ledger.pins import WindowPins
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
 from cachesvc.questions.dump import Columns
 from cachesvc.questions.query import Ranking, Tree, block_lines, find_keys, tree_lines
 from cachesvc.questions.verify import verify_at_once
+from tests.conservation import audit
 from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
 
@@ -69,8 +75,90 @@ def fly_for_nobody(rig: Rig) -> None:
     rig.model.blocks.index.flights[row(rig, "a", "d")] += 1
 
 
-def forget_candidates(rig: Rig) -> None:
-    rig.place().leaves.pop(rig.model.blocks.rank_now(rig.place()))
+def forget_a_candidate(rig: Rig) -> None:
+    assert rig.place().leaves.remove(row(rig, "a", "d"))
+
+
+def file_who_may_not_go(rig: Rig) -> None:
+    rig.place().leaves.filed[row(rig, "a")] = 1
+
+
+def change_a_rank(rig: Rig) -> None:
+    rig.model.blocks.index.stamp[row(rig, "a", "d")] += 1
+
+
+def pin_what_is_absent(rig: Rig) -> None:
+    """A holder there is, so that only the copy is missing."""
+    (lease,) = rig.core.ledger.leases.values()
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.hold(Hit(0, NO_ROW, 2, row(rig, "a", "d")), 99)
+
+
+def hold_a_window_that_is_absent(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.windows = WindowPins(rig.model.blocks, rig.host)
+    held.windows.hold(1, 1, row(rig, "a", "d"))
+
+
+def leave_a_hole_in_a_table(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[0][4] = NO_PAGE
+
+
+def leave_a_hole_in_a_window(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[1][4] = NO_PAGE
+
+
+def write_a_page_that_is_not_its_own(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[0][4] = rig.place().pages[0][row(rig, "a", "d")]
+
+
+def fill_without_a_ticket(rig: Rig) -> None:
+    rig.place().states[1][row(rig, "a", "d")] = FILLING
+
+
+def wait_for_no_ticket(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].loads.append(77)
+
+
+def swap_with_no_ticket(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].swap_ticket = 77
+
+
+def leave_the_host(rig: Rig) -> None:
+    """The host loses a block of a sequence that is swapped out."""
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    rig.settle()
+    rig.host.states[0][row(rig, "a", "b")] = FILLING
+
+
+def spare_a_row_twice(rig: Rig) -> None:
+    rig.model.blocks.index.spare_rows.append(row(rig, "a"))
+
+
+def take_another_chain(rig: Rig) -> None:
+    rig.model.blocks.index.head[row(rig, "a", "b")] = row(rig, "a", "d")
+
+
+def break_a_chain(rig: Rig) -> None:
+    rig.model.blocks.index.continued[row(rig, "a")] = 0
+
+
+def forget_a_flight(rig: Rig) -> None:
+    rig.model.blocks.index.flying.add(row(rig, "a", "d"))
+
+
+def forget_a_pin(rig: Rig) -> None:
+    rig.place().pinned.clear()
 
 
 def swap_keys(rig: Rig) -> None:
@@ -114,7 +202,23 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (pin_for_nobody, "1 pins counted, 0 holders"),
     (pin_a_window_for_nobody, "window pins counted"),
     (fly_for_nobody, "1 transfers counted, 0 holders"),
-    (forget_candidates, "may be evicted, but no candidate"),
+    (forget_a_candidate, "may go, but is not filed"),
+    (file_who_may_not_go, "filed, but may not go"),
+    (change_a_rank, "which is not its own"),
+    (pin_what_is_absent, "pinned, but its copy is ABSENT"),
+    (hold_a_window_that_is_absent, "a window holds it, but its copy is ABSENT"),
+    (leave_a_hole_in_a_table, "group 0: no page for block 4"),
+    (leave_a_hole_in_a_window, "group 1: no page for block 4"),
+    (write_a_page_that_is_not_its_own, "its table is not the pages of its blocks"),
+    (fill_without_a_ticket, "no ticket moves it"),
+    (wait_for_no_ticket, "waits for ticket 77"),
+    (swap_with_no_ticket, "no ticket 77 swaps it"),
+    (leave_the_host, "is to come from the host, but it is not there"),
+    (spare_a_row_twice, "rows are spare"),
+    (take_another_chain, "but its parent is not"),
+    (break_a_chain, "1 children go on with its chain"),
+    (forget_a_flight, "rows are known in flight"),
+    (forget_a_pin, "rows are known pinned"),
     (swap_keys, "key and row do not agree"),
     (change_a_table, "its table is not the pages of its blocks"),
     (declare_nothing, "keys being computed do not add up"),

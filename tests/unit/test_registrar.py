@@ -12,7 +12,6 @@ import pytest
 from cachesvc.flows.core import Core
 from cachesvc.flows.models import RegisterRequest
 from cachesvc.flows.sizing import PoolRequest
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.shm import ShmBackend, ShmSlab
@@ -25,6 +24,7 @@ from cachesvc.service.node import Node
 from cachesvc.service.registrar import Registrar
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
+from tests.conservation import audit
 from tests.unit.ledger_rig import windowed
 
 LAYOUT = windowed()
@@ -86,8 +86,10 @@ class Desk:
         await asyncio.to_thread(self.backend.begun.acquire)
 
     def register(self, name: str, pages: tuple[int, ...] = PAGES) -> asyncio.Task[object]:
-        request = RegisterRequest(name, LAYOUT, device_pool=PoolRequest(pages), host_pool=PoolRequest((8, 8)))
-        return asyncio.get_running_loop().create_task(self.registrar.register(request))
+        return asyncio.get_running_loop().create_task(self.registrar.register(self.request(name, pages)))
+
+    def request(self, name: str, pages: tuple[int, ...]) -> RegisterRequest:
+        return RegisterRequest(name, LAYOUT, device_pool=PoolRequest(pages), host_pool=PoolRequest((8, 8)))
 
     @property
     def names(self) -> list[str]:
@@ -143,7 +145,9 @@ def test_a_model_that_is_there_is_found_while_memory_is_made_for_another() -> No
             await desk.begun()
         waiting = desk.register("other", half)
         await desk.begun()
-        assert (await desk.register("there", half)).existed  # type: ignore[attr-defined]
+        found = desk.registrar.find(desk.request("there", half))
+        assert found is not None
+        assert found.existed
         assert not waiting.done()
         desk.permit()
         await waiting

@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 import hmac
+import re
+import secrets
 
 from cachesvc.flows.core import Core
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
-from cachesvc.model.errors import NotFound
-from cachesvc.service.access.auth import EVERYONE, UNPROVEN, Scope, caller
+from cachesvc.model.errors import LeaseLost, NotFound
+from cachesvc.service.access.auth import EVERYONE, UNPROVEN, Caller, Scope, caller
 
 SHOWN = 12
+"""Characters of a lease's id that readers see; all of them are random."""
+_NAMED = re.compile("[0-9a-f]{32}-([0-9a-f]{1,16})")
 
 
-def require_lease(core: Core, lease_id: str) -> None:
-    """Raises NotFound for another tenant's lease. One that is not known, or is lost, is the flow's to refuse."""
+def lease_name(epoch: int) -> str:
+    """A new lease's id: 128 random bits, and the daemon's epoch behind them, by which a later daemon knows it."""
+    return f"{secrets.token_hex(16)}-{epoch:x}"
+
+
+def own_lease(core: Core, who: Caller, lease_id: str) -> Lease | None:
+    """A lease of the caller's tenant, live or lost; None for one that is not known, or is another tenant's."""
     lease = core.ledger.leases.get(lease_id)
-    if lease is not None and core.ledger.models[lease.model].tenant != caller().acts_for:
+    if lease is None or core.ledger.models[lease.model].tenant != who.acts_for:
+        return None
+    return lease
+
+
+def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
+    """Raises NotFound for a lease of another tenant, where ``own_lease`` found ``own``. One that is not known, or is
+    lost, passes."""
+    if own is None and lease_id in core.ledger.leases:
         raise NotFound("lease", lease_id, "open one first")
 
 
-def require_model(core: Core, model_id: int, namespace: bytes) -> None:
+def no_lease(core: Core, lease_id: str, epoch: int) -> NotFound | LeaseLost:
+    """What to say of a lease that ``own_lease`` does not find."""
+    ledger = core.ledger
+    if lease_id in ledger.lost and lease_id not in ledger.leases:
+        return LeaseLost(lease_id, ledger.lost[lease_id])
+    if is_of_another_epoch(lease_id, epoch):
+        return LeaseLost(lease_id, "it was opened with an earlier daemon, and its pages went with that one")
+    return NotFound("lease", lease_id, "open one first")
+
+
+def is_of_another_epoch(lease_id: str, epoch: int) -> bool:
+    """True for a lease that another life of the daemon opened."""
+    named = _NAMED.fullmatch(lease_id)
+    return named is not None and int(named[1], 16) != epoch
+
+
+def require_model(core: Core, who: Caller, model_id: int, namespace: bytes) -> None:
     """Raises NotFound for another tenant's model, and for one made with a salt where ``namespace`` is not its own.
 
     The namespace of such a model is known to who registered with the salt, and to nobody else.
@@ -30,7 +63,7 @@ def require_model(core: Core, model_id: int, namespace: bytes) -> None:
     if model is None:
         return
     has_salt = not model.is_salted or hmac.compare_digest(namespace, model.namespace)
-    if model.tenant != caller().acts_for or not has_salt:
+    if model.tenant != who.acts_for or not has_salt:
         raise NotFound("model", model_id, "register it first")
 
 
@@ -61,11 +94,11 @@ def is_visible(core: Core, ticket: Ticket) -> bool:
     return who.sees(model.tenant) if model is not None else who.sees_all
 
 
-def own_ticket(core: Core, ticket_id: int) -> Ticket:
+def own_ticket(core: Core, who: Caller, ticket_id: int) -> Ticket:
     """A ticket of the caller's tenant. Raises NotFound, for another tenant's too: tickets are numbered through."""
     ticket = core.ledger.tickets.get(ticket_id)
     model = core.ledger.models.get(ticket.model)
-    if model is None or model.tenant != caller().acts_for:
+    if model is None or model.tenant != who.acts_for:
         raise NotFound("ticket", ticket_id, "it never existed or ended long ago")
     return ticket
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from cachesvc.flows.budget import Budget, pool_device_bytes, pool_host_bytes
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
@@ -88,6 +89,11 @@ class Bucket:
             return 0.0
         return (wanted - self.left) / self.per_second
 
+    def charge(self, count: int, now: float) -> None:
+        """Take ``count`` whatever is left. The debt is at most one second's worth, so that it ends."""
+        if self.take(count, now):
+            self.left = max(-float(self.per_second), self.left - count)
+
 
 class Meter:
     """What one tenant asks just now."""
@@ -108,6 +114,11 @@ class Meter:
         """One call more. Raises QuotaExceeded."""
         if self.calls is not None and (seconds := self.calls.take(1, now)):
             raise self._too_fast("calls_per_second", self.calls.per_second, seconds)
+
+    def charge(self, now: float) -> None:
+        """One call more, of those that are never refused."""
+        if self.calls is not None:
+            self.calls.charge(1, now)
 
     def admit_operations(self, count: int, now: float) -> None:
         """The operations of a step. Raises QuotaExceeded."""
@@ -158,31 +169,33 @@ class Quotas:
         if quota.leases and len(held := self._leases(tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
 
-    def check_operation(self, lease_id: str, name: str, message: Any) -> None:
-        """Before an operation that takes something: Match, Allocate, Swap. Raises QuotaExceeded, LeaseLost, NotFound.
-
-        The lease's pages are counted over its sequences only where the tenant as a whole has more than a lease may.
-        """
-        lease = self._core.ledger.lease(lease_id)
-        tenant = self._core.ledger.models[lease.model].tenant
+    def require_sequence(self, call: Call) -> None:
+        """Before a sequence is opened. Raises QuotaExceeded."""
+        tenant, lease = call.model.tenant, call.lease
         quota = self._of(tenant)
-        if quota is NO_QUOTA:
-            return
-        if name == "match":
-            self._check_sequences(tenant, quota, lease)
-            return
-        sequence = lease.sequences.get(message.sequence_id)
-        if sequence is None:
-            return
-        if name == "allocate":
-            fresh = message.blocks - max(sequence.blocks, sequence.hit_blocks)
-            self._check_pages(tenant, quota, lease, max(0, fresh) * lease.groups)
-        elif name == "swap" and sequence.swapped_out:
-            self._check_pages(tenant, quota, lease, len(sequence.swapped))
+        if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
+            self._refuse(tenant, "lease_sequences", len(lease.sequences) + 1, quota.lease_sequences, "release some")
+        if quota.sequences:
+            count = sum(len(each.sequences) for each in self._leases(tenant))
+            if count >= quota.sequences:
+                self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
 
-    def cap_stock(self, lease: Lease, targets: tuple[int, ...]) -> tuple[int, ...]:
+    def require_blocks(self, call: Call, sequence_id: int, blocks: int) -> None:
+        """Before a sequence's tables become ``blocks`` long. Raises QuotaExceeded."""
+        sequence = call.lease.sequences.get(sequence_id)
+        if sequence is not None:
+            fresh = max(0, blocks - max(sequence.blocks, sequence.hit_blocks))
+            self._require_pages(call, fresh * call.lease.groups)
+
+    def require_swapped(self, call: Call, sequence_id: int) -> None:
+        """Before a sequence that is swapped out gets its pages back. Raises QuotaExceeded."""
+        sequence = call.lease.sequences.get(sequence_id)
+        if sequence is not None and sequence.swapped_out:
+            self._require_pages(call, len(sequence.swapped))
+
+    def cap_stock(self, call: Call, targets: tuple[int, ...]) -> tuple[int, ...]:
         """Stock targets that the quotas leave room for: a stock that cannot be filled is no error."""
-        tenant = self._core.ledger.models[lease.model].tenant
+        lease, tenant = call.lease, call.model.tenant
         quota = self._of(tenant)
         if not (quota.private_pages or quota.lease_private_pages):
             return targets
@@ -199,22 +212,17 @@ class Quotas:
             capped.append(min(target, have + more))
         return tuple(capped)
 
-    def _check_sequences(self, tenant: str, quota: Quota, lease: Lease) -> None:
-        if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
-            self._refuse(tenant, "lease_sequences", len(lease.sequences) + 1, quota.lease_sequences, "release some")
-        if quota.sequences:
-            count = sum(len(each.sequences) for each in self._leases(tenant))
-            if count >= quota.sequences:
-                self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
-
-    def _check_pages(self, tenant: str, quota: Quota, lease: Lease, more: int) -> None:
+    def _require_pages(self, call: Call, more: int) -> None:
+        """A lease's pages are counted over its sequences only where its tenant has more than a lease may."""
+        tenant = call.model.tenant
+        quota = self._of(tenant)
         if not more or not (quota.private_pages or quota.lease_private_pages):
             return
         now = self._private(tenant)
         if quota.private_pages and now + more > quota.private_pages:
             self._refuse(tenant, "private_pages", now + more, quota.private_pages, "publish or release some")
         if quota.lease_private_pages and now + more > quota.lease_private_pages:
-            own = private_pages(lease) + more
+            own = private_pages(call.lease) + more
             if own > quota.lease_private_pages:
                 self._refuse(tenant, "lease_private_pages", own, quota.lease_private_pages, "publish or release some")
 

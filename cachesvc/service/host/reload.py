@@ -12,7 +12,7 @@ from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import CacheError, InvalidRequest, StateConflict
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
 
@@ -85,7 +85,7 @@ class Reloader:
 
 
 def live_settings(
-    node: Node, gate: CallGate, cache: BoundedSteps, backend: Backend
+    node: Node, admission: Admission, cache: BoundedSteps, backend: Backend
 ) -> dict[str, Callable[[Any], None]]:
     """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""
     core = node.core
@@ -102,7 +102,9 @@ def live_settings(
         "write_through_threshold": lambda value: setattr(core, "writing", replace(core.writing, threshold=value)),
         "wait_seconds": partial(setattr, node, "wait_seconds"),
         "operations_per_step": partial(setattr, cache, "operations_per_step"),
-        "calls_in_flight": partial(setattr, gate, "limit"),
+        "calls_in_flight": partial(setattr, admission.work, "limit"),
+        "waiting_calls": partial(setattr, admission.waits, "limit"),
+        "waiting_calls_per_process": partial(setattr, admission.waits, "each"),
         "log_level": lambda value: logging.getLogger().setLevel(value.upper()),
         "drain_seconds": lambda _: None,  # the daemon's own: read when it ends
     }

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from cachesvc.flows import admin
-from cachesvc.flows.core import ticket_view
+from cachesvc.flows.transfers import ticket_view
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.errors import CacheError
 from cachesvc.questions.query import MAX_LISTED
@@ -26,12 +26,12 @@ from cachesvc.service.access.owners import (
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.access.tenants import list_tenants
 from cachesvc.service.access.undecodable import require_read
-from cachesvc.service.calls import CallGate, Context, refuse
 from cachesvc.service.device_line import DeviceLine
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.reload import Change
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
+from cachesvc.service.rpc.edge import Context, Edge, refuse
 from cachesvc.service.rpc.explain import explain
 from cachesvc.service.rpc.status_view import lease_to_proto, shown_leases, status_to_proto
 from cachesvc.telemetry import events
@@ -48,7 +48,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self,
         node: Node,
-        gate: CallGate,
+        edge: Edge,
         host_pool: HostPool,
         inspection: Inspection,
         config: dict[str, str],
@@ -59,7 +59,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         quotas: Quotas | None = None,
     ) -> None:
         self._node = node
-        self._gate = gate
+        self._edge = edge
         self._host_pool = host_pool
         self._inspection = inspection
         self._config = config
@@ -71,7 +71,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._evictions: dict[int, int] = {}
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        return await self._gate.serve(context, partial(self._status, request))
+        return await self._edge.ask(context, "AdminService/GetStatus", request, partial(self._status, request))
 
     async def _status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         shown = status_to_proto(self._node, self._config, self._host_pool, self._devices, self._health)
@@ -81,7 +81,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return shown
 
     async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> admin_pb2.ListModelsResponse:
-        return await self._gate.serve(context, self._models)
+        return await self._edge.ask(context, "AdminService/ListModels", request, self._models)
 
     async def _models(self) -> admin_pb2.ListModelsResponse:
         ledger = self._node.core.ledger
@@ -113,7 +113,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListModelsResponse(models=models)
 
     async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> admin_pb2.ListLeasesResponse:
-        return await self._gate.serve(context, self._leases)
+        return await self._edge.ask(context, "AdminService/ListLeases", request, self._leases)
 
     async def _leases(self) -> admin_pb2.ListLeasesResponse:
         return admin_pb2.ListLeasesResponse(leases=[lease_to_proto(line) for line in shown_leases(self._node)])
@@ -121,12 +121,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListTenants(
         self, request: inspect_pb2.ListTenantsRequest, context: Context
     ) -> inspect_pb2.ListTenantsResponse:
-        return await self._gate.serve(context, partial(list_tenants, self._node.core, self._quotas))
+        return await self._edge.ask(
+            context, "AdminService/ListTenants", request, partial(list_tenants, self._node.core, self._quotas)
+        )
 
     async def ListSequences(
         self, request: admin_pb2.ListSequencesRequest, context: Context
     ) -> admin_pb2.ListSequencesResponse:
-        return await self._gate.serve(context, partial(self._sequences, request), request)
+        return await self._edge.ask(context, "AdminService/ListSequences", request, partial(self._sequences, request))
 
     async def _sequences(self, request: admin_pb2.ListSequencesRequest) -> admin_pb2.ListSequencesResponse:
         limit = min(request.limit or DEFAULT_LISTED, MAX_LISTED)
@@ -154,18 +156,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListSequencesResponse(sequences=lines, truncated=len(listed) > limit)
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
-        return await self._gate.serve(context, partial(self._inspection.blocks, request), request)
+        return await self._edge.ask(
+            context, "AdminService/ListBlocks", request, partial(self._inspection.blocks, request)
+        )
 
     async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
-        return await self._gate.serve(context, partial(explain, self._node, request), request)
+        return await self._edge.ask(context, "AdminService/Explain", request, partial(explain, self._node, request))
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
-        return await self._gate.serve(context, partial(self._inspection.tree, request), request)
+        return await self._edge.ask(context, "AdminService/GetTree", request, partial(self._inspection.tree, request))
 
     async def ListTickets(
         self, request: admin_pb2.ListTicketsRequest, context: Context
     ) -> admin_pb2.ListTicketsResponse:
-        return await self._gate.serve(context, partial(self._tickets, request), request)
+        return await self._edge.ask(context, "AdminService/ListTickets", request, partial(self._tickets, request))
 
     async def _tickets(self, request: admin_pb2.ListTicketsRequest) -> admin_pb2.ListTicketsResponse:
         book = self._node.core.ledger.tickets
@@ -177,7 +181,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        return await self._gate.serve(context, self._drain)
+        return await self._edge.ask(context, "AdminService/Drain", request, self._drain)
 
     async def _drain(self) -> admin_pb2.DrainResponse:
         live = admin.drain(self._node.core)
@@ -186,7 +190,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.DrainResponse(live_leases=live)
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
-        return await self._gate.serve(context, partial(self._evict, request), request)
+        return await self._edge.ask(context, "AdminService/Evict", request, partial(self._evict, request))
 
     async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         if request.request_id and request.request_id in self._evictions:
@@ -202,10 +206,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.EvictResponse(evicted=evicted)
 
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
-        return await self._gate.serve(context, partial(self._inspection.verify, request))
+        return await self._edge.ask(context, "AdminService/Verify", request, partial(self._inspection.verify, request))
 
     async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
-        return await self._gate.serve(context, self._reload)
+        return await self._edge.ask(context, "AdminService/Reload", request, self._reload)
 
     async def _reload(self) -> inspect_pb2.ReloadResponse:
         changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_config()]

@@ -1,63 +1,80 @@
-"""EngineService on the wire: models, and the handles by which engines map their pools."""
+"""EngineService: models, and the handles by which engines map their pools."""
 
 from __future__ import annotations
 
-from functools import partial
+import asyncio
+from typing import Any
 
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
 from cachesvc.flows.budget import Budget
-from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import attach, detach
-from cachesvc.flows.models import RegisterRequest
+from cachesvc.flows.models import Registered, RegisterRequest
 from cachesvc.flows.sizing import PoolRequest
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
-from cachesvc.service.access.auth import caller
-from cachesvc.service.access.owners import require_lease
+from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.owners import require_no_others
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls import CallGate, Context
+from cachesvc.service.dispatch import Ask, Method
 from cachesvc.service.host.device_health import require_working
-from cachesvc.service.node import Node
 from cachesvc.service.registrar import Registrar
+from cachesvc.service.rpc.edge import Context, Edge
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Register, Attach, Detach."""
 
-    def __init__(self, node: Node, gate: CallGate, backend: Backend, quotas: Quotas | None = None) -> None:
-        self._node = node
-        self._gate = gate
+    def __init__(self, edge: Edge, backend: Backend, quotas: Quotas | None = None) -> None:
+        self._edge = edge
+        self._node = edge.dispatcher.node
         self._backend = backend
         self._quotas = quotas
-        self._registrar = Registrar(node)
+        self._registrar = Registrar(self._node)
+        self.register = Method("EngineService/Register", self._register)
+        self.attach = Method("EngineService/Attach", self._attach, Kind.WORK, lambda m: m.lease_id)
+        self.detach = Method("EngineService/Detach", self._detach, Kind.LIFE, lambda m: m.lease_id)
 
     async def close(self) -> None:
         """Let the registration that has begun end; further ones are refused."""
         await self._registrar.close()
 
-    def _budget(self) -> Budget:
-        tenant = caller().acts_for
-        return Budget(tenant) if self._quotas is None else self._quotas.budget(tenant)
-
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
-        return await self._gate.serve(context, partial(self._register, request), request)
+        return await self._edge.answer(self.register, request, context)
 
-    async def _register(self, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
+    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> engine_pb2.AttachResponse:
+        return await self._edge.answer(self.attach, request, context)
+
+    async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:
+        return await self._edge.answer(self.detach, request, context)
+
+    # -- what they do ------------------------------------------------------------------------------------------
+
+    def _register(
+        self, ask: Ask, request: engine_pb2.RegisterRequest
+    ) -> engine_pb2.RegisterResponse | asyncio.Future[Any]:
         layout = layout_from_proto(request.layout)
         require_working(self._backend, tuple(request.devices) or self._backend.devices()[: layout.ranks])
-        made = await self._registrar.register(
-            RegisterRequest(
-                request.model,
-                layout,
-                request.tenant_salt,
-                tuple(request.devices),
-                _pool(request.device_pool) if request.HasField("device_pool") else PoolRequest(),
-                _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
-                self._budget(),
-            )
+        asked = RegisterRequest(
+            request.model,
+            layout,
+            request.tenant_salt,
+            tuple(request.devices),
+            _pool(request.device_pool) if request.HasField("device_pool") else PoolRequest(),
+            _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
+            self._budget(ask.who.acts_for),
         )
+        found = self._registrar.find(asked)
+        if found is not None:
+            return self._registered(found)
+
+        async def make(_: Place) -> engine_pb2.RegisterResponse:
+            return self._registered(await self._registrar.register(asked))
+
+        return self._edge.dispatcher.later(ask, Kind.WAITS, make)
+
+    def _registered(self, made: Registered) -> engine_pb2.RegisterResponse:
         return engine_pb2.RegisterResponse(
             model_id=made.model.id,
             replica=made.replica.id,
@@ -69,14 +86,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             existed=made.existed,
         )
 
-    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> engine_pb2.AttachResponse:
-        return await self._gate.serve(context, partial(self._attach, request), request)
+    def _budget(self, tenant: str) -> Budget:
+        return Budget(tenant) if self._quotas is None else self._quotas.budget(tenant)
 
-    async def _attach(self, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
+    def _attach(self, ask: Ask, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
         node = self._node
-        require_lease(node.core, request.lease_id)
-        call = resolve(node.core.ledger, request.lease_id, node.now())
-        node.run(partial(attach, node.core, call, request.rank, request.process_token))
+        call = self._edge.dispatcher.resolve(ask)
+        node.run_of(call.model.id, attach, node.core, call, request.rank, request.process_token)
         model, replica = call.model, call.replica
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
@@ -95,12 +111,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             timeline=_handle(timeline.handle),
         )
 
-    async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:
-        return await self._gate.serve(context, partial(self._detach, request), request)
-
-    async def _detach(self, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:
-        require_lease(self._node.core, request.lease_id)
-        self._node.run(partial(detach, self._node.core, request.lease_id, request.rank, request.process_token))
+    def _detach(self, ask: Ask, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:
+        node = self._node
+        require_no_others(node.core, ask.lease, request.lease_id)
+        model = 0 if ask.lease is None else ask.lease.model
+        node.run_of(model, detach, node.core, request.lease_id, request.rank, request.process_token)
         return engine_pb2.DetachResponse()
 
 

@@ -12,14 +12,15 @@ import asyncio
 import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
+from cachesvc.flows.counters import Count
 from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, TooSlow, Unavailable
 from cachesvc.model.words import Tier
 from cachesvc.service.access.auth import UNPROVEN, caller
 from cachesvc.service.access.undecodable import require_read
-from cachesvc.service.calls import Context, refuse
 from cachesvc.service.node import Node
+from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
 
@@ -74,14 +75,14 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception:  # noqa: BLE001 - the root of a call
-            events.failure("call_broke")
+            events.failure("call_broke", method="EventService/Subscribe", model=0)
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
 
     async def _serve(self, subscriber: _Subscriber, context: Context) -> None:
         """Follow until the caller hangs up, or has to be told why its stream ends."""
         counters = self._node.core.counters
         self._subscribers.add(subscriber)
-        self._node.core.count("event_subscriptions")
+        self._node.core.count(Count.EVENT_SUBSCRIPTIONS)
         counters["event_subscribers"] = len(self._subscribers)
         try:
             await self._follow(subscriber, context)
@@ -92,7 +93,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
         if isinstance(why, TooSlow):
-            self._node.core.count("event_subscribers_cut_off")
+            self._node.core.count(Count.EVENT_SUBSCRIBERS_CUT_OFF)
             events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
         await _say_goodbye(context, why)
 
