@@ -17,7 +17,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     """Make the sequence's tables ``blocks`` long, all or nothing.
 
     Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded (blocks, transfers), PoolExhausted,
-    LoadFailed, StateConflict (swapped out).
+    LoadFailed, Conflict (swapped out).
     """
     sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:
@@ -36,7 +36,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     if loads.is_transfer:
         require_transfer(core, call.model, call.replica)
     fresh = blocks - first - len(loads.rows)
-    wait = make_room(core, call, loads.pages_wanted(fresh), loads.keep, sequence.room)
+    wait = make_room(core, call, loads.pages_wanted(fresh), loads.keep, sequence)
     if wait is not None:
         return wait
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.errors import LoadFailed, NotFound, StateConflict
+from cachesvc.model.errors import Conflict, LoadFailed, NotFound
 
 
 class Call(NamedTuple):
@@ -47,14 +47,14 @@ def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
 
 
 def require_still(sequence: Sequence) -> None:
-    """Raises StateConflict while a sequence is on its way out or in."""
+    """Raises Conflict while a sequence is on its way out or in."""
     if sequence.swap_ticket:
-        raise StateConflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+        raise Conflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
 
 
 def require_on_device(sequence: Sequence) -> None:
-    """Raises StateConflict while a sequence is swapped out or on its way."""
+    """Raises Conflict while a sequence is swapped out or on its way."""
     if sequence.swap_ticket:
         require_still(sequence)
     if sequence.swapped_out:
-        raise StateConflict(f"sequence {sequence.id} is swapped out; swap it in first")
+        raise Conflict(f"sequence {sequence.id} is swapped out; swap it in first")

@@ -7,7 +7,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import LEASES_ENDED, Count
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.ledger.ledger import Model
-from cachesvc.model.errors import InvalidRequest, KeyReused, LedgerBroken, LimitExceeded, NotFound, Unavailable
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LedgerBroken, LimitExceeded, NotFound
 
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
@@ -46,8 +46,8 @@ def open_lease(
 ) -> Lease:
     """A new lease for the process behind ``token``; the same token and request_id (not 0) give the same lease.
 
-    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, Unavailable (draining, or the model is out of
-    service).
+    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining, Unavailable (the model is out
+    of service).
     """
     process = _process(core, token)
     for lease_id in process.leases if request_id else ():
@@ -57,7 +57,7 @@ def open_lease(
                 raise KeyReused(request_id)
             return known
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and opens no new leases; go on without the cache")
+        raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
     if len(core.ledger.leases) >= core.limits.leases:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
     model = core.ledger.model(model_id)
@@ -147,9 +147,10 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -
     try:
         _end_holds(lease, model)
     except LedgerBroken as broken:
-        model.suspect = model.suspect or str(broken)
-    core.count(Count.LEASES_LOST)
+        model.distrust(str(broken))
     core.count(LEASES_ENDED[cause])
+    if cause is not LeaseEnd.CLOSED:
+        core.count(Count.LEASES_LOST)
     if not lease.processes:
         free_quarantine(core, lease)
 

@@ -12,7 +12,7 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, StateConflict, Unavailable
+from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
 
 
@@ -22,11 +22,11 @@ def match(
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
-    StateConflict (the sequence is open), Unavailable.
+    Conflict (the sequence is open), DaemonDraining.
     """
     lease, model, replica = call.lease, call.model, call.replica
     if sequence_id in lease.sequences:
-        raise StateConflict(f"sequence {sequence_id} is open already; release it first or use another id")
+        raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
     hit = find_hit(core, call, keys, max_blocks, sharing)
@@ -57,10 +57,10 @@ def match(
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:
     """The longest hit of packed ``keys``. It is nobody's yet: hold it at once.
 
-    Raises InvalidRequest, LimitExceeded, Unavailable.
+    Raises InvalidRequest, LimitExceeded, DaemonDraining.
     """
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and opens no new sequences; go on without the cache")
+        raise DaemonDraining("the daemon is draining and opens no new sequences; go on without the cache")
     check_keys(core, keys)
     call.model.last_used = call.now
     hit = call.model.blocks.find(keys, call.replica.place, max_blocks)

@@ -25,7 +25,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, Unavailable
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import Run
@@ -198,12 +198,12 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
 
 
 def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:
-    """Find the pools, or begin to make new ones. Raises as ``find``, and Unavailable (draining)."""
+    """Find the pools, or begin to make new ones. Raises as ``find``, and DaemonDraining."""
     found = find(core, vault, request)
     if found is not None:
         return found
     if core.ledger.draining:
-        raise Unavailable("the daemon is draining and registers nothing new")
+        raise DaemonDraining("the daemon is draining and registers nothing new")
     layout = request.layout
     device_pool = replace(request.device_pool, pages=layout.fill_pages(request.device_pool.pages))
     host_pool = replace(request.host_pool, pages=layout.fill_host_pages(request.host_pool.pages))

@@ -19,7 +19,7 @@ def prefetch(core: Core, call: Call, keys: bytes, sharing: Sharing | None = None
     """Start loading what of ``keys`` lies on the host, in the background until somebody needs it.
 
     With ``sharing`` also what other replicas have; where it must come through the host, that is waited for. Raises
-    InvalidRequest, LimitExceeded (prefetches, transfers), PoolExhausted, Unavailable.
+    InvalidRequest, LimitExceeded (prefetches, transfers), PoolExhausted, DaemonDraining.
     """
     lease, model, replica = call.lease, call.model, call.replica
     if len(lease.prefetches) >= core.limits.prefetches_per_lease:

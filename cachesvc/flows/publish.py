@@ -18,7 +18,7 @@ from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
-from cachesvc.model.errors import InvalidRequest, NotOwned, StateConflict
+from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, READY, Tier
 
@@ -26,7 +26,7 @@ from cachesvc.model.words import FILLING, READY, Tier
 def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: bytes, blocks: int) -> Published | Wait:
     """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks.
 
-    ``keys``: packed keys of these blocks; empty where Match has told them. Raises StateConflict (out of turn, or sealed
+    ``keys``: packed keys of these blocks; empty where Match has told them. Raises Conflict (out of turn, or sealed
     already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
     """
     sequence = call.sequence(sequence_id)
@@ -58,11 +58,11 @@ def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks
     if keys and len(keys) // KEY_BYTES != count:
         raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")
     if first_block < sequence.sealed:
-        raise StateConflict(
+        raise Conflict(
             f"blocks from {first_block} on are sealed already (the sequence has {sequence.sealed}); publish the next"
         )
     if first_block > sequence.sealed:
-        raise StateConflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
+        raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
     if first_block + count > sequence.blocks:
         raise NotOwned(
             f"sequence {sequence.id} has pages for {sequence.blocks} blocks, not for {first_block + count}; "

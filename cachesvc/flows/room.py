@@ -6,6 +6,7 @@ meanwhile evict for themselves. What the call relies on (``Keep``) is held here,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from cachesvc.flows.call import Call
@@ -18,6 +19,7 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.pins import Keep, kept
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reservations import Reservation, expire
+from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
@@ -26,26 +28,32 @@ from cachesvc.model.words import PageState
 
 DRAIN_FAILURES = 3
 """Write-backs that fail in a row before evictions go on without them."""
+LOOKS_FOR_NOTHING = 64
+LOOKS_A_PAGE = 4
+"""Candidates that ``free_some`` looks at, in all and for each page: most can go, and where they cannot it gives up."""
 TRY_AGAIN_EVERY = 64
 """Evictions until one is saved again: whoever waits for it waits for one failure more."""
 
 
 def make_room(
-    core: Core, call: Call, wanted: Sequence[int], keep: Keep, room: Reservation | None = None
+    core: Core, call: Call, wanted: Sequence[int], keep: Keep, waiter: OpenSequence | None = None
 ) -> Wait | None:
     """See to it that group g has ``wanted[g]`` pages to take on the replica; None when it has them now.
 
-    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages; ``room`` keeps pages until the call
-    runs again. Raises PoolExhausted when the whole demand cannot be met; nothing is evicted then.
+    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages, and what there is of them is kept
+    for the ``waiter`` until its call runs again. Raises PoolExhausted when the whole demand cannot be met; nothing is
+    evicted then.
     """
     place = call.replica.place
     if place.reservations:
         expire(place.reservations, call.now)
+    room = None if waiter is None else waiter.room
     if room is not None:
         room.give_back()
     wait: Wait | None = None
     try:
         if any(count > pool.unreserved for count, pool in zip(wanted, place.pools, strict=True)):
+            room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
                 wait = _evict(core, call.model, call.replica, wanted, room)
     finally:  # with what it wanted, or refused: it waits no more
@@ -66,7 +74,7 @@ def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, None))
     going = 0
     if short > 0:
-        plan, _ = _plan(core, model, replica, short)
+        plan, _ = _plan(core, model, replica, short, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * short)
         if not plan.drains or may_submit(core, model, replica):
             _carry_out(core, model, replica, plan, None)
             going = plan.found
@@ -120,14 +128,16 @@ def _draining(core: Core, model: Model, replica: Replica, room: Reservation | No
     ]
 
 
-def _plan(core: Core, model: Model, replica: Replica, count: int) -> tuple[EvictionPlan, bool]:
+def _plan(
+    core: Core, model: Model, replica: Replica, count: int, most_looks: int = sys.maxsize
+) -> tuple[EvictionPlan, bool]:
     """Victims; what is evicted is saved where that is the policy, and where it can be."""
     place = replica.place
     saves = core.writing.copies_when_evicted and _has_host(model)
     saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica)
-    plan, met = model.evictor.plan_device(place, count, to_host=saves_now)
+    plan, met = model.evictor.plan_device(place, count, to_host=saves_now, most_looks=most_looks)
     if not met and saves and not saves_now:
-        plan, met = model.evictor.plan_device(place, count, to_host=True)
+        plan, met = model.evictor.plan_device(place, count, to_host=True, most_looks=most_looks)
     return plan, met
 
 

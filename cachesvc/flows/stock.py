@@ -24,7 +24,7 @@ from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotOwned
 def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
     """Put stock pages at the end of the sequence's tables, the same number in each group; returns the new length.
 
-    Raises InvalidRequest, NotOwned (not in the stock, or of an older generation), StateConflict, LoadFailed.
+    Raises InvalidRequest, NotOwned (not in the stock, or of an older generation), Conflict, LoadFailed.
     """
     sequence = call.sequence(sequence_id)
     require_on_device(sequence)

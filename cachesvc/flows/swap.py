@@ -20,7 +20,7 @@ from cachesvc.ledger.pins import Keep
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tickets import PageMove
 from cachesvc.model.answers import GroupCells, Swapped, Wait
-from cachesvc.model.errors import StateConflict
+from cachesvc.model.errors import Conflict
 from cachesvc.model.transfer import Direction, PagePairs
 from cachesvc.model.words import ABSENT
 
@@ -28,15 +28,15 @@ from cachesvc.model.words import ABSENT
 def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     """Start to take a sequence off the device.
 
-    Raises PoolExhausted when the host cannot hold it, LimitExceeded (transfers), StateConflict.
+    Raises PoolExhausted when the host cannot hold it, LimitExceeded (transfers), Conflict.
     """
     sequence = call.sequence(sequence_id)
     model, place = call.model, call.replica.place
     require_still(sequence)
     if sequence.swapped_out:
-        raise StateConflict(f"sequence {sequence_id} is swapped out already")
+        raise Conflict(f"sequence {sequence_id} is swapped out already")
     if sequence.blocks < sequence.hit_blocks:
-        raise StateConflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
+        raise Conflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
     path = model.blocks.index.path(sequence.anchor)
     host = model.blocks.host
     running = [*sequence.loads, *_filling(host, path)]
@@ -59,13 +59,13 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
 def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     """Start to bring a sequence back; the answer has its new tables.
 
-    Raises PoolExhausted, LimitExceeded (transfers), StateConflict.
+    Raises PoolExhausted, LimitExceeded (transfers), Conflict.
     """
     sequence = call.sequence(sequence_id)
     model, replica, place = call.model, call.replica, call.replica.place
     require_still(sequence)
     if not sequence.swapped_out:
-        raise StateConflict(f"sequence {sequence_id} is on the device already")
+        raise Conflict(f"sequence {sequence_id} is on the device already")
     path = model.blocks.index.path(sequence.host_anchor)
     filling = _filling(place, path)
     if filling:
@@ -78,7 +78,7 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
         require_transfer(core, model, replica)
     present = len(path) - len(absent)
     keep = Keep(path[present - 1] if present else NO_ROW)  # what a device has is prefix-closed
-    wait = make_room(core, call, wanted, keep, sequence.room)
+    wait = make_room(core, call, wanted, keep, sequence)
     if wait is not None:
         return wait
     ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD)

@@ -299,8 +299,9 @@ class BlockLedger:
         place.draining[row] = ticket
 
     def end_drain(self, place: Place, row: int, *, needed: bool) -> None:
-        """The ticket has ended. What is ``needed`` is READY again; the rest is to be dropped."""
-        del place.draining[row]
+        """The ticket has ended. What is ``needed`` is READY again; the rest is to be dropped. Raises LedgerBroken."""
+        if place.draining.pop(row, None) is None:
+            raise LedgerBroken(f"row {row} is drained on {place.name} by no ticket")
         if needed:
             for group in place.full_groups:
                 place.keep(group, row)
@@ -326,14 +327,15 @@ class BlockLedger:
         return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
-        """The transfer has ended: FILLING copies become READY, or go."""
+        """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none brings them."""
+        if place.filling.pop(row, None) is None:
+            raise LedgerBroken(f"row {row} is filled on {place.name} by no ticket")
         for group, states in enumerate(place.states):
             if states[row] == FILLING:
                 if arrived:
                     place.arrive(group, row)
                 else:
                     place.fail(group, row)
-        del place.filling[row]
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)

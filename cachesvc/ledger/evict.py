@@ -12,6 +12,7 @@ there is. What a victim of a device place becomes:
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -113,11 +114,14 @@ class Evictor:
     def __init__(self, ledger: BlockLedger) -> None:
         self.ledger = ledger
 
-    def plan_device(self, place: Place, count: int, *, to_host: bool) -> tuple[EvictionPlan, bool]:
+    def plan_device(
+        self, place: Place, count: int, *, to_host: bool, most_looks: int = sys.maxsize
+    ) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
 
-        ``to_host``: last copies are stored rather than dropped while the host can take them. Nothing is changed yet;
-        the caller passes the plan to ``carry_out`` or to nobody.
+        ``to_host``: last copies are stored rather than dropped while the host can take them. ``most_looks``: after so
+        many candidates the search is given up. Nothing is changed yet; the caller passes the plan to ``carry_out`` or
+        to nobody.
         """
         plan = EvictionPlan(place)
         index = self.ledger.index
@@ -125,7 +129,9 @@ class Evictor:
         host = _HostRoom(self.ledger, walk.taken)
         gone: dict[int, int] = {}
         lingering: set[int] = set()
-        while plan.found < count and (row := walk.next()) is not None:
+        looks = 0
+        while plan.found < count and looks < most_looks and (row := walk.next()) is not None:
+            looks += 1
             lasting_children = index.children[row] - gone.get(row, 0)
             if self._has_other_copy(place, row) and row not in host.walk.taken:
                 if row in lingering:

@@ -166,10 +166,12 @@ class Hold:
 
     def let_go(self) -> None:
         """Hold nothing any more. What it relied on goes on without it. Twice is fine."""
-        self._let_go_until_loaded()
-        self.windows.leave(self.sealed, self.anchor)
-        self._device.let_go()
-        self._host.let_go()
+        if self._until_loaded:
+            self._let_go_until_loaded()
+        if self.windows.rows:
+            self.windows.leave(self.sealed, self.anchor)
+        self._device.move(NO_ROW)
+        self._host.move(NO_ROW)
         self.loads.clear()
 
 

@@ -38,7 +38,7 @@ class Model:
 
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
     no name. ``is_salted``: its namespace is a secret of those who know the salt. ``suspect``: what broke in the midst
-    of a change to it; nothing is served of it until it was verified.
+    of a change to it; nothing is served of it until it was verified. ``defects``: how often that happened.
     """
 
     id: int
@@ -56,11 +56,17 @@ class Model:
     reuse: Reuse = field(default_factory=Reuse)
     last_used: float = 0.0
     suspect: str = ""
+    defects: int = 0
 
     @property
     def computing(self) -> dict[bytes, int]:
         """Keys that some sequence has declared to be computing, with how many do."""
         return self.blocks.computing
+
+    def distrust(self, why: str) -> None:
+        """A change broke half-way: the model is out of service. The first reason is kept."""
+        self.suspect = self.suspect or why
+        self.defects += 1
 
     def require_trusted(self) -> None:
         """Raises Unavailable for a model that is out of service."""

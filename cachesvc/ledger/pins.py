@@ -21,8 +21,9 @@ class Pin:
     def __init__(self, blocks: BlockLedger, place: Place, row: int = NO_ROW) -> None:
         self._blocks = blocks
         self.place = place
-        self.row = NO_ROW
-        self.move(row)
+        self.row = row
+        if row != NO_ROW:
+            blocks.pin(place, row)
 
     def move(self, row: int) -> None:
         """Keep ``row`` instead; what is common to both is held throughout."""

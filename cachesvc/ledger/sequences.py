@@ -19,7 +19,7 @@ from cachesvc.model.words import NO_PAGE, PageState
 class Sequence(BlockTables):
     """While it is swapped out, ``swapped`` has the ``(group, position, host page)`` of its own pages, and
     ``host_anchor`` keeps its shared blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are
-    kept for a call that waits.
+    kept for a call that waits, once one has waited.
     """
 
     __slots__ = ("id", "is_open", "lease", "model", "replica", "room", "swap_ticket", "swapped", "swapped_out")
@@ -32,11 +32,17 @@ class Sequence(BlockTables):
         self.lease = lease
         self.model = model
         self.replica = replica
-        self.room = Reservation(place.reservations, place.pools)
+        self.room: Reservation | None = None
         self.swap_ticket = 0
         self.swapped_out = False
         self.swapped: list[tuple[int, int, int]] = []
         self.is_open = True
+
+    def reserve(self) -> Reservation:
+        """What keeps pages for its calls that wait."""
+        if self.room is None:
+            self.room = Reservation(self.place.reservations, self.place.pools)
+        return self.room
 
     # -- swap --------------------------------------------------------------------------------------------------
 
@@ -148,18 +154,22 @@ class Sequence(BlockTables):
         running swap are settled when it has ended.
         """
         self.is_open = False
-        self.room.release()
+        if self.room is not None:
+            self.room.release()
         self._withdraw(max(self.sealed, self.hit_blocks), self.declared)
         self.let_go()
         freed = 0
-        for group, pool in enumerate(self.place.pools):
-            pages = [page for page in sorted(self.own[group]) if pool.states[page] == PageState.PRIVATE]
+        for group, own in enumerate(self.own):
+            if not own:
+                continue
+            pool = self.place.pools[group]
+            pages = [page for page in own if pool.states[page] == PageState.PRIVATE]
             if keep is None:
                 pool.move_all(pages, PageState.FREE)
             else:
                 keep(group, pages)
             freed += len(pages)
-        if not self.swap_ticket:
+        if self.swapped and not self.swap_ticket:
             self._free_swapped()
         return freed
 

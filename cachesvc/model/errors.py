@@ -1,32 +1,40 @@
-"""What can go wrong, by name. Every error carries its facts as fields; the edge turns its code into a gRPC status.
+"""What can go wrong, by name: one tree for the daemon and its client. The daemon turns an error into its code, the edge
+the code into a gRPC status; the client makes of code and sentence the same error again, by ``BY_CODE``.
 
-CacheError
-├── InvalidRequest        the request itself is wrong: fix it, do not retry
-│   ├── LayoutRejected    a layout that cannot be built
-│   └── KeyReused         an idempotency key came back with another request
-├── NotFound              model, lease, sequence, replica or ticket is not known here
-├── StateConflict         right request, wrong moment: the object is not in a state that allows it
-│   ├── LeaseLost         the lease is over; nothing that it held may be published
-│   ├── NotOwned          the page or sequence belongs to somebody else
-│   └── LoadFailed        a transfer that the sequence relies on has failed
-├── PoolExhausted         not enough pages, with the numbers
-├── LimitExceeded         more than a configured limit
-├── EventsForgotten       the changes that a subscriber asks for are no longer known: take a snapshot
-├── OtherEpoch            the changes that a subscriber asks for are of an earlier life of the daemon: take a snapshot
-├── TooSlow               a subscriber fell too far behind and was cut off: subscribe anew, with a snapshot
-├── QuotaExceeded         more than the caller's tenant may have
-├── Unauthenticated       nobody is known to be calling
-├── PermissionDenied      the caller is known and may not do that
-├── NotSupported          known by name, not built
-└── Unavailable           draining or shutting down: go on without the cache
+CacheError                    also under the name CacheClientError
+├── InvalidRequest            the request itself is wrong: fix it, do not retry
+│   ├── LayoutRejected        a layout that cannot be built
+│   └── KeyReused             an idempotency key came back with another request
+├── NotFound                  model, lease, sequence, replica or ticket is not known to the daemon
+├── Conflict                  right request, wrong moment: another call must come first
+├── LeaseLost                 all that the lease held is gone: recompute, open a new lease
+├── NotOwned                  the page or sequence belongs to somebody else
+├── LoadFailed                a load that the sequence relies on has failed: release it, match again, recompute
+├── PoolExhausted             not enough pages, with the numbers: release, ask for fewer, or recompute
+├── LimitExceeded             more than a limit: send less at a time
+├── EventsMissed              changes were missed that the daemon no longer knows: subscribe with a snapshot
+│   ├── EventsForgotten       they happened too long ago
+│   ├── OtherEpoch            they are of an earlier life of the daemon
+│   └── SubscriberTooSlow     the subscriber fell too far behind and was cut off
+├── QuotaExceeded             more than this tenant may have: release, slow down, or go on without the cache
+├── Unauthenticated           the daemon wants a token, or does not know this one
+├── PermissionDenied          the token is good for something else
+├── NotSupported              known by name, not built, or not possible in this process
+├── DeadlineExceeded          no answer in time; the call may or may not have taken effect
+└── Unavailable               something that is needed is not there: a GPU, a port, a package
+    └── DaemonUnavailable     the daemon is not there or went away: go on without the cache, reconnect later
+        └── DaemonDraining    it wants to go and opens nothing new: finish what runs, open nothing
 
-LedgerBroken              a bug of the daemon's own, outside of the tree: no caller did it, none can mend it
-└── IllegalMove           a copy or a page was asked to move against its table
+LedgerBroken                  a bug of the daemon's own, outside of the tree: no caller did it, none can mend it
+└── IllegalMove               a copy or a page was asked to move against its table
+
+What only a client can see is added to the tree in ``cachesvc_client.errors``.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Self
 
 
 class ErrorCode(Enum):
@@ -42,6 +50,7 @@ class ErrorCode(Enum):
     LIMIT = "LIMIT"
     UNSUPPORTED = "UNSUPPORTED"
     UNAVAILABLE = "UNAVAILABLE"
+    DRAINING = "DRAINING"
     GAP = "GAP"
     TOO_SLOW = "TOO_SLOW"
     DEADLINE = "DEADLINE"
@@ -51,9 +60,21 @@ class ErrorCode(Enum):
 
 
 class CacheError(Exception):
-    """Base of every expected failure. ``str(error)`` says what was wrong and what to do."""
+    """Base of every expected failure. ``str(error)`` says what was wrong and what to do.
+
+    Facts are fields where the error was raised; who only got its sentence has None there. Errors can be copied and
+    pickled, so they may cross from an engine's worker to its scheduler.
+    """
 
     code: ErrorCode = ErrorCode.INVALID
+
+    @classmethod
+    def from_message(cls, message: str) -> Self:
+        """The error of which only the sentence is known."""
+        return cls.__new__(cls, message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self).from_message, (str(self),), self.__dict__
 
 
 class InvalidRequest(CacheError):
@@ -67,6 +88,8 @@ class LayoutRejected(InvalidRequest):
 class KeyReused(InvalidRequest):
     """The idempotency key was used before for a different request."""
 
+    request_id: int | None = None
+
     def __init__(self, request_id: int) -> None:
         super().__init__(f"request_id {request_id} was used before for a different request; use a new id")
         self.request_id = request_id
@@ -76,6 +99,8 @@ class NotFound(CacheError):
     """Nothing is known under that name."""
 
     code = ErrorCode.NOT_FOUND
+    kind: str | None = None
+    name: object = None
 
     def __init__(self, kind: str, name: object, hint: str = "") -> None:
         super().__init__(f"unknown {kind} {name!r}" + (f"; {hint}" if hint else ""))
@@ -83,7 +108,7 @@ class NotFound(CacheError):
         self.name = name
 
 
-class StateConflict(CacheError):
+class Conflict(CacheError):
     """The object is not in a state that allows the request."""
 
     code = ErrorCode.CONFLICT
@@ -106,10 +131,12 @@ class IllegalMove(LedgerBroken):
         self.target = target
 
 
-class LeaseLost(StateConflict):
+class LeaseLost(CacheError):
     """The lease fell silent, was closed, or its process died."""
 
     code = ErrorCode.LEASE_LOST
+    lease: str | None = None
+    why: str | None = None
 
     def __init__(self, lease: str, why: str) -> None:
         super().__init__(f"lease {lease} is lost ({why}); recompute, open a new lease and attach again")
@@ -117,13 +144,13 @@ class LeaseLost(StateConflict):
         self.why = why
 
 
-class NotOwned(StateConflict):
+class NotOwned(CacheError):
     """The page or sequence is not the caller's."""
 
     code = ErrorCode.NOT_OWNED
 
 
-class LoadFailed(StateConflict):
+class LoadFailed(CacheError):
     """A transfer the sequence relies on has failed: its pages hold nothing."""
 
     code = ErrorCode.LOAD_FAILED
@@ -133,6 +160,13 @@ class PoolExhausted(CacheError):
     """A pool cannot give what was asked. The fields say why, in pages."""
 
     code = ErrorCode.EXHAUSTED
+    pool: str | None = None
+    wanted: int | None = None
+    free: int | None = None
+    evictable: int | None = None
+    pinned: int | None = None
+    quarantined: int | None = None
+    capacity: int | None = None
 
     def __init__(
         self,
@@ -162,6 +196,9 @@ class LimitExceeded(CacheError):
     """More than a configured limit."""
 
     code = ErrorCode.LIMIT
+    what: str | None = None
+    got: int | None = None
+    limit: int | None = None
 
     def __init__(self, what: str, got: int, limit: int) -> None:
         super().__init__(f"{what}: {got} is more than the limit of {limit}; send less at a time")
@@ -170,10 +207,17 @@ class LimitExceeded(CacheError):
         self.limit = limit
 
 
-class EventsForgotten(CacheError):
-    """Changes from ``wanted`` on are asked for, and ``first`` is the oldest that is known."""
+class EventsMissed(CacheError):
+    """Changes were missed that the daemon no longer knows; only a snapshot tells what is so now."""
 
     code = ErrorCode.GAP
+
+
+class EventsForgotten(EventsMissed):
+    """Changes from ``wanted`` on are asked for, and ``first`` is the oldest that is known."""
+
+    wanted: int | None = None
+    first: int | None = None
 
     def __init__(self, wanted: int, first: int) -> None:
         super().__init__(
@@ -183,10 +227,11 @@ class EventsForgotten(CacheError):
         self.first = first
 
 
-class OtherEpoch(CacheError):
+class OtherEpoch(EventsMissed):
     """Changes of another life of the daemon are asked for."""
 
-    code = ErrorCode.GAP
+    wanted: int | None = None
+    epoch: int | None = None
 
     def __init__(self, wanted: int, epoch: int) -> None:
         super().__init__(f"epoch {wanted} is over, this is epoch {epoch}; subscribe with a snapshot")
@@ -194,10 +239,12 @@ class OtherEpoch(CacheError):
         self.epoch = epoch
 
 
-class TooSlow(CacheError):
-    """A subscriber did not take the changes as fast as they came."""
+class SubscriberTooSlow(EventsMissed):
+    """A subscriber did not take the changes as fast as they came, and was cut off."""
 
     code = ErrorCode.TOO_SLOW
+    behind: int | None = None
+    keep: int | None = None
 
     def __init__(self, behind: int, keep: int) -> None:
         super().__init__(
@@ -212,6 +259,10 @@ class QuotaExceeded(CacheError):
     """More than the tenant may have. ``got`` is None for a rate."""
 
     code = ErrorCode.QUOTA_EXCEEDED
+    tenant: str | None = None
+    what: str | None = None
+    got: int | None = None
+    limit: int | None = None
 
     def __init__(self, tenant: str, what: str, got: int | None, limit: int, hint: str) -> None:
         whose = f"tenant {tenant!r}" if tenant else "the shared tenant"
@@ -224,7 +275,10 @@ class QuotaExceeded(CacheError):
 
 
 class Unauthenticated(CacheError):
-    """The call proves nothing about its caller, or the token is not known, revoked or expired."""
+    """The call proves nothing about its caller, or its token is not known, revoked or expired.
+
+    A client takes one as ``token=``, ``token_file=``, or from CACHESVC_TOKEN.
+    """
 
     code = ErrorCode.UNAUTHENTICATED
 
@@ -236,12 +290,62 @@ class PermissionDenied(CacheError):
 
 
 class NotSupported(CacheError):
-    """Known by name, not built in this release."""
+    """Known by name, not built; a call that this daemon does not know; or memory that this process cannot map."""
 
     code = ErrorCode.UNSUPPORTED
 
 
+class DeadlineExceeded(CacheError):
+    """What was waited for did not end in time. ``was_answered``: the daemon said so itself, and nothing was changed;
+    else the call may have taken effect."""
+
+    code = ErrorCode.DEADLINE
+    was_answered = False
+
+    def __init__(self, message: str, *, was_answered: bool = False) -> None:
+        super().__init__(message)
+        self.was_answered = was_answered
+
+
 class Unavailable(CacheError):
-    """The daemon is draining or shutting down."""
+    """Something that is needed is not there, now or on this machine."""
 
     code = ErrorCode.UNAVAILABLE
+
+
+class DaemonUnavailable(Unavailable):
+    """The daemon is not there, went away, or is about to (``is_draining``)."""
+
+    is_draining = False
+
+
+class DaemonDraining(DaemonUnavailable):
+    """The daemon lives and serves what is open, but opens nothing new: there is nothing to reconnect to yet."""
+
+    code = ErrorCode.DRAINING
+    is_draining = True
+
+
+BY_CODE: dict[ErrorCode, type[CacheError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequest,
+        NotFound,
+        Conflict,
+        LeaseLost,
+        NotOwned,
+        LoadFailed,
+        PoolExhausted,
+        LimitExceeded,
+        EventsMissed,
+        SubscriberTooSlow,
+        QuotaExceeded,
+        Unauthenticated,
+        PermissionDenied,
+        NotSupported,
+        DeadlineExceeded,
+        DaemonUnavailable,
+        DaemonDraining,
+    )
+}
+"""What a code is to its receiver; to who raises an error, its code is ``error.code``."""

@@ -159,6 +159,23 @@ class Layout:
         """Number of layers, counted by the highest layer index."""
         return 1 + max(plane.layer for plane in self.planes)
 
+    def group_of(self, layer: int) -> int:
+        """The group whose block table a layer goes by. Raises LayoutRejected for a layer that is not there, or whose
+        heads are split over several groups."""
+        groups = self._groups_by_layer.get(layer, ())
+        if len(groups) != 1:
+            raise LayoutRejected(
+                f"layer {layer} has planes in {len(groups)} groups: {', '.join(sorted(groups)) or 'none'}"
+            )
+        return self.group_index[next(iter(groups))]
+
+    @cached_property
+    def _groups_by_layer(self) -> dict[int, set[str]]:
+        found: dict[int, set[str]] = {}
+        for plane in self.own_planes:
+            found.setdefault(plane.layer, set()).add(plane.group)
+        return found
+
     def planes_of(self, group: int) -> tuple[Plane, ...]:
         """Planes of a group in copy order: equal widths together, then by layer and name."""
         name = self.groups[group].name

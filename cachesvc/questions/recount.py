@@ -20,6 +20,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.words import DRAINING, FILLING, READY
 from cachesvc.questions.snapshot import Mask, int32s, live_now, live_rows, place_states, states, uint16s
+from cachesvc.questions.steps import Question, off_loop
 
 MOST_TOLD = 256
 """Problems that one part tells; the rest are counted."""
@@ -27,12 +28,32 @@ ROWS_A_STEP = 1024
 
 
 class Part(NamedTuple):
-    """``capture()`` and ``walk()`` run where the ledger is changed; ``recount`` of what was captured, anywhere."""
+    """One thing to look at: ``look()`` gives what is wrong with it."""
 
     name: str
-    capture: Callable[[], Any] | None = None
-    recount: Callable[[Any], list[str]] | None = None
-    walk: Callable[[], Iterator[list[str]]] | None = None
+    look: Callable[[], Question[list[str]]]
+
+
+def captured(name: str, capture: Callable[[], Any], recount: Callable[[Any], list[str]]) -> Part:
+    """A part that copies columns in one go, and compares the copies off the loop."""
+
+    def look() -> Question[list[str]]:
+        return (yield from off_loop(partial(recount, capture())))
+
+    return Part(name, look)
+
+
+def walked(name: str, walk: Callable[[], Iterator[list[str]]]) -> Part:
+    """A part that looks at the ledger itself, a little at a time."""
+
+    def look() -> Question[list[str]]:
+        out: list[str] = []
+        for problems in walk():
+            out += problems
+            yield None
+        return out
+
+    return Part(name, look)
 
 
 def block_parts(model: Model) -> list[Part]:
@@ -40,17 +61,17 @@ def block_parts(model: Model) -> list[Part]:
     index = model.blocks.index
     where = f"model {model.id}"
     out = [
-        Part(f"{where}: keys", walk=partial(walk_keys, model)),
-        Part(f"{where}: parents, depths, children", partial(_Tree, model), partial(recount_tree, where)),
+        walked(f"{where}: keys", partial(walk_keys, model)),
+        captured(f"{where}: parents, depths, children", partial(_Tree, model), partial(recount_tree, where)),
     ]
     for place in index.places:
-        out.append(Part(f"{where}: closure of {place.name}", partial(_Closure, model, place), recount_closure))
+        out.append(captured(f"{where}: closure of {place.name}", partial(_Closure, model, place), recount_closure))
         orders: list[tuple[str, LeafOrder, int | None]] = [(place.name, place.leaves, None)]
         orders += [(f"{place.name} group {group}", order, group) for group, order in place.window_leaves.items()]
         for name, order, group in orders:
             capture = partial(_Candidates, name, model, place, order, group)
-            out.append(Part(f"{where}: candidates of {name}", capture, recount_candidates))
-            out.append(Part(f"{where}: order of {name}", walk=partial(walk_order, name, order)))
+            out.append(captured(f"{where}: candidates of {name}", capture, recount_candidates))
+            out.append(walked(f"{where}: order of {name}", partial(walk_order, name, order)))
     return out
 
 

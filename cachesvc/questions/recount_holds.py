@@ -14,7 +14,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY
-from cachesvc.questions.recount import Part, told
+from cachesvc.questions.recount import Part, captured, told, walked
 from cachesvc.questions.snapshot import int32s, place_states, uint16s
 
 
@@ -22,10 +22,10 @@ def hold_parts(ledger: Ledger, model: Model) -> list[Part]:
     """What is to be said of a model's sequences and transfers."""
     where = f"model {model.id}"
     return [
-        Part(f"{where}: pins and transfers", partial(_Holds, ledger, model), recount_holds),
-        Part(f"{where}: block tables", walk=partial(walk_sequences, ledger, model)),
-        Part(f"{where}: tickets", walk=partial(walk_tickets, ledger, model)),
-        Part(f"{where}: keys being computed", walk=partial(walk_computing, ledger, model)),
+        captured(f"{where}: pins and transfers", partial(_Holds, ledger, model), recount_holds),
+        walked(f"{where}: block tables", partial(walk_sequences, ledger, model)),
+        walked(f"{where}: tickets", partial(walk_tickets, ledger, model)),
+        walked(f"{where}: keys being computed", partial(walk_computing, ledger, model)),
     ]
 
 

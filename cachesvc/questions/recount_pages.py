@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
-from cachesvc.questions.recount import MOST_TOLD, Part
+from cachesvc.questions.recount import MOST_TOLD, Part, captured
 from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states
 
 
@@ -55,7 +55,7 @@ class PlacePages:
 def page_parts(ledger: Ledger, model: Model) -> list[Part]:
     """A part for each place."""
     return [
-        Part(
+        captured(
             f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place, at), recount_pages
         )
         for at, place in enumerate(model.blocks.index.places)

@@ -1,15 +1,16 @@
-"""The dispatcher: every call of every way in is carried out here, in one order, and nothing here knows of gRPC.
+"""The dispatcher: carries out every call, by whichever transport it came, in one order. Nothing here knows gRPC.
 
-    who calls, and whose the named lease is    a lease of the caller's own is heard of, whatever becomes of the call
-    admission                                  room among calls of its kind, the tenant's rates, limits of fields
-    repeats                                    a request_id that was answered gets that answer
-    the call itself                            resolved, held to its quotas and run: ``Method.carry``
-    telemetry
+    caller and lease    the token still holds; the lease that is named is the caller's own. It is heard of, whatever
+                        becomes of the call
+    admission           room among calls of its kind, the tenant's rates, limits of fields
+    repeats             a request_id that was answered gets the same answer
+    the call itself     resolved, held to the tenant's quotas, and run: ``Method.carry``
+    telemetry           one observation a call
 
 ``serve`` answers at once where the call does not wait, without a task or a future; else with a future. A refusal is a
-value on both ways, an OperationError, for a connection to tell as it tells such things. A defect of the daemon's own is
-one too, of the code INTERNAL: it is logged and counted, its model is served no more (``Node.run_call``), and the same
-request_id gets it again, because nobody knows what was done.
+value either way, an OperationError, which the transport turns into what it has for refusals. So is a defect of the
+daemon's own, with the code INTERNAL: it is logged and counted, its model is taken out of service (``Node.run_of``), and
+the same request_id gets the same INTERNAL, because what was done before it is not known.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from cachesvc.flows.call import Call, resolve
 from cachesvc.flows.counters import Count
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
 from cachesvc.service.access.auth import Caller
-from cachesvc.service.access.owners import no_lease, own_lease
+from cachesvc.service.access.owners import no_lease
 from cachesvc.service.node import Node
 from cachesvc.service.repeats import Mark, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
@@ -39,7 +41,6 @@ from cachesvc.wire.limits import check_fields
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
-T = TypeVar("T")
 
 INTERNAL = "INTERNAL"
 """The code of a defect. It is no ErrorCode: no caller did it, and none can mend it."""
@@ -128,12 +129,15 @@ class Dispatcher:
             self._watch.begin(name, None).end(error.code.value)
         return refusal(error)
 
-    def later(self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]]) -> asyncio.Future[Any]:
-        """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded.
+    def later(
+        self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]], *, is_admitted: bool = False
+    ) -> asyncio.Future[Any]:
+        """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded, unless it
+        ``is_admitted``: something was done already, or a call with a place does it.
 
         The future's result is an Outcome: ``work`` may raise as ``Method.carry`` may.
         """
-        place = self.admission.take(kind, ask.holder)
+        place = self.admission.take(kind, ask.holder, is_admitted=is_admitted)
         task = asyncio.get_running_loop().create_task(self._guarded(ask, work, place))
         self._under_way.add(task)  # the loop itself would let it go
         task.add_done_callback(partial(self._over, place))
@@ -181,16 +185,19 @@ class Dispatcher:
             now = self.node.now()
             lease_id = "" if method.lease_of is None else method.lease_of(request)
             who.check()
-            if lease_id and (lease := own_lease(self.node.core, who, lease_id)) is not None:
+            if lease_id and (lease := own_lease(self.node.core, who.acts_for, lease_id)) is not None:
                 lease.heard(now)
             if self._is_stopping:
                 raise Unavailable("the daemon stops; go on without the cache")
             holder = self.admission.holder(process() if lease is None else _process_of(lease), who.acts_for)
-            self.admission.admit(method.kind, holder, now)
+            request_id = 0 if method.request_id_of is None else method.request_id_of(request)
+            repeats = self._repeats.get(lease_id) if request_id else None
+            is_retry = repeats is not None and lease is not None and repeats.knows(request_id)
+            self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
             check_fields(request)
             deadline = math.inf if seconds is None else now + seconds
             ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
-            if method.request_id_of is not None and (request_id := method.request_id_of(request)):
+            if request_id:
                 return self._once(ask, method, request, request_id)
         except CacheError as error:
             return refusal(error)
@@ -203,7 +210,8 @@ class Dispatcher:
         repeats, mark = self._repeats_of(ask), mark_of(method.name, request)
         known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
-            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known))
+            repeats.retry(request_id)
+            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
         if known is not None:
             return known  # type: ignore[no-any-return]  # what this method answered under this id
         served = self._carry(ask, method, request)
@@ -251,7 +259,7 @@ def refusal(error: CacheError) -> OperationError:
 
 
 def is_final(outcome: Message) -> bool:
-    """False for a refusal, which changed nothing: who asks again starts anew. A defect is final."""
+    """False for a refusal, which changed nothing: a retry starts anew. A defect is final."""
     return not isinstance(outcome, OperationError) or outcome.code == INTERNAL
 
 

@@ -15,9 +15,11 @@ from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, ErrorCode, Unavailable
+from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
+from cachesvc.questions.view import EVERYTHING, Sight, View
+from cachesvc.service.access.owners import shown_id
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -27,10 +29,10 @@ Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
 
 
-class DeadlinePassed(CacheError):
-    """The caller's deadline or the daemon's limit came before the transfers that the call needs had ended."""
-
-    code = ErrorCode.DEADLINE
+def end_wait(wait: Wait) -> None:
+    """Nobody waits any more: what was kept for the call can be taken. Twice is fine."""
+    if wait.reserved is not None:
+        wait.reserved.release()
 
 
 class Node:
@@ -83,6 +85,10 @@ class Node:
     def now(self) -> float:
         """Monotonic seconds: what flows call time."""
         return time.monotonic()
+
+    def view(self, sight: Sight = EVERYTHING) -> View:
+        """What ``sight`` covers of the ledger."""
+        return View(self.core, sight, self.now)
 
     # -- from other threads ------------------------------------------------------------------------------------
 
@@ -144,19 +150,19 @@ class Node:
     async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers.
 
-        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlinePassed, Unavailable.
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlineExceeded, Unavailable.
         """
         reserved = wait.reserved
         try:
             while True:
                 left = until - self.now()
                 if left <= 0:  # tickets may end forever without bringing what the flow needs
-                    raise DeadlinePassed(
+                    raise DeadlineExceeded(
                         "the transfers that this call needs did not help in time; try again, or recompute"
                     )
                 patience = left if wait.seconds is None else min(left, wait.seconds)
                 if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
-                    raise DeadlinePassed(
+                    raise DeadlineExceeded(
                         "the transfers that this call needs did not end in time; try again, or recompute"
                     )
                 answer = run()
@@ -168,12 +174,20 @@ class Node:
             if reserved is not None:
                 reserved.release()
 
+    def running(self, tickets: Iterable[int]) -> list[int]:
+        """Those of the tickets that have not ended."""
+        return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+
+    def knows(self, token: bytes) -> bool:
+        """True for the life-socket token of a process that is there."""
+        return token in self.core.ledger.processes
+
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first.
 
         Raises Unavailable when the daemon stops.
         """
-        running = [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+        running = self.running(tickets)
         self._require_going_on()
         if not running:
             await asyncio.sleep(0)
@@ -229,7 +243,7 @@ class Node:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
                 for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
-                    events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
+                    events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
 

@@ -47,7 +47,10 @@ class Registrar:
         return await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """Begin nothing more, and let what has begun end: its memory is given back by those who close after this."""
+        """Begin nothing more, and let what has begun end: its memory is given back by those who close after this.
+
+        Idempotent.
+        """
         self._is_closed = True
         async with self._turn:
             pass

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cachesvc.model.errors import KeyReused
+from cachesvc.model.errors import KeyReused, LimitExceeded
 
 KEEP_ANSWERS = 256
 """Answers of a lease that are kept, if they are small."""
@@ -18,6 +18,8 @@ KEEP_BYTES = 1 << 20
 """What answers beyond those may take."""
 KEEP_MOST_BYTES = 8 << 20
 """What all answers of a lease may take, but for the last: one message is no larger."""
+MOST_RETRIES = 16
+"""Calls that wait for the answer of one that is under way."""
 KEEP_CONTENTS_BYTES = 128 << 10
 """Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
 
@@ -34,13 +36,18 @@ def mark_of(name: str, request: Message) -> Mark:
 class Repeats:
     """The last answers of one lease by request_id (never 0), and the calls that are under way.
 
-    Those under way are not pushed out by answers: there are no more of them than a process may have waiting.
+    Those under way are not pushed out by answers: there are at most as many as a process may have waiting.
     """
 
     def __init__(self) -> None:
         self._bytes = 0
         self._given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
         self._under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
+        self._retries: dict[int, int] = {}
+
+    def knows(self, request_id: int) -> bool:
+        """True for an id that ``find`` finds: the call is a retry."""
+        return request_id in self._given or request_id in self._under_way
 
     def find(self, request_id: int, mark: Mark) -> Any:
         """The answer to this id, or the future of a call that is under way; None for a new id.
@@ -59,8 +66,16 @@ class Repeats:
         self._under_way[request_id] = mark, future
 
     def end(self, request_id: int) -> None:
-        """It is over. Unless it is kept, whoever asks again starts anew."""
+        """It is over. Unless it is kept, a retry starts anew."""
         del self._under_way[request_id]
+        self._retries.pop(request_id, None)
+
+    def retry(self, request_id: int) -> None:
+        """One call more waits for the answer of the first. Raises LimitExceeded for more than a client would send."""
+        retries = self._retries.get(request_id, 0) + 1
+        if retries > MOST_RETRIES:
+            raise LimitExceeded(f"retries of request {request_id}, which is under way", retries, MOST_RETRIES)
+        self._retries[request_id] = retries
 
     def keep(self, request_id: int, mark: Mark, answer: Message) -> None:
         """Remember an answer; the oldest go where all are too many or too large."""

@@ -17,17 +17,19 @@ _MODULES = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
 
 
 class Telemetry:
-    """``start_tracing`` before the parts are made, ``start_metrics`` once all run.
+    """``start_tracing`` before calls come, ``start_metrics`` once all run.
 
-    ``watch``: who counts calls; the dispatcher is given it only where anything is told (``is_on``).
+    ``watch``: counts calls; the dispatcher is given it only where anything is told (``is_on``). ``metrics_port``: of
+    the scrape endpoint, 0 while there is none.
     """
 
     def __init__(self, metrics_listen: str, otlp_endpoint: str, version: str, environment: Mapping[str, str]) -> None:
         self._metrics_listen = metrics_listen
         self._otlp = Otlp(otlp_endpoint, version, environment) if otlp_endpoint else None
         self._server: MetricsServer | None = None
-        self.tracer: Tracer | None = None
-        self.watch = _watch(None)
+        self.tracer = Tracer()
+        self.watch = _watch(self.tracer)
+        self.metrics_port = 0
 
     @property
     def is_on(self) -> bool:
@@ -35,20 +37,18 @@ class Telemetry:
         return bool(self._metrics_listen) or self._otlp is not None
 
     def start_tracing(self) -> None:
-        """From now on there is a tracer, where spans are wanted. Raises Unavailable."""
+        """Begin to trace, where spans are wanted. Raises Unavailable."""
         if self._otlp is not None:
-            self.tracer = self._otlp.start_tracing()
-            self.watch = _watch(self.tracer)
+            self._otlp.start_tracing(self.tracer)
 
-    def start_metrics(self, gather: Callable[[Reading], None]) -> int:
-        """Serve and push readings from now on; the port of the scrape endpoint (0: none). Raises Unavailable."""
+    def start_metrics(self, gather: Callable[[Reading], None]) -> None:
+        """Serve and push readings from now on, where they are wanted. Raises Unavailable."""
         reader = Reader(asyncio.get_running_loop(), gather)
         if self._otlp is not None:
             self._otlp.start_metrics(reader)
-        if not self._metrics_listen:
-            return 0
-        self._server = MetricsServer(self._metrics_listen, reader)
-        return self._server.start()
+        if self._metrics_listen:
+            self._server = MetricsServer(self._metrics_listen, reader)
+            self.metrics_port = self._server.start()
 
     async def close(self) -> None:
         """End what was started, off the loop, which a last reading may still need."""
@@ -58,7 +58,7 @@ class Telemetry:
             await asyncio.to_thread(self._otlp.close)
 
 
-def _watch(tracer: Tracer | None) -> CallWatch:
+def _watch(tracer: Tracer) -> CallWatch:
     """A watch that knows every method of our own services."""
     watch = CallWatch(tracer)
     for module in _MODULES:

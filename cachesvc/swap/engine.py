@@ -94,6 +94,10 @@ class SwapEngine:
         self._tracer = tracer
         self._clock = clock
 
+    def plan_by(self, costs: LinkCosts) -> None:
+        """Plan what is submitted from now on by these costs: those of links that were measured since."""
+        self._costs = costs
+
     def start(self) -> None:
         """Begin to take transfers. The backend runs already, and its timelines are this engine's alone."""
         self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}

@@ -26,6 +26,7 @@ VOCABULARY: dict[str, Event] = {
         ("socket", "port", "metrics_port", "web_port", "backend", "devices", "epoch", "pid", "seconds"),
     ),
     "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
+    "start_refused": Event("error", "The daemon could not start, and why: a taken socket or port, say.", ("reason",)),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
     "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),
@@ -101,6 +102,7 @@ VOCABULARY: dict[str, Event] = {
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
     "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),
+    "device_look_broke": Event("error", "A defect: the devices could not be looked at; it is tried again."),
     "call_broke": Event(
         "error",
         "A defect: a call failed inside the daemon; the traceback says where. `model` 0: of none.",

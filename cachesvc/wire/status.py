@@ -20,6 +20,7 @@ GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
     ErrorCode.GAP: grpc.StatusCode.OUT_OF_RANGE,
     ErrorCode.LIMIT: grpc.StatusCode.OUT_OF_RANGE,
     ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
     ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     ErrorCode.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,

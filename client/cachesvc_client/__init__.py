@@ -16,7 +16,7 @@ Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them
 """
 
 from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
-from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
 from cachesvc_client.client import CacheClient
@@ -24,12 +24,14 @@ from cachesvc_client.errors import (
     AlreadyClosed,
     CacheClientError,
     Conflict,
+    DaemonDraining,
     DaemonFault,
     DaemonUnavailable,
     DeadlineExceeded,
     EventsMissed,
     GpuFailed,
     InvalidRequest,
+    LayoutRejected,
     LeaseLost,
     LimitExceeded,
     LoadFailed,
@@ -42,8 +44,10 @@ from cachesvc_client.errors import (
     StockEmpty,
     SubscriberTooSlow,
     Unauthenticated,
+    UsedAfterFork,
 )
 from cachesvc_client.events import BlockMirror, EventSubscriber
+from cachesvc_client.keys import BlockHasher, ExtraKey, block_keys
 from cachesvc_client.layouts.families import (
     HeadPlace,
     IndexPage,
@@ -71,7 +75,7 @@ from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket, default_target
 
 __all__ = [
     "KEY_BYTES",
@@ -86,6 +90,7 @@ __all__ = [
     "ChannelOptions",
     "Conflict",
     "Credentials",
+    "DaemonDraining",
     "DaemonFault",
     "DaemonUnavailable",
     "DeadlineExceeded",
@@ -97,6 +102,7 @@ __all__ = [
     "IndexPage",
     "InvalidRequest",
     "Layout",
+    "LayoutRejected",
     "Lease",
     "LeaseLost",
     "LimitExceeded",
@@ -127,7 +133,10 @@ __all__ = [
     "TicketView",
     "Timeouts",
     "Unauthenticated",
+    "UsedAfterFork",
     "block_keys",
+    "default_socket",
+    "default_target",
     "dsa",
     "even_window_heads",
     "gqa",

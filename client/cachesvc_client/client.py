@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-import threading
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from kvcache.v1 import engine_pb2
-
 from cachesvc.model.layout import Layout
-from cachesvc_client.errors import (
-    AlreadyClosed,
-    CacheClientError,
-    Conflict,
-    DaemonUnavailable,
-    LeaseLost,
-    NotFound,
-)
-from cachesvc_client.lease import Lease, attach_pool
+from cachesvc_client.aio.client import DEFAULT_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUTS, ClientCalls
+from cachesvc_client.aio.lease import AsyncLease
+from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.registration import Registration
+from cachesvc_client.wire.blocking import BlockingLock, BlockingPort, drive
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
-from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.credentials import credentials_from
-from cachesvc_client.wire.messages import build_register, parse_registration
-from cachesvc_client.wire.methods import CLOSE, REGISTER
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
-
-DEFAULT_TIMEOUTS = Timeouts()
-DEFAULT_RETRIES = Retries()
-DEFAULT_OPTIONS = ChannelOptions()
-
-log = logging.getLogger(__name__)
 
 
 class CacheClient:
-    """A client of the daemon behind ``socket_path``. ``engine`` is the name that operators see.
+    """A client of the daemon behind ``socket_path``; left out, that of CACHESVC_SOCKET, else
+    /run/cachesvc/cachesvc.sock. ``engine`` is the name that operators see.
 
     Once the daemon goes, every call raises DaemonUnavailable at once, until ``reconnect``. Calls are safe from several
-    threads; connect, register, open and close from one. A process that forks must connect after the fork.
+    threads; connect, register, open and close from one. A process that forks must connect after the fork: in the child
+    every use raises UsedAfterFork.
 
     ``token``, or ``token_file`` (read again when the daemon refuses what it held), else CACHESVC_TOKEN or
     CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``.
@@ -50,7 +32,7 @@ class CacheClient:
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | None = None,
         *,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         retries: Retries = DEFAULT_RETRIES,
@@ -60,43 +42,37 @@ class CacheClient:
         token: str | None = None,
         token_file: str | None = None,
     ) -> None:
-        self.socket_path = socket_path
+        credentials = credentials_from(token, token_file)
+
+        def make_port() -> BlockingPort:
+            return BlockingPort(make_channel, options)
+
+        self._calls = ClientCalls(
+            socket_path, engine, timeouts, retries, credentials, make_port, connecting=BlockingLock()
+        )
+        self.socket_path = self._calls.socket_path
         self.engine = engine
-        self._timeouts = timeouts
-        self._retries = retries
-        self._options = options
-        self._make_channel = make_channel
-        self._credentials = credentials_from(token, token_file)
-        self._connection: Connection | None = None
-        self._is_closed = False
-        self._registered: dict[tuple[int, int], tuple[engine_pb2.RegisterRequest, Layout]] = {}
-        self._leases: list[Lease] = []
-        self._pools: list[AttachedPool] = []
-        self._on_lost: list[Callable[[], None]] = []
-        self._open_ids = itertools.count(1)
-        self._connecting = threading.Lock()
+        self._leases: dict[AsyncLease, Lease] = {}
 
     @property
     def connected(self) -> bool:
         """True while the daemon is there."""
-        return self._connection is not None and not self._connection.lost.is_set()
+        return self._calls.connected
 
     @property
     def epoch(self) -> int:
         """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
-        return self._require_connection().life.epoch
+        return self._calls.epoch
 
     def connect(self) -> CacheClient:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
-        with self._connecting:
-            self._require_open()
-            if not self.connected:
-                self._connection = self._new_connection()
+        drive(self._calls.connect())
         return self
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` whenever the daemon goes, from the thread that notices it: it must not block."""
-        self._on_lost.append(callback)
+        """Call ``callback()`` whenever the daemon goes, from the thread that notices it or on the loop: it must not
+        block."""
+        self._calls.on_lost(callback)
 
     def register(
         self,
@@ -118,7 +94,7 @@ class CacheClient:
         pools that are there already stay as they are. Raises PoolExhausted with the numbers, InvalidRequest,
         LimitExceeded, DaemonUnavailable, DeadlineExceeded.
         """
-        request = build_register(
+        registering = self._calls.register(
             model,
             layout,
             tenant_salt=tenant_salt,
@@ -128,21 +104,15 @@ class CacheClient:
             host_pages=host_pages,
             host_share=host_share,
         )
-        return self._register(request, layout)
+        return drive(registering)
 
     def open_lease(self, registration: Registration) -> Lease:
         """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
-        connection = self._require_connection()
-        lease = Lease(connection, registration, self.engine, next(self._open_ids))
-        lease.start()
-        self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
-        return lease
+        return self._show(drive(self._calls.open_lease(registration)))
 
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> AttachedPool:
         """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
-        pool = attach_pool(self._require_connection(), registration, lease_id, rank)
-        self._pools.append(pool)
-        return pool
+        return drive(self._calls.attach(registration, lease_id, rank))
 
     def reconnect(self) -> tuple[Lease, ...]:
         """Connect anew after the daemon went; register again, and open a lease for each that was open, in that order.
@@ -152,48 +122,23 @@ class CacheClient:
         these back until then. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close
         them first, or the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted
         (it came back smaller), and what ``register`` raises; call it again then.
+
+        While the daemon is there, it returns the leases that live, as they are: one that drains serves them until it
+        goes, which ``on_lost`` and ``wait_lost`` tell.
         """
-        with self._connecting:
-            self._require_open()
-            if self.connected:
-                raise Conflict("the daemon is connected; there is nothing to come back from")
-            lost = [lease for lease in self._leases if not lease.record.is_closed]
-            registered = dict(self._registered)
-            before, connection = self._connection, self._new_connection()
-            self._connection, self._leases, self._registered = connection, [], {}
-            try:
-                renewed = {key: self._register(*wish) for key, wish in registered.items()}
-                opened = tuple([self.open_lease(renewed[lease.registration.key]) for lease in lost])
-            except CacheClientError:
-                connection.close()
-                self._connection, self._leases, self._registered = before, lost, registered
-                raise
-            if before is not None and before.life.epoch == connection.life.epoch:
-                carry_over(before, connection, lost)
-            return opened
+        return tuple([self._show(lease) for lease in drive(self._calls.reconnect())])
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
-        if self._connection is None:
-            raise DaemonUnavailable("not connected; connect() first")
-        return self._connection.lost.wait(timeout_s)
+        return drive(self._calls.wait_lost(timeout_s))
 
     def close(self, *, quiesced: bool | None = None) -> None:
-        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent.
+        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent. Raises UsedAfterFork.
 
-        Streams that still wait for a load are released, for nobody would tell them of its end: what they compute is
-        void, and the words stay mapped (``AttachedPool.close`` again, once they are synchronised).
+        Words that a stream still waits for stay mapped, and the loss of the daemon is still answered for them: close
+        their pool again (``AttachedPool.close``) once the stream is synchronised.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for lease in list(self._leases):
-            lease.close(quiesced=quiesced)
-        for pool in self._pools:
-            if quiesced is not False or not pool.is_on_gpu:
-                pool.close()
-        if self._connection is not None:
-            self._connection.close()
+        drive(self._calls.close(quiesced=quiesced))
 
     def __enter__(self) -> CacheClient:
         return self.connect()
@@ -203,56 +148,11 @@ class CacheClient:
     ) -> None:
         self.close(quiesced=None if kind is None else False)
 
-    def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
-        connection = self._require_connection()
-        registration = parse_registration(connection.ask(REGISTER, request, self._timeouts.register_s), layout)
-        self._registered[registration.key] = (request, layout)
-        return registration
-
-    def _new_connection(self) -> Connection:
-        connection = Connection(
-            self.socket_path,
-            timeouts=self._timeouts,
-            retries=self._retries,
-            options=self._options,
-            make_channel=self._make_channel,
-            on_lost=self._lose,
-            credentials=self._credentials,
-        )
-        started = time.monotonic()
-        connection.start()
-        log.info("connected path=%s seconds=%.3f", self.socket_path, time.monotonic() - started)
-        return connection
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise AlreadyClosed("this client was closed; make another one")
-
-    def _require_connection(self) -> Connection:
-        self._require_open()
-        connection = self._connection
-        if connection is None:
-            raise DaemonUnavailable("not connected; connect() first")
-        if connection.lost.is_set():
-            raise connection.gone()
-        return connection
-
-    def _lose(self) -> None:
-        for callback in list(self._on_lost):
-            callback()
-
-
-def carry_over(before: Connection, connection: Connection, lost: Seq[Lease]) -> None:
-    """The same daemon was found again: tell it which leases were closed meanwhile, and let the others' ends be told."""
-    for lease in lost:
-        lease.move(connection)
-    untold = connection.untold = before.untold  # one list: a close that fails only now is told the next time
-    while untold:
-        try:
-            connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)
-        except (LeaseLost, NotFound) as over:
-            log.debug("close_needless lease=%s why=%s", untold[-1].lease_id, over)
-        except CacheClientError as gone:
-            log.debug("close_untold lease=%s why=%s", untold[-1].lease_id, gone)
-            return
-        untold.pop()
+    def _show(self, lease: AsyncLease) -> Lease:
+        """One handle for each lease."""
+        known = self._leases.get(lease)
+        if known is not None:
+            return known
+        self._leases = {calls: shown for calls, shown in self._leases.items() if not calls.record.is_closed}
+        shown = self._leases[lease] = Lease(lease)
+        return shown

@@ -23,11 +23,12 @@ from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.methods import SUBSCRIBE
-from cachesvc_client.wire.settings import ChannelOptions
+from cachesvc_client.wire.settings import ChannelOptions, default_socket
 
 DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
-"""gRPC gives a connection no longer than the first pause: 50 ms are too few on a busy node."""
+"""A subscriber is in no hurry."""
 
 __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
 
@@ -45,13 +46,15 @@ def subscription(
 class EventSubscriber:
     """Subscriptions to the model of ``namespace``. Safe to ``close`` from another thread, which ends them.
 
+    ``socket_path`` None: that of CACHESVC_SOCKET, else /run/cachesvc/cachesvc.sock.
+
     ``token``, or ``token_file`` (read for each subscription), else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE of the
     environment: needed where the daemon runs with ``--tokens``, with the scope ``engine`` or ``read-only``.
     """
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | None,
         namespace: bytes,
         *,
         options: ChannelOptions = DEFAULT_OPTIONS,
@@ -59,7 +62,7 @@ class EventSubscriber:
         token: str | None = None,
         token_file: str | None = None,
     ) -> None:
-        self._path = socket_path
+        self._path = default_socket() if socket_path is None else socket_path
         self._namespace = namespace
         self._options = options
         self._make_channel = make_channel
@@ -69,6 +72,7 @@ class EventSubscriber:
         self._calls: set[Any] = set()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._maker = Maker()
 
     def subscribe(self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None) -> Iterator[Batch]:
         """One subscription, as ``subscription`` says; ends quietly only at ``close``.
@@ -103,7 +107,8 @@ class EventSubscriber:
                     raise
 
     def close(self) -> None:
-        """End all subscriptions. Idempotent."""
+        """End all subscriptions. Idempotent. Raises UsedAfterFork."""
+        self._maker.check()
         with self._lock:
             self._is_closed = True
             calls, self._calls = self._calls, set()
@@ -121,6 +126,7 @@ class EventSubscriber:
         self.close()
 
     def _open(self, request: event_pb2.SubscribeRequest) -> Any:
+        self._maker.check()
         with self._lock:
             if self._is_closed:
                 return None

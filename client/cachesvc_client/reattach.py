@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from cachesvc_client.client import CacheClient
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, Conflict
+from cachesvc_client.errors import AlreadyClosed, CacheClientError
 from cachesvc_client.lease import Lease
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,10 @@ class Reattacher:
     def _come_back(self) -> None:
         pause_s = self._first_pause_s
         while not self._closed.is_set():
+            if self._client.connected:  # somebody else brought it back
+                return
             try:
                 leases = self._client.reconnect()
-            except Conflict:  # somebody else brought it back
-                return
             except AlreadyClosed:
                 raise
             except CacheClientError as error:

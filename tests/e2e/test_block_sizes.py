@@ -19,7 +19,7 @@ from cachesvc_client import (
     mla_windowed,
     with_draft,
 )
-from cachesvc_client.sequence import SequenceView
+from cachesvc_client.records.views import SequenceView
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.engine import WAIT_SECONDS, Engine

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from cachesvc_client import CacheClient, Credentials, NotFound, QuotaExceeded, Timeouts, open_remote
 from cachesvc_client.errors import error_of
+from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -54,6 +55,17 @@ def channel_of(socket: str, who: str) -> Iterator[grpc.Channel]:
     """Bare calls with a token."""
     with open_remote(socket, Credentials(TOKENS[who])) as channel:
         yield channel
+
+
+@contextmanager
+def known_process(socket: str) -> Iterator[bytes]:
+    """The token of a process that the life socket knows."""
+    life = LifeConnection(socket, WAIT_SECONDS, lambda: None)
+    life.start()
+    try:
+        yield life.process_token
+    finally:
+        life.close()
 
 
 def test_two_tenants_with_the_same_prompts_share_nothing() -> None:
@@ -110,8 +122,8 @@ def test_another_tenants_lease_model_and_tickets_are_not_there_even_by_their_nam
         sequence = a.lease.match(a.keys(prompt(1, 2)))
         sequence.allocate(2)
         ticket = sequence.swap_out().tickets[0].id
-        lease, token = a.lease.id, b.client._connection.process_token  # type: ignore[union-attr]  # noqa: SLF001
-        with channel_of(socket, "b") as channel:
+        lease = a.lease.id
+        with channel_of(socket, "b") as channel, known_process(socket) as token:
             cache = cache_pb2_grpc.CacheServiceStub(channel)
             engines, leases = engine_pb2_grpc.EngineServiceStub(channel), LeaseServiceStub(channel)
             calls: list[Callable[[], object]] = [
@@ -138,8 +150,11 @@ def test_another_tenants_lease_model_and_tickets_are_not_there_even_by_their_nam
 
 
 def test_a_salt_cannot_be_guessed_around_where_no_tokens_are_configured(node: Node) -> None:
-    with Engine(node.socket, salt=b"secret of a", device_pages=16) as a, Engine(node.socket, device_pages=16) as b:
-        token = b.client._connection.process_token  # type: ignore[union-attr]  # noqa: SLF001
+    with (
+        Engine(node.socket, salt=b"secret of a", device_pages=16) as a,
+        Engine(node.socket, device_pages=16) as b,
+        known_process(node.socket) as token,
+    ):
         opener = LeaseServiceStub(node.channel)
         for namespace in (b"", b.registration.namespace, b"x" * 32):
             request = lease_pb2.OpenRequest(model_id=a.registration.model_id, process_token=token, namespace=namespace)

@@ -28,9 +28,13 @@ from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.auth import EVERYONE, set_caller
+from cachesvc.service.access.quota import NO_QUOTA, Quotas
+from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.dispatch import Dispatcher
-from cachesvc.service.host.device_health import DeviceHealth, Serving
+from cachesvc.service.host.device_health import DeviceHealth
+from cachesvc.service.host.facts import Facts
+from cachesvc.service.host.health import Serving
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.admin_service import AdminService
@@ -144,9 +148,22 @@ class Target:
         self.node.start(Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages))
         self.host_pool.start()
         node, edge = self.node, Edge(self.dispatcher)
-        shown = {"backend": "shm", "host_pool": str(HOST_BYTES), "host_chunk": str(4 << 20)}
-        health = DeviceHealth(self.backend, node, self._told)
-        inspection = Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1), "lru")
+        health = DeviceHealth(self.backend, node, self.tell)
+        sizes = {"device_pool_bytes": DEVICE_BYTES, "host_pool_bytes": HOST_BYTES, "host_chunk_bytes": 4 << 20}
+        facts = Facts(
+            version="fuzzed",
+            backend="shm",
+            epoch=node.epoch,
+            started=node.started,
+            lease_seconds=node.lease_seconds,
+            **sizes,
+            eviction="lru",
+            settings={},
+            devices=[],
+            host_pool=self.host_pool,
+            health=health,
+        )
+        quotas = Quotas(self.core, lambda _: NO_QUOTA)
         self._following = EventService(node, 64)
         self._following.start()
         self._servicers = {
@@ -155,7 +172,12 @@ class Target:
             "CacheService": CacheService(edge, 256),
             "EventService": self._following,
             "AdminService": AdminService(
-                node, edge, self.host_pool, inspection, shown, [], self._drained, health, list
+                edge,
+                Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1)),
+                Administration(node, health, 0.0),
+                facts,
+                quotas,
+                list,
             ),
         }
 
@@ -170,12 +192,9 @@ class Target:
     def _landed(self, ticket: int, error: Exception | None) -> None:
         self.node.on_transfer_done(ticket, error)
 
-    async def _drained(self) -> None:
-        """A fuzzed Drain shall not end the run: the next messages want new sequences."""
+    async def tell(self, serving: Serving) -> None:
+        """A fuzzed Drain must not end the run: the next messages want new sequences."""
         asyncio.get_running_loop().call_soon(setattr, self.core.ledger, "draining", False)
-
-    async def _told(self, serving: Serving) -> None:
-        """Nobody asks a fuzzed daemon for its health."""
 
     async def new_process(self) -> bytes:
         """A process as the life socket would tell it."""
@@ -187,7 +206,9 @@ class Target:
         """Its end."""
         self.node.run(partial(process_gone, self.core, token))
 
-    async def call(self, rpc: Rpc, raw: list[bytes], seconds: float | None = None) -> tuple[grpc.StatusCode, list[Any]]:
+    async def call(
+        self, rpc: Rpc, raw: list[bytes], seconds: float | None = None, *, as_itself: bool = False
+    ) -> tuple[grpc.StatusCode, list[Any]]:
         """Parse and serve; messages that do not parse never reach a handler, as on the wire. Returns what came back."""
         try:
             requests = [rpc.request.FromString(one) for one in raw]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cachesvc_client import gqa_windowed, opaque
+from cachesvc_client.keys import block_keys
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
-from cachesvc.model.keys import block_keys
 from cachesvc.wire.convert import layout_to_proto
 from tests.fuzz.pools import PROMPT_BLOCKS, PROMPTS, Held, Lease, Pools
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from cachesvc_client import KEY_BYTES, NO_PAGE, Layout, TicketView, gqa
-from cachesvc_client.sequence import SequenceView
+from cachesvc_client.records.views import SequenceView
 from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Plane, PlaneGroup

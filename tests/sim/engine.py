@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from cachesvc_client.keys import block_keys
+
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import pause_write_backs
@@ -20,6 +22,7 @@ from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
 from cachesvc.model.errors import (
+    Conflict,
     InvalidRequest,
     KeyReused,
     LeaseLost,
@@ -28,10 +31,9 @@ from cachesvc.model.errors import (
     NotFound,
     NotOwned,
     PoolExhausted,
-    StateConflict,
     Unavailable,
 )
-from cachesvc.model.keys import KEY_BYTES, block_keys
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency, has_reached
 from cachesvc.model.words import NO_PAGE
 from tests.sim.node import content_of
@@ -120,7 +122,7 @@ class SimEngine(SimProcesses):
             if pending.request is not None and not patient:
                 self._drop(pending.request)
             return
-        except StateConflict as refusal:
+        except Conflict as refusal:
             if isinstance(refusal, LeaseLost) or "being swapped" not in str(refusal):
                 raise
             self.node.faults["told_to_wait_for_swap"] += 1
@@ -310,7 +312,7 @@ class SimEngine(SimProcesses):
         ]
         try:
             answer = self.node.run(self.rng.choice(wrong))
-        except (StateConflict, NotOwned, InvalidRequest, NotFound, LoadFailed, Unavailable):
+        except (Conflict, NotOwned, InvalidRequest, NotFound, LoadFailed, Unavailable):
             self.node.faults["misuse"] += 1
         else:
             assert isinstance(answer, Wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -102,14 +103,14 @@ class FakeGpu:
 class GpuRig:
     """A daemon whose memory is on a fake GPU, and pools of it. ``told`` counts what Detach would have said."""
 
-    def __init__(self, daemon: FakeDaemon, layout: Layout, kind: str = "cuda_ipc") -> None:
+    def __init__(self, daemon: FakeDaemon, layout: Layout, kind: str = "cuda_ipc", *, timeout_s: float = 5) -> None:
         daemon.layout = layout
         daemon.memory_kind = kind
         self.daemon = daemon
         self.layout = layout
         self.gpu = FakeGpu()
         self.told = 0
-        self.life = LifeConnection(daemon.path, 5, lambda: None)
+        self.life = LifeConnection(daemon.path, timeout_s, lambda: None)
         self.life.start()
         self.attached = self._on_gpu(daemon.attached())
 
@@ -121,6 +122,13 @@ class GpuRig:
     def write(self, word: int, value: int) -> None:
         """As the daemon's GPU does."""
         self.daemon.timeline.write(word, value)
+
+    def lose(self) -> None:
+        """The daemon goes; returns once what pools do then is done."""
+        done = threading.Event()
+        self.life.watch(done.set)
+        self.daemon.hang_up()
+        assert done.wait(60)
 
     def _tell(self) -> None:
         self.told += 1

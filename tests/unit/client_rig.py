@@ -76,8 +76,9 @@ class FakeDaemon:
     """Serves until ``close``. ``faults[rpc]`` are done to the next calls, ``seen[rpc]`` are the requests that came.
     ``is_asked`` for a descriptor it gives it once ``may_give`` is set."""
 
-    def __init__(self, folder: Path, *, silence_limit_ms: int = 30_000) -> None:
+    def __init__(self, folder: Path, *, silence_limit_ms: int = 30_000, epoch: int = EPOCH) -> None:
         self.path = str(folder / "kv.sock")
+        self.epoch = epoch
         self.silence_limit_ms = silence_limit_ms
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)
         self.seen: dict[str, list[Any]] = defaultdict(list)
@@ -109,6 +110,16 @@ class FakeDaemon:
     def close(self) -> None:
         """Gone at once, as after a kill."""
         self.hang_up()
+        self.let_go()
+        self.timeline.close()
+        for descriptor in self.slab_fds:
+            os.close(descriptor)
+        self.slab_fds.clear()
+
+    def let_go(self) -> None:
+        """Serve no more, as in an orderly stop: the life connections stand still."""
+        if self._listener.fileno() < 0:
+            return
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -116,10 +127,6 @@ class FakeDaemon:
         for name in (self.path, self.path + LIFE_SUFFIX):
             Path(name).unlink(missing_ok=True)
         self._server.stop(None).wait()
-        self.timeline.close()
-        for descriptor in self.slab_fds:
-            os.close(descriptor)
-        self.slab_fds.clear()
 
     def hang_up(self) -> None:
         """End the life connections alone."""
@@ -160,7 +167,7 @@ class FakeDaemon:
         with contextlib.suppress(OSError):
             while True:
                 peer, _ = self._listener.accept()
-                peer.send(LIFE_GREETING + TOKEN + struct.pack("<Q", EPOCH))
+                peer.send(LIFE_GREETING + TOKEN + struct.pack("<Q", self.epoch))
                 self._peers.append(peer)
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
 
@@ -186,7 +193,7 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
         self._daemon.enter("Register", request, context)
         self._daemon.layout = layout_from_proto(request.layout)
         return engine_pb2.RegisterResponse(
-            model_id=1, namespace=b"n" * 32, device_pages=[PAGES], devices=["shm-0"], epoch=EPOCH
+            model_id=1, namespace=b"n" * 32, device_pages=[PAGES], devices=["shm-0"], epoch=self._daemon.epoch
         )
 
     def Attach(self, request: engine_pb2.AttachRequest, context: Any) -> engine_pb2.AttachResponse:
@@ -204,12 +211,16 @@ class _Lease(lease_pb2_grpc.LeaseServiceServicer):
 
     def Open(self, request: lease_pb2.OpenRequest, context: Any) -> lease_pb2.OpenResponse:
         self._daemon.enter("Open", request, context)
-        return lease_pb2.OpenResponse(lease_id=LEASE_ID, silence_limit_ms=self._daemon.silence_limit_ms, epoch=EPOCH)
+        return lease_pb2.OpenResponse(
+            lease_id=LEASE_ID, silence_limit_ms=self._daemon.silence_limit_ms, epoch=self._daemon.epoch
+        )
 
     def KeepAlive(self, request_iterator: Any, context: Any) -> Iterator[lease_pb2.KeepAliveResponse]:
         for request in request_iterator:
             self._daemon.enter("KeepAlive", request, context)
-            yield lease_pb2.KeepAliveResponse(lease_id=request.lease_id, epoch=EPOCH, draining=self._daemon.draining)
+            yield lease_pb2.KeepAliveResponse(
+                lease_id=request.lease_id, epoch=self._daemon.epoch, draining=self._daemon.draining
+            )
             self._daemon.beats.release()
 
     def Close(self, request: lease_pb2.CloseRequest, context: Any) -> lease_pb2.CloseResponse:

@@ -273,7 +273,7 @@ async def test_a_lone_call_tells_of_growth_first(daemon: FakeDaemon) -> None:
 
 
 async def test_a_refused_beat_loses_the_lease(tmp_path: Path) -> None:
-    daemon = FakeDaemon(tmp_path, silence_limit_ms=30)
+    daemon = FakeDaemon(tmp_path, silence_limit_ms=300)
     daemon.faults["KeepAlive"].append(break_way)
     daemon.start()
     async with client_of(daemon) as client:
@@ -293,9 +293,8 @@ async def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaem
     async with client_of(daemon) as client:
         gone = asyncio.Event()
         client.on_lost(gone.set)
-        await client.open_lease(await client.register("m", LAYOUT))
-        with pytest.raises(Conflict):
-            await client.reconnect()
+        kept = await client.open_lease(await client.register("m", LAYOUT))
+        assert await client.reconnect() == (kept,)
         await asyncio.to_thread(daemon.close)
         await asyncio.wait_for(gone.wait(), PROMPT_S)
         with pytest.raises(DaemonUnavailable):

@@ -69,14 +69,6 @@ def load(ticket: int = 1, base: int = 10, state: str = "running", word: int = WO
     return TicketView(ticket, state, "broken wire", TimelineSlot(word, word + 1, base, LAYERS), "load", 1, 64)
 
 
-def lose(rig: GpuRig) -> None:
-    """The daemon goes; returns once what pools do then is done."""
-    done = threading.Event()
-    rig.life.watch(done.set)
-    rig.daemon.hang_up()
-    assert done.wait(5)
-
-
 def words_seen(pool: AttachedPool) -> Words:
     """The timeline as this process has it mapped."""
     return pool.timeline[:]
@@ -106,6 +98,7 @@ def test_memory_stays_mapped_while_an_array_of_it_is_held(rig: GpuRig) -> None:
     pool = rig.pool()
     kept = pool.planes[0, "k"][2:]
     assert not pool.close()
+    assert pool.held == 1
     assert rig.told == 0
     assert rig.gpu.is_started
     kept[:] = 3
@@ -269,7 +262,7 @@ def test_the_loss_releases_each_pending_wait_once_failure_first(rig: GpuRig) -> 
         pool.wait_ticket_on(7, ticket)
     rig.write(0, 4)
     words = words_seen(pool)
-    lose(rig)
+    rig.lose()
     assert words[[0, 1, WORD, FAILED, 8, 9]].tolist() == [4, 0, 14, 14, 24, 24]
     pool.confirm(came)
     with pytest.raises(DaemonUnavailable, match="load 3"):
@@ -290,7 +283,7 @@ def test_a_load_that_ended_before_the_loss_keeps_its_own_failure(rig: GpuRig) ->
     pool.wait_ticket_on(7, load())
     rig.write(FAILED, 14)
     rig.write(WORD, 14)
-    lose(rig)
+    rig.lose()
     with pytest.raises(LoadFailed):
         pool.confirm(load())
 
@@ -318,19 +311,21 @@ def test_words_stay_mapped_until_no_stream_can_wait_and_are_released_even_then(r
     with pytest.raises(AlreadyClosed):
         pool.wait_ticket_on(7, load())
     assert rig.daemon.timeline.read(WORD) == 0
-    lose(rig)
+    rig.lose()
     assert rig.daemon.timeline.read(WORD) == 14
     assert pool.close()
     assert rig.gpu.is_whole()
 
 
-def test_closing_the_connection_releases_what_streams_wait_for_before_the_words_go(rig: GpuRig) -> None:
-    """Nobody would notice a daemon that goes after that: the streams, and the GPU with them, would hang."""
+def test_closing_the_connection_leaves_the_words_to_the_daemon_and_still_hears_of_its_end(rig: GpuRig) -> None:
+    """The daemon lives and ends its loads itself; only when it does not must the streams be released, and the GPU."""
     pool = rig.pool()
     words = words_seen(pool)
     pool.wait_ticket_on(7, load())
     assert not pool.close()
     rig.life.close()
+    assert words[[FAILED, WORD]].tolist() == [0, 0]
+    rig.lose()
     assert words[[FAILED, WORD]].tolist() == [14, 14]
     assert rig.told == 0
     del words
@@ -338,12 +333,23 @@ def test_closing_the_connection_releases_what_streams_wait_for_before_the_words_
     assert rig.gpu.is_whole()
 
 
+def test_a_closed_connection_ends_with_the_last_wait_that_it_was_kept_for(rig: GpuRig) -> None:
+    pool = rig.pool()
+    pool.wait_ticket_on(7, load())
+    assert not pool.close()
+    rig.life.close()
+    rig.write(WORD, 14)
+    assert pool.close()
+    assert rig.life.join(60)
+    assert rig.daemon.timeline.read(FAILED) == 0
+
+
 def test_after_its_load_a_closed_pool_goes(rig: GpuRig) -> None:
     pool = rig.pool()
     pool.wait_ticket_on(7, load())
     rig.write(WORD, 14)
     assert pool.close()
-    lose(rig)
+    rig.lose()
     assert rig.daemon.timeline.read(FAILED) == 0
 
 

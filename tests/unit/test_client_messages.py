@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cachesvc_client.errors import InvalidRequest
 from cachesvc_client.layouts.families import gqa_windowed
 from cachesvc_client.wire import messages, methods
 from cachesvc_client.wire.methods import Method
@@ -51,7 +52,7 @@ def test_register_says_pools_as_pages_as_a_share_or_not_at_all() -> None:
     assert list(request.device_pool.pages.pages) == [4, 2]
     assert request.host_pool.share == 0.5
     assert not messages.build_register("m", LAYOUT).HasField("device_pool")
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(InvalidRequest, match="not both"):
         messages.build_register("m", LAYOUT, host_pages=[1, 1], host_share=0.5)
 
 
@@ -90,9 +91,9 @@ def test_published_duplicates_keep_position_and_group() -> None:
 
 
 def test_settings_are_checked_when_they_are_made() -> None:
-    with pytest.raises(ValueError, match="call_s"):
+    with pytest.raises(InvalidRequest, match="call_s"):
         Timeouts(call_s=0)
-    with pytest.raises(ValueError, match="attempt"):
+    with pytest.raises(InvalidRequest, match="attempt"):
         Retries(attempts=0)
     assert ("grpc.keepalive_time_ms", 5) in ChannelOptions(keepalive_ms=5).as_grpc()
     assert not any("keepalive" in name for name, _ in ChannelOptions().as_grpc())

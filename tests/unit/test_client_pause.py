@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cachesvc_client import CacheClient, Retries, Timeouts
 from cachesvc_client.aio import AsyncCacheClient
-from cachesvc_client.errors import AlreadyClosed
+from cachesvc_client.errors import AlreadyClosed, InvalidRequest
 from cachesvc_client.layouts.families import opaque
 
 from tests.unit.client_rig import FakeDaemon, break_way
@@ -43,7 +43,7 @@ def test_a_pause_is_told_at_once_and_once(daemon: FakeDaemon) -> None:
         assert time.monotonic() - began < PROMPT_S
         assert pauses(daemon) == [0, 250, 1000]
         for seconds in (0.0, -1.0, 1.001):
-            with pytest.raises(ValueError, match="at most 1 s at a time"):
+            with pytest.raises(InvalidRequest, match="at most 1 s at a time"):
                 lease.pause_write_backs(seconds)
         lease.close()
         with pytest.raises(AlreadyClosed):
@@ -72,5 +72,5 @@ async def test_the_awaited_twin_tells_it_too(daemon: FakeDaemon) -> None:
         await lease.pause_write_backs(0.125)
         assert await asyncio.to_thread(daemon.beats.acquire, timeout=PROMPT_S)
         assert pauses(daemon) == [0, 125]
-        with pytest.raises(ValueError, match="at most 1 s"):
+        with pytest.raises(InvalidRequest, match="at most 1 s"):
             await lease.pause_write_backs(2)

@@ -231,6 +231,18 @@ def test_a_rank_is_detached_with_the_last_pool_of_it(daemon: FakeDaemon, lease: 
     assert len(daemon.seen["Detach"]) == 1
 
 
+def test_a_close_that_fails_says_how_much_is_still_held(lease: Lease, caplog: pytest.LogCaptureFixture) -> None:
+    pool = lease.attach()
+    kept = [pool.planes[0, "k"][2:], pool.planes[0, "k_scale"], pool.group_planes("window")[1, "k"]]
+    assert not pool.close()
+    assert pool.held == len(kept)
+    assert f"pool_still_mapped rank=0 arrays={len(kept)}" in caplog.text
+    kept.pop()
+    assert (pool.close(), pool.held) == (False, 2)
+    kept.clear()
+    assert (pool.close(), pool.held) == (True, 0)
+
+
 def test_a_sequence_without_loads_has_lost_none(daemon: FakeDaemon, lease: Lease, pool: AttachedPool) -> None:
     sequence = lease.match(b"")
     assert lease.pools == (pool,)

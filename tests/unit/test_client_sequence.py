@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from cachesvc_client.errors import (
@@ -17,7 +20,7 @@ from cachesvc_client.layouts.families import gqa_windowed
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
-from cachesvc_client.sequence import SequenceView
+from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
@@ -217,7 +220,7 @@ def test_a_release_that_was_refused_ends_the_handle_but_a_late_one_does_not() ->
     mine = record()
     mine.release(None).end_with(DeadlineExceeded("busy", was_answered=True))
     assert not mine.is_released
-    mine.release(None).end_with(LeaseLost("gone"))
+    mine.release(None).end_with(LeaseLost("lease-1", "gone"))
     assert mine.is_released
 
 
@@ -228,3 +231,23 @@ def common_cells(group: int, pages: tuple[int, ...]) -> GroupCells:
 def ticket(direction: str, *, failed: bool = False) -> common_pb2.Ticket:
     state = common_pb2.TICKET_STATE_FAILED if failed else common_pb2.TICKET_STATE_DONE
     return common_pb2.Ticket(id=3, state=state, direction=direction, reason="broken wire" if failed else "")
+
+
+def as_numbers(keys: bytes) -> Any:
+    return np.frombuffer(keys, np.uint32).reshape(-1, 8)
+
+
+@pytest.mark.parametrize("made", [bytes, bytearray, memoryview, as_numbers])
+def test_keys_are_taken_in_whatever_holds_them(made: Callable[[bytes], Any]) -> None:
+    keys = made(KEYS)
+    mine = SequenceRecord(1, LAYOUT)
+    assert mine.open(keys, 0).request.keys == KEYS
+    mine = record(blocks=8)
+    mine.known_keys = 0
+    assert mine.publish(3, keys).request.keys == KEYS[: 3 * 32]
+
+
+def test_what_is_not_bytes_is_no_key() -> None:
+    for keys in ("k" * 32, [1, 2, 3], None, np.zeros((4, 64), np.uint8)[:, :32]):
+        with pytest.raises(InvalidRequest, match=r"keys are bytes, 32 for each block, such as BlockHasher\.keys"):
+            SequenceRecord(1, LAYOUT).open(keys, 0)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cachesvc_client.errors import PoolExhausted, StockEmpty
+from cachesvc_client.errors import InvalidRequest, PoolExhausted, StockEmpty
 from cachesvc_client.layouts.families import gqa_windowed
 from cachesvc_client.records.stock import Stock, stock_targets
 
@@ -48,9 +48,9 @@ def test_targets_are_one_for_all_groups_or_one_for_each() -> None:
     assert stock_targets([1, 2], BOTH) == [1, 2]
     for given in (3, [3], [3, 3]):
         assert stock_targets(given, ALONE) == [3, 3], "the markers may be left out"
-    with pytest.raises(ValueError, match="each of 2 groups"):
+    with pytest.raises(InvalidRequest, match="each of 2 groups"):
         stock_targets([1], BOTH)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(InvalidRequest, match="negative"):
         Stock([-1])
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(InvalidRequest, match="at least 1"):
         filled().take(0, 0)

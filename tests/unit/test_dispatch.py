@@ -15,9 +15,10 @@ from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.dispatch import INTERNAL
+from cachesvc.service.repeats import MOST_RETRIES
 from cachesvc.service.watch import CallWatch
 from tests.unit.dispatch_rig import Desk, turns
-from tests.unit.ledger_rig import chain, one_group, rig_of
+from tests.unit.ledger_rig import chain, one_group, rig_of, serve
 from tests.unit.peers_rig import shared
 
 
@@ -84,6 +85,33 @@ async def test_a_call_that_waits_for_room_to_wait_is_refused_and_has_changed_not
         assert (await first).code == "CONFLICT"
 
 
+@pytest.mark.parametrize("end", ["no room to wait", "given up", "answered"])
+async def test_what_is_reserved_for_a_call_that_waits_ends_with_it(end: str) -> None:
+    rig = rig_of(one_group(), device=(4,), host=(8,))
+    pool = rig.place().pools[0]
+    async with Desk(rig, waiting=1) as desk:
+        lease = desk.lease()
+        if end == "no room to wait":
+            desk.admission.take(Kind.WAITS, Holder("somebody", None))
+        serve(rig, lease, 1, "abc")
+        desk.ask(desk.cache.match, match(lease, 2, ""))
+        served = desk.ask(desk.cache.allocate, allocate(lease, 2, 3))
+        [drain] = rig.mover.transfers
+        if end == "no room to wait":
+            assert served.code == "LIMIT"
+            assert pool.reserved == 0, "kept for nobody"
+        else:
+            assert pool.reserved == 1
+        if end == "given up":
+            served.cancel()  # before it has had a turn
+            await turns()
+            assert pool.reserved == 0
+        await desk.land(drain)
+        if end == "answered":
+            assert isinstance(await served, cache_pb2.AllocateResponse)
+        assert pool.reserved == 0
+
+
 async def test_a_retry_of_a_call_under_way_waits_for_its_answer() -> None:
     async with Desk() as desk:
         lease = desk.lease()
@@ -105,6 +133,24 @@ async def test_a_retry_of_a_call_under_way_waits_for_its_answer() -> None:
         assert isinstance(await first, cache_pb2.AllocateResponse)
         assert await first == await again
         assert len(desk.pages(lease, 1)) == 3
+
+
+async def test_a_retry_is_not_refused_for_load_or_rate_because_what_it_asks_for_may_be_done() -> None:
+    rig = rig_of(one_group(), device=(16,), host=(32,))
+    quota = Quota(calls_per_second=4)
+    async with Desk(rig, waiting=1, quotas=Quotas(rig.core, lambda _: quota)) as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        ticket = desk.swap_out(lease, 1)
+        first = desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=10))
+        again = [desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=10)) for _ in range(MOST_RETRIES)]
+        assert all(isinstance(each, asyncio.Future) for each in (first, *again))
+        one_more = desk.ask(desk.cache.allocate, allocate(lease, 1, 3, request_id=10))
+        assert (one_more.code, "request 10" in one_more.message) == ("LIMIT", True), "all that, there is an end to it"
+        assert desk.ask(desk.cache.match, match(lease, 2, "c")).code == "QUOTA_EXCEEDED"
+        await desk.land(ticket)
+        assert {(await each).code for each in (first, *again)} == {"CONFLICT"}
+        assert desk.admission.waits.held == 0
 
 
 async def test_a_retry_of_a_call_that_was_given_up_is_told_so_and_then_starts_anew() -> None:

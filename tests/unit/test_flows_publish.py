@@ -13,12 +13,12 @@ from cachesvc.flows.release import release
 from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import (
+    Conflict,
     InvalidRequest,
     LeaseLost,
     LimitExceeded,
     NotFound,
     NotOwned,
-    StateConflict,
     Unavailable,
 )
 from cachesvc.model.keys import KEY_BYTES
@@ -49,10 +49,10 @@ def test_a_published_prefix_is_hit_in_place(rig: Rig) -> None:
 def test_a_publish_comes_in_turn_and_once(rig: Rig) -> None:
     lease = rig.lease()
     open_with(rig, lease, 1, "abc")
-    with pytest.raises(StateConflict, match="comes next"):
+    with pytest.raises(Conflict, match="comes next"):
         rig.run(publish, lease, 1, 1, b"", 1)
     rig.run(publish, lease, 1, 0, b"", 2)
-    with pytest.raises(StateConflict, match="sealed already"):
+    with pytest.raises(Conflict, match="sealed already"):
         rig.run(publish, lease, 1, 0, b"", 2)
     with pytest.raises(NotOwned, match="allocate first"):
         rig.run(publish, lease, 1, 2, chain(*"abcd")[2 * KEY_BYTES :], 2)
@@ -153,7 +153,7 @@ def test_a_stock_page_of_an_older_generation_is_refused(rig: Rig) -> None:
 def test_requests_that_cannot_be(rig: Rig) -> None:
     lease = rig.lease()
     open_with(rig, lease, 1, "ab")
-    with pytest.raises(StateConflict, match="open already"):
+    with pytest.raises(Conflict, match="open already"):
         rig.run(match, lease, 1, b"", 0)
     with pytest.raises(InvalidRequest, match="at least"):
         rig.run(allocate, lease, 1, 1)

@@ -14,7 +14,7 @@ from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.model.answers import GroupCells, Wait
-from cachesvc.model.errors import InvalidRequest, LeaseLost, NotFound, NotOwned, PoolExhausted, StateConflict
+from cachesvc.model.errors import Conflict, InvalidRequest, LeaseLost, NotFound, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
@@ -67,10 +67,10 @@ def test_nothing_works_on_what_is_swapped_out() -> None:
         lambda: rig.run(swap_out, a, 1),
     ]
     for call in calls:
-        with pytest.raises(StateConflict, match="swapped out"):
+        with pytest.raises(Conflict, match="swapped out"):
             call()
     rig.run(swap_in, a, 1)
-    with pytest.raises(StateConflict, match="being swapped"):
+    with pytest.raises(Conflict, match="being swapped"):
         rig.once(swap_in, a, 1)
 
 
@@ -81,7 +81,7 @@ def test_a_failed_swap_out_leaves_the_sequence_in_place() -> None:
     assert rig.host.pools[0].free == 8
     assert rig.free() == [4]
     assert rig.run(publish, a, 1, 2, b"", 2).sealed_blocks == 4
-    with pytest.raises(StateConflict, match="on the device"):
+    with pytest.raises(Conflict, match="on the device"):
         rig.run(swap_in, a, 1)
 
 
@@ -153,7 +153,7 @@ def test_a_hit_that_is_not_allocated_yet_cannot_be_swapped() -> None:
     serve(rig, rig.lease("b"), 1, "stuvwxyz")
     rig.settle()
     assert rig.run(match, a, 2, chain(*"ab"), 0).host_blocks == 2
-    with pytest.raises(StateConflict, match="not allocated"):
+    with pytest.raises(Conflict, match="not allocated"):
         rig.run(swap_out, a, 2)
     rig.run(release, a, 2)
 

@@ -223,7 +223,7 @@ def test_a_bad_value_is_named(name: str, changes: dict[str, Any], words: str) ->
         ("llama-3.1-8b", {"tensor_parallel": 3}, "8 kv heads do not divide over 3 ranks"),
         ("ernie-4.5-21b-a3b", {"tensor_parallel": 8}, "4 kv heads do not divide over 8 ranks"),
         ("llama-3.1-8b", {"mtp": True}, "no num_nextn_predict_layers: it names no MTP layers; leave mtp out"),
-        ("llama-3.1-8b", {"kv_dtype": "int4"}, "unknown dtype 'int4'; known are auto, bf16"),
+        ("llama-3.1-8b", {"kv_dtype": "int4"}, "unknown dtype 'int4'; known are uint8"),
         ("llama-3.1-8b", {"scale_dtype": "fp32"}, "scales of float32 belong to values of one byte"),
         ("deepseek-v3", {"scale_dtype": "fp32"}, "latents have no scales of their own"),
         ("deepseek-v3.2", {"scale_dtype": "fp32"}, "latents have no scales of their own"),
@@ -239,3 +239,45 @@ def test_a_wish_that_cannot_be_is_refused(name: str, wish: dict[str, Any], words
 def test_a_model_of_many_layers_is_refused_and_not_built() -> None:
     with pytest.raises(LayoutRejected, match=r"layers must be 1\.\.4096, got 1000000"):
         layout_of_config(config_of("llama-3.1-8b", num_hidden_layers=1_000_000), block_tokens=64)
+
+
+PLAIN = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
+    "use_sliding_window": False,
+    "sliding_window": 131072,
+    "max_window_layers": 28,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_model_type_that_is_not_known_can_be_taken_for_plain_attention_by_its_callers_word() -> None:
+    with pytest.raises(UnknownModelType, match=r"unknown model_type 'qwen2'.*assume='gqa'"):
+        layout_of_config(PLAIN, block_tokens=64)
+    expected = gqa(layers=28, kv_heads=4, head_dim=128, block_tokens=64, tensor_parallel=2)
+    assert layout_of_config(PLAIN, block_tokens=64, tensor_parallel=2, assume="gqa") == expected
+    alone = without(PLAIN, "sliding_window") | {"model_type": None}
+    assert layout_of_config(alone, block_tokens=64, tensor_parallel=2, assume="gqa") == expected
+    known = config_of("deepseek-v3")
+    assert layout_of_config(known, block_tokens=64, assume="gqa") == layout_of_config(known, block_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"use_sliding_window": True}, "sliding_window is 131072.*gqa_windowed"),
+        ({"layer_types": ["sliding_attention"] * 28}, "gqa_windowed"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 14}, "layer_types"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank is 512, but must be absent"),
+        ({"text_config": {"num_hidden_layers": 28}}, "text_config"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+    ],
+)
+def test_what_a_configuration_says_against_it_is_believed(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(LayoutRejected, match=match):
+        layout_of_config(PLAIN | change, block_tokens=64, assume="gqa")
+    with pytest.raises(LayoutRejected, match="assume is 'mla'"):
+        layout_of_config(PLAIN, block_tokens=64, assume="mla")

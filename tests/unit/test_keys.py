@@ -7,11 +7,12 @@ import struct
 
 import numpy as np
 import pytest
+from cachesvc_client.keys import MAX_KIND_BYTES, BlockHasher, ExtraKey, block_keys, extras_for_block
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import KEY_BYTES, BlockHasher, ExtraKey, block_keys, extras_for_block, namespace_of
+from cachesvc.model.keys import KEY_BYTES, namespace_of
 
 NAMESPACE = namespace_of("m", b"f" * 32, b"salt")
 TOKENS = list(range(1, 9))
@@ -131,6 +132,80 @@ def test_each_block_gets_the_images_that_overlap_it(gaps: list[tuple[int, int]],
         assert found == [e.digest for e in extras if e.start_token < end and e.end_token > start]
 
 
+def test_an_image_and_an_adapter_on_one_block_are_both_in_its_key() -> None:
+    image, adapter = ExtraKey(1, 3, b"img"), ExtraKey.of_prompt("adapter", b"lora-7")
+    both = block_keys(NAMESPACE, TOKENS, 4, (adapter, image))
+    assert both == block_keys(NAMESPACE, TOKENS, 4, (image, adapter)), "in whatever order they are given"
+    others = [
+        (),
+        (image,),
+        (adapter,),
+        (image, ExtraKey.of_prompt("adapter", b"lora-8")),
+        (image, ExtraKey.of_prompt("tenant", b"lora-7")),
+        (ExtraKey(1, 3, b"dog"), adapter),
+        (ExtraKey(1, 3, b"img", "picture"), adapter),
+    ]
+    keys = [both, *(block_keys(NAMESPACE, TOKENS, 4, extras) for extras in others)]
+    for block in range(2):
+        seen = [key[block * KEY_BYTES : (block + 1) * KEY_BYTES] for key in keys]
+        assert len(set(seen)) == len(seen)
+
+
+def test_named_kinds_follow_the_nameless_one_in_the_order_of_their_names() -> None:
+    """Frozen like the digests: another order would make stored blocks unreachable."""
+    extras = (ExtraKey.of_prompt("b", b"x"), ExtraKey(0, 9, b"yy", "a"), ExtraKey(0, 2, b"i"), ExtraKey(3, 4, b"jj"))
+    tail = (
+        struct.pack("<II", 2, 1) + b"i" + struct.pack("<I", 2) + b"jj"
+        + struct.pack("<I", 1) + b"a" + struct.pack("<II", 1, 2) + b"yy"
+        + struct.pack("<I", 1) + b"b" + struct.pack("<II", 1, 1) + b"x"
+    )  # fmt: skip
+    body = NAMESPACE + struct.pack("<I4I", 4, *TOKENS[:4]) + tail
+    expected = hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
+    assert block_keys(NAMESPACE, TOKENS[:4], 4, extras) == expected
+    only_named = (
+        body[: -len(tail)] + struct.pack("<I", 0) + struct.pack("<I", 1) + b"b" + struct.pack("<II", 1, 1) + b"x"
+    )
+    expected = hashlib.blake2b(only_named, digest_size=32, person=b"kv-block").digest()
+    assert block_keys(NAMESPACE, TOKENS[:4], 4, extras[:1]) == expected
+
+
+def test_a_named_kind_counts_where_it_lies_and_an_adapter_for_all_that_is_still_computed() -> None:
+    plain, spans = BlockHasher(NAMESPACE, 2), BlockHasher(NAMESPACE, 2, (ExtraKey(2, 3, b"img", "image"),))
+    adapted = BlockHasher(NAMESPACE, 2, (ExtraKey.of_prompt("adapter", b"lora-7"),))
+    for hasher in (plain, spans, adapted):
+        for token in TOKENS:
+            hasher.extend([token])
+    assert plain.key(0) == spans.key(0)
+    assert len({plain.key(1), spans.key(1), adapted.key(1)}) == 3
+    body = adapted.key(2) + struct.pack("<I2I", 2, *TOKENS[6:]) + struct.pack("<I", 0)
+    body += struct.pack("<I", 7) + b"adapter" + struct.pack("<II", 1, 6) + b"lora-7"
+    assert adapted.key(3) == hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 9), st.integers(1, 5)), max_size=8))
+def test_kinds_are_independent_of_each_other(spans: list[tuple[str, int, int]]) -> None:
+    extras: list[ExtraKey] = []
+    for number, (kind, start, length) in enumerate(spans):
+        extra = ExtraKey(start, start + length, str(number).encode(), kind)
+        if all(e.kind != kind or e.end_token <= start or extra.end_token <= e.start_token for e in extras):
+            extras.append(extra)
+    keys, parent = block_keys(NAMESPACE, list(range(15)), 3, extras), NAMESPACE
+    for block in range(5):
+        start, end = 3 * block, 3 * block + 3
+        tail = b""
+        for kind in ("", "a", "b"):
+            mine = sorted(e for e in extras if e.kind == kind and e.start_token < end and e.end_token > start)
+            if kind and mine:
+                tail += struct.pack("<I", len(kind)) + kind.encode()
+            if not kind or mine:
+                tail += struct.pack("<I", len(mine)) + b"".join(
+                    struct.pack("<I", len(e.digest)) + e.digest for e in mine
+                )
+        body = parent + struct.pack("<I3I", 3, *range(start, end)) + tail
+        parent = hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
+        assert keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] == parent
+
+
 @pytest.mark.parametrize(
     ("namespace", "block_tokens", "extras"),
     [
@@ -140,6 +215,8 @@ def test_each_block_gets_the_images_that_overlap_it(gaps: list[tuple[int, int]],
         (NAMESPACE, 4, (ExtraKey(-1, 3, b""),)),
         (NAMESPACE, 4, (ExtraKey(0, 3, b"x" * 5000),)),
         (NAMESPACE, 4, (ExtraKey(0, 3, b"a"), ExtraKey(2, 5, b"b"))),
+        (NAMESPACE, 4, (ExtraKey(0, 3, b"a", "k"), ExtraKey.of_prompt("k", b"b"))),
+        (NAMESPACE, 4, (ExtraKey(0, 3, b"a", "k" * (MAX_KIND_BYTES + 1)),)),
     ],
 )
 def test_what_cannot_be_hashed(namespace: bytes, block_tokens: int, extras: tuple[ExtraKey, ...]) -> None:

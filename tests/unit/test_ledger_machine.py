@@ -25,7 +25,7 @@ from cachesvc.flows.release import release
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, LoadFailed, PoolExhausted, StateConflict
+from cachesvc.model.errors import CacheError, Conflict, LoadFailed, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.ledger_rig import BLOCK_TOKENS, Rig, chain, one_group, rig_of, windowed
@@ -102,7 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
         except PoolExhausted:
             assert self.snapshot() == before, "a refusal evicts nothing"
             return None
-        except (LoadFailed, StateConflict) as error:
+        except (LoadFailed, Conflict) as error:
             assert self.snapshot() == before
             return error
         return answer

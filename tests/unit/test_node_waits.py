@@ -12,8 +12,8 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.call import resolve
 from cachesvc.flows.core import Limits
 from cachesvc.model.answers import Matched, Wait
-from cachesvc.model.errors import Unavailable
-from cachesvc.service.node import DeadlinePassed, Node
+from cachesvc.model.errors import DeadlineExceeded, Unavailable
+from cachesvc.service.node import Node
 from cachesvc.service.rpc.operations import MATCH, PREFETCH
 from tests.unit.ledger_rig import Rig, chain
 from tests.unit.peers_rig import shared
@@ -74,7 +74,7 @@ def test_a_flow_that_cannot_do_without_is_told_the_deadline() -> None:
     rig, _, b = shared("abcd")
     waits = match_flow(rig, b)()
     assert isinstance(waits, Wait)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(DeadlineExceeded):
         on_node(rig, 0.01, lambda node: see_out(node, lambda: Wait(waits.tickets)))
     rig.settle()
 
@@ -89,7 +89,7 @@ def test_a_prefetch_answers_with_the_load_that_it_began() -> None:
 
 def test_tickets_that_end_without_helping_do_not_keep_a_call_forever() -> None:
     """A daemon that stopped in the midst of an allocate ran its flow again and again, and never ended."""
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(DeadlineExceeded):
         on_node(shared("abcd")[0], 0.05, lambda node: see_out(node, lambda: Wait((1,))))
 
 

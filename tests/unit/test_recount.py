@@ -16,7 +16,8 @@ from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
 from cachesvc.questions.dump import Columns
-from cachesvc.questions.query import Ranking, Tree, block_lines, find_keys, tree_lines
+from cachesvc.questions.query import Ranking, Tree, block_lines, one_key, tree_lines
+from cachesvc.questions.steps import answer_at_once
 from cachesvc.questions.verify import verify_at_once
 from tests.conservation import audit
 from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
@@ -192,6 +193,16 @@ def miscount_pins(rig: Rig) -> None:
     rig.place().counts.pinned -= 1
 
 
+def reserve_for_nobody(rig: Rig) -> None:
+    rig.place().pools[0].reserved += 1
+
+
+def forget_who_fills(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    rig.host.filling.clear()
+
+
 DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (lose_a_child, "3 children counted, 2 there"),
     (sink_too_deep, "depth 7"),
@@ -226,6 +237,8 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (count_children_here, "1 children counted, 2 there"),
     (miscount_states, "blocks are READY"),
     (miscount_pins, "blocks are pinned"),
+    (reserve_for_nobody, "1 pages are counted reserved, 0 are"),
+    (forget_who_fills, "but None is known"),
 )
 
 
@@ -244,7 +257,7 @@ def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
     rig = busy()
     index = rig.model.blocks.index
     taken = Columns(rig.model)
-    tree = Tree(rig.core, 1, b"")
+    tree = Tree(rig.model, b"")
     known = dict(index.rows)
     lease = rig.lease("b")
     for turn in range(12):
@@ -261,16 +274,16 @@ def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
 
 def test_a_tree_counts_what_is_below_and_puts_the_biggest_first() -> None:
     rig = busy()
-    rows, truncated = Tree(rig.core, 1, b"").nodes(8, 100)
-    lines = tree_lines(rig.core, 1, rows)
+    rows, truncated = Tree(rig.model, b"").nodes(8, 100)
+    lines = tree_lines(rig.model, rows)
     assert not truncated
     assert [(line.depth, line.descendants) for line in lines] == [(0, 4), (1, 2), (2, 1), (3, 0), (1, 0)]
-    cut, is_cut = Tree(rig.core, 1, b"").nodes(2, 100)
+    cut, is_cut = Tree(rig.model, b"").nodes(2, 100)
     assert (len(cut), is_cut) == (3, True)
-    below, _ = Tree(rig.core, 1, chain("a", "b")[-KEY_BYTES:]).nodes(8, 100)
+    below, _ = Tree(rig.model, chain("a", "b")[-KEY_BYTES:]).nodes(8, 100)
     assert len(below) == 3
     with pytest.raises(NotFound, match="it is not resident"):
-        Tree(rig.core, 1, b"n" * KEY_BYTES)
+        Tree(rig.model, b"n" * KEY_BYTES)
 
 
 def test_rankings_are_those_of_a_plain_sort() -> None:
@@ -283,17 +296,17 @@ def test_rankings_are_those_of_a_plain_sort() -> None:
     recent = sorted(every, key=lambda r: (-index.stamp[r], -index.depth[r]))
     hot = sorted((r for r in every if index.hits[r]), key=lambda r: (-index.hits[r], -index.stamp[r], -index.depth[r]))
     for count in (1, 3, 100):
-        assert Ranking(rig.core, 1, by_hits=False).first(count) == recent[:count]
-        assert Ranking(rig.core, 1, by_hits=True).first(count) == hot[:count]
-    assert block_lines(rig.core, 1, hot)[0].hits == index.hits[hot[0]]
+        assert Ranking(rig.model, by_hits=False).first(count) == recent[:count]
+        assert Ranking(rig.model, by_hits=True).first(count) == hot[:count]
+    assert block_lines(rig.model, hot)[0].hits == index.hits[hot[0]]
 
 
 def test_keys_are_found_by_digits_or_the_search_says_why_not() -> None:
     rig = busy()
     key = chain("a", "b")[-KEY_BYTES:]
 
-    def search(digits: str) -> bytes | None:
-        return list(find_keys(rig.core, 1, digits))[-1]
+    def search(digits: str) -> bytes:
+        return answer_at_once(one_key(rig.model, digits))
 
     for digits in (key.hex(), key.hex()[:9], f" {key.hex()[:8].upper()} "):
         assert search(digits) == key

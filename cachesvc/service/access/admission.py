@@ -1,14 +1,15 @@
 """How many calls at a time: by what they are, in all, and for each process and tenant.
 
 * **LIFE**: a heartbeat, Close, Detach, Release. They keep a lease or give memory back, and end in one turn of the event
-  loop. Never refused for load or for a rate.
+  loop. Never refused for load or for a rate. Nor is a retry, whatever it asks: what it asks for may have been done, and
+  a refusal says that nothing was.
 * **WORK**: all else while it is carried out. What is answered within its turn of the loop is never beside another call:
   it has to find room and takes none. What goes on for several turns holds a place.
 * **WAITS**: what waits for transfers, or for the first answer to its request_id. It costs memory and no time, so it is
   counted apart, and a call that begins to wait gives its place among WORK back.
 
-A process is known by the lease that a call names (whoever opened it), else by its life-socket token, else by its
-connection. What one process or tenant has under way never keeps another one out, as long as it stays below its share.
+A process is known by the lease that a call names (the process that opened it), else by its life-socket token, else by
+its connection. What one process or tenant has under way keeps no other one out that stays below its share.
 """
 
 from __future__ import annotations
@@ -156,10 +157,12 @@ class Admission:
                 raise QuotaExceeded(meter.tenant, "calls_in_flight", meter.in_flight + 1, most, "send fewer at a time")
             meter.admit(now)
 
-    def take(self, kind: Kind, holder: Holder) -> Place:
-        """A place for a call that is not answered in this turn of the loop. Raises LimitExceeded."""
+    def take(self, kind: Kind, holder: Holder, *, is_admitted: bool = False) -> Place:
+        """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not where it is admitted:
+        room was found for it, or it is a retry and waits for a call that has a place."""
         places = self.waits if kind is Kind.WAITS else self.work
-        places.require(holder)
+        if not is_admitted:
+            places.require(holder)
         places.count(holder, 1)
         if holder.meter is not None:
             holder.meter.in_flight += 1

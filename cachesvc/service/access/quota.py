@@ -7,16 +7,16 @@ tenant, so what a tenant holds is what its pools count, and nothing has to be ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn
 
-from cachesvc.flows.budget import Budget, pool_device_bytes, pool_host_bytes
+from cachesvc.flows.budget import Budget
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
-from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
 from cachesvc.model.sizes import parse_size
-from cachesvc.model.words import PageState
+from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
+from cachesvc.questions.view import View
 
 _SIZES = ("device_bytes", "host_bytes")
 
@@ -130,6 +130,14 @@ class Meter:
         return QuotaExceeded(self.tenant, what, None, limit, f"try again in {seconds:.3f} s")
 
 
+class TenantLine(NamedTuple):
+    """What a tenant holds and may hold, by the quotas' names; ``limits`` has those that are set."""
+
+    tenant: str
+    used: dict[str, int]
+    limits: dict[str, int]
+
+
 class Quotas:
     """The quotas of all tenants against what the ledger holds. ``of(tenant)`` may answer anew after a reload, as may
     ``tenants()``, who are configured."""
@@ -150,14 +158,6 @@ class Quotas:
             meter.use(quota)
         return meter
 
-    def quota_of(self, tenant: str) -> Quota:
-        """A tenant's quota now."""
-        return self._of(tenant)
-
-    def tenants(self) -> set[str]:
-        """Tenants that are configured."""
-        return set(self._tenants())
-
     def budget(self, tenant: str) -> Budget:
         """What its pools may take."""
         quota = self._of(tenant)
@@ -166,7 +166,7 @@ class Quotas:
     def check_open(self, tenant: str) -> None:
         """Before a lease is opened. Raises QuotaExceeded."""
         quota = self._of(tenant)
-        if quota.leases and len(held := self._leases(tenant)) >= quota.leases:
+        if quota.leases and len(held := leases_of(self._core, tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
 
     def require_sequence(self, call: Call) -> None:
@@ -176,7 +176,7 @@ class Quotas:
         if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
             self._refuse(tenant, "lease_sequences", len(lease.sequences) + 1, quota.lease_sequences, "release some")
         if quota.sequences:
-            count = sum(len(each.sequences) for each in self._leases(tenant))
+            count = sum(len(each.sequences) for each in leases_of(self._core, tenant))
             if count >= quota.sequences:
                 self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
 
@@ -201,7 +201,7 @@ class Quotas:
             return targets
         left = sum(targets)
         if quota.private_pages:
-            left = min(left, quota.private_pages - self._private(tenant))
+            left = min(left, quota.private_pages - private_pages_of(self._core, tenant))
         if quota.lease_private_pages:
             left = min(left, quota.lease_private_pages - private_pages(lease))
         capped = []
@@ -218,7 +218,7 @@ class Quotas:
         quota = self._of(tenant)
         if not more or not (quota.private_pages or quota.lease_private_pages):
             return
-        now = self._private(tenant)
+        now = private_pages_of(self._core, tenant)
         if quota.private_pages and now + more > quota.private_pages:
             self._refuse(tenant, "private_pages", now + more, quota.private_pages, "publish or release some")
         if quota.lease_private_pages and now + more > quota.lease_private_pages:
@@ -230,37 +230,15 @@ class Quotas:
         self.meter(tenant).refused += 1
         raise QuotaExceeded(tenant, what, got, limit, hint)
 
-    def _leases(self, tenant: str) -> list[Lease]:
-        ledger = self._core.ledger
-        return [lease for lease in ledger.leases.values() if ledger.models[lease.model].tenant == tenant]
-
-    def _private(self, tenant: str) -> int:
-        return sum(
-            pool.counts[state]
-            for model in self._core.ledger.models.values()
-            if model.tenant == tenant
-            for replica in model.replicas
-            for pool in replica.place.pools
-            for state in (PageState.PRIVATE, PageState.QUARANTINED)
-        )
-
-    def use(self, tenant: str) -> dict[str, int]:
-        """What a tenant holds now, by the quotas' names."""
-        models = [model for model in self._core.ledger.models.values() if model.tenant == tenant]
-        leases = self._leases(tenant)
-        return {
-            "device_bytes": sum(pool_device_bytes(model) for model in models),
-            "host_bytes": sum(pool_host_bytes(model) for model in models),
-            "models": len(models),
-            "leases": len(leases),
-            "sequences": sum(len(lease.sequences) for lease in leases),
-            "private_pages": self._private(tenant),
-            "calls_in_flight": self.meter(tenant).in_flight,
-            "refused": self.meter(tenant).refused,
-        }
-
-
-def private_pages(lease: Lease) -> int:
-    """Pages that a lease holds for itself: its sequences' own, its stock, its quarantine."""
-    own = sum(len(pages) for sequence in lease.sequences.values() for pages in sequence.own)
-    return own + sum(map(len, lease.stock)) + len(lease.quarantine)
+    def lines(self, view: View) -> list[TenantLine]:
+        """Every tenant of the view that has models or is configured."""
+        names = {model.tenant for model in view.models()} | set(filter(view.sight.covers, self._tenants()))
+        return [
+            TenantLine(
+                name,
+                usage(self._core, name) | {"calls_in_flight": meter.in_flight, "refused": meter.refused},
+                {what: limit for what, limit in asdict(self._of(name)).items() if limit},
+            )
+            for name in sorted(names)
+            for meter in (self.meter(name),)
+        ]

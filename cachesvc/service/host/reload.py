@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from cachesvc.memory.seam import Backend
-from cachesvc.model.errors import CacheError, InvalidRequest, StateConflict
+from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
 from cachesvc.service.access.admission import Admission
@@ -25,6 +25,12 @@ class BoundedSteps(Protocol):
     operations_per_step: int
 
 
+class BoundedDrain(Protocol):
+    """What holds the limit of a drain."""
+
+    drain_seconds: float
+
+
 class Change(NamedTuple):
     """One setting, as text."""
 
@@ -35,22 +41,24 @@ class Change(NamedTuple):
 
 class Reloader:
     """``reread`` gives every setting as the file and the flags have it now; None: there is no file. ``live``: what may
-    change, and how to apply it: these calls may not fail. ``current`` is kept up to date."""
+    change, and how to apply it: these calls may not fail. ``current``, and as text ``shown``, are kept up to date."""
 
     def __init__(
         self,
         current: dict[str, Any],
+        shown: dict[str, str],
         reread: Callable[[], Mapping[str, Any]] | None,
         live: Mapping[str, Callable[[Any], None]],
     ) -> None:
         self._current = current
+        self._shown = shown
         self._reread = reread
         self._live = live
 
     def reload(self) -> list[Change]:
         """Apply what the file says now; what was changed. Logged, whatever comes of it.
 
-        Raises InvalidRequest (no file, or one that cannot be) and StateConflict (settings that need a restart, by
+        Raises InvalidRequest (no file, or one that cannot be) and Conflict (settings that need a restart, by
         name); nothing is changed then.
         """
         try:
@@ -76,16 +84,17 @@ class Reloader:
         fixed = [name for name in different if name not in self._live]
         if fixed:
             said = ", ".join(f"{name} ({self._current[name]} -> {wanted[name]})" for name in fixed)
-            raise StateConflict(f"{said} cannot change while the daemon runs; nothing was changed: restart it, or undo")
+            raise Conflict(f"{said} cannot change while the daemon runs; nothing was changed: restart it, or undo")
         changes = [Change(name, str(self._current[name]), str(wanted[name])) for name in different]
         for name in different:
             self._live[name](wanted[name])
             self._current[name] = wanted[name]
+            self._shown[name] = str(wanted[name])
         return changes
 
 
 def live_settings(
-    node: Node, admission: Admission, cache: BoundedSteps, backend: Backend
+    node: Node, admission: Admission, cache: BoundedSteps, backend: Backend, drain: BoundedDrain
 ) -> dict[str, Callable[[Any], None]]:
     """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""
     core = node.core
@@ -106,5 +115,5 @@ def live_settings(
         "waiting_calls": partial(setattr, admission.waits, "limit"),
         "waiting_calls_per_process": partial(setattr, admission.waits, "each"),
         "log_level": lambda value: logging.getLogger().setLevel(value.upper()),
-        "drain_seconds": lambda _: None,  # the daemon's own: read when it ends
+        "drain_seconds": partial(setattr, drain, "drain_seconds"),
     }

@@ -13,10 +13,11 @@ from kvcache.v1.cache_pb2 import OperationError
 from cachesvc.flows.transfers import expedite, ticket_view
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
+from cachesvc.questions.owned import own_ticket
 from cachesvc.service.access.admission import Kind, Place
-from cachesvc.service.access.owners import own_ticket
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import INTERNAL, Ask, Method
+from cachesvc.service.node import end_wait
 from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.service.rpc.operations import (
     ALLOCATE,
@@ -121,7 +122,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         async def wait_out(_: Place) -> R:
             return operation.reply(await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask)))
 
-        return self._dispatcher.later(ask, Kind.WAITS, wait_out)
+        try:
+            later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
+        except LimitExceeded:
+            end_wait(wait)
+            raise
+        later.add_done_callback(lambda _: end_wait(wait))  # where it was given up before its first turn
+        return later
 
     def _wait_tickets(
         self, ask: Ask, request: cache_pb2.WaitTicketsRequest
@@ -129,10 +136,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         node = self._dispatcher.node
         if len(request.tickets) > MAX_WAITED_TICKETS:
             raise LimitExceeded("tickets to wait for", len(request.tickets), MAX_WAITED_TICKETS)
-        tickets = [own_ticket(node.core, ask.who, ticket) for ticket in request.tickets]
+        tickets = [own_ticket(node.core, ask.who.acts_for, ticket) for ticket in request.tickets]
 
         def running() -> list[int]:
-            return [ticket.id for ticket in tickets if node.core.ledger.tickets.is_running(ticket.id)]
+            return node.running(ticket.id for ticket in tickets)
 
         def answer() -> cache_pb2.WaitTicketsResponse:
             return cache_pb2.WaitTicketsResponse(tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in tickets])

@@ -67,7 +67,7 @@ class Edge:
     def _process(self, context: Context) -> CallerKey:
         """Who calls: a process that the life socket knows, else whatever is at the other end of the connection."""
         _, token = credentials_of(context.invocation_metadata())
-        return token if token in self.dispatcher.node.core.ledger.processes else context.peer()
+        return token if self.dispatcher.node.knows(token) else context.peer()
 
 
 async def refuse(context: Context, error: CacheError) -> NoReturn:

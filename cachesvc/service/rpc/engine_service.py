@@ -13,8 +13,8 @@ from cachesvc.flows.models import Registered, RegisterRequest
 from cachesvc.flows.sizing import PoolRequest
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
+from cachesvc.questions.owned import require_no_others
 from cachesvc.service.access.admission import Kind, Place
-from cachesvc.service.access.owners import require_no_others
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Method
 from cachesvc.service.host.device_health import require_working
@@ -24,21 +24,17 @@ from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
-    """Register, Attach, Detach."""
+    """Register, Attach, Detach. ``registrar``: closes before the memory does."""
 
     def __init__(self, edge: Edge, backend: Backend, quotas: Quotas | None = None) -> None:
         self._edge = edge
         self._node = edge.dispatcher.node
         self._backend = backend
         self._quotas = quotas
-        self._registrar = Registrar(self._node)
+        self.registrar = Registrar(self._node)
         self.register = Method("EngineService/Register", self._register)
         self.attach = Method("EngineService/Attach", self._attach, Kind.WORK, lambda m: m.lease_id)
         self.detach = Method("EngineService/Detach", self._detach, Kind.LIFE, lambda m: m.lease_id)
-
-    async def close(self) -> None:
-        """Let the registration that has begun end; further ones are refused."""
-        await self._registrar.close()
 
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
         return await self._edge.answer(self.register, request, context)
@@ -65,12 +61,12 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
             self._budget(ask.who.acts_for),
         )
-        found = self._registrar.find(asked)
+        found = self.registrar.find(asked)
         if found is not None:
             return self._registered(found)
 
         async def make(_: Place) -> engine_pb2.RegisterResponse:
-            return self._registered(await self._registrar.register(asked))
+            return self._registered(await self.registrar.register(asked))
 
         return self._edge.dispatcher.later(ask, Kind.WAITS, make)
 

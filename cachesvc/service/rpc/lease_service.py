@@ -9,8 +9,9 @@ from kvcache.v1 import lease_pb2, lease_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.leases import close_lease, open_lease, pause_write_backs
+from cachesvc.questions.owned import require_model, require_no_others
 from cachesvc.service.access.admission import Kind
-from cachesvc.service.access.owners import is_of_another_epoch, require_model, require_no_others
+from cachesvc.service.access.owners import is_of_another_epoch, shown_id
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Method
 from cachesvc.service.rpc.edge import Context, Edge, end_with
@@ -51,7 +52,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
 
     def _open(self, ask: Ask, request: lease_pb2.OpenRequest) -> lease_pb2.OpenResponse:
         node = self._node
-        require_model(node.core, ask.who, request.model_id, request.namespace)
+        require_model(node.core, ask.who.acts_for, request.model_id, request.namespace)
         if self._quotas is not None:
             self._quotas.check_open(ask.who.acts_for)
         lease = node.run_of(
@@ -65,7 +66,9 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             request.request_id,
             node.now(),
         )
-        events.event("lease_opened", lease=lease.id, engine=lease.engine, model=lease.model, replica=lease.replica)
+        events.event(
+            "lease_opened", lease=shown_id(lease.id), engine=lease.engine, model=lease.model, replica=lease.replica
+        )
         return lease_pb2.OpenResponse(
             lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
         )
@@ -76,7 +79,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         if request.pause_write_backs_ms:
             milliseconds = request.pause_write_backs_ms
             node.run_call(self._dispatcher.resolve(ask), lambda core, call: pause_write_backs(core, call, milliseconds))
-        draining = node.core.ledger.draining
+        draining = node.view().is_draining
         return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)
 
     def _close(self, ask: Ask, request: lease_pb2.CloseRequest) -> lease_pb2.CloseResponse:
@@ -86,5 +89,5 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             return lease_pb2.CloseResponse()
         model = 0 if ask.lease is None else ask.lease.model
         node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced)
-        events.event("lease_closed", lease=lease_id, quiesced=request.quiesced)
+        events.event("lease_closed", lease=shown_id(lease_id), quiesced=request.quiesced)
         return lease_pb2.CloseResponse()

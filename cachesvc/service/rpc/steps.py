@@ -23,10 +23,10 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.call import Call
 from cachesvc.flows.stock import check_stock, refill_stock
 from cachesvc.model.answers import GroupCells, Wait
-from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Unavailable
+from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.dispatch import INTERNAL, Ask, refusal
-from cachesvc.service.node import DeadlinePassed
+from cachesvc.service.node import end_wait
 from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
@@ -77,7 +77,7 @@ class StepRun:
             check_stock(self._dispatcher.node.core, call.lease, tuple(self._request.stock_pages))
         self._take_turn(call)
         if self._next < len(self._operations):
-            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on)
+            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
         if self._parked:
             try:
                 return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
@@ -168,8 +168,7 @@ class StepRun:
         for parked, behind in self._parked:
             waiting: Parked | None = parked
             while waiting is not None:
-                if waiting.wait.reserved is not None:
-                    waiting.wait.reserved.release()
+                end_wait(waiting.wait)
                 self._refuse(waiting.number, waiting.operation.name, why)
                 waiting = self._run_behind(behind)
         self._parked.clear()
@@ -227,13 +226,12 @@ def _sequence_of(message: cache_pb2.StepOperation) -> int | None:
 
 
 def _without_waiting(run: Callable[[], Any], answer: Wait) -> Any:
-    """Run again what can do without its transfers. Raises DeadlinePassed for what cannot."""
+    """Run again what can do without its transfers. Raises DeadlineExceeded for what cannot."""
     outcome: Any = answer
     while isinstance(outcome, Wait):
-        if outcome.reserved is not None:
-            outcome.reserved.release()
+        end_wait(outcome)
         if outcome.seconds is None:
-            raise DeadlinePassed(
+            raise DeadlineExceeded(
                 "the operation has to wait for transfers, and its step does not; they go on: ask again"
             )
         outcome = run()

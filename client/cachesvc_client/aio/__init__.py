@@ -1,4 +1,8 @@
-"""The client for engines that run on an event loop: the same calls as ``cachesvc_client``, awaited."""
+"""The client for engines that run on an event loop: the same calls as ``cachesvc_client``, awaited.
+
+What is asked in which order, and what a failure means, is written here once, as coroutines over a ``Port``. On an event
+loop they are awaited as they are; the blocking client drives each to its end on a port that blocks (``wire.blocking``).
+"""
 
 from cachesvc_client.aio.client import AsyncCacheClient
 from cachesvc_client.aio.events import AsyncEventSubscriber

@@ -1,66 +1,70 @@
-"""The awaited twin of ``cachesvc_client.client.CacheClient``: one event loop, the same calls, values and errors."""
+"""The way in for an engine: connect to the node's daemon, register a model, open leases, and come back after a loss."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.layout import Layout
-from cachesvc_client.aio.connection import AsyncConnection
-from cachesvc_client.aio.lease import AsyncLease
-from cachesvc_client.errors import (
-    AlreadyClosed,
-    CacheClientError,
-    Conflict,
-    DaemonUnavailable,
-    LeaseLost,
-    NotFound,
-)
+from cachesvc_client.aio.attaching import attach_pool
+from cachesvc_client.aio.lease import AsyncLease, open_lease
+from cachesvc_client.aio.opening import Opening
+from cachesvc_client.aio.port import AsyncPort
+from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost, NotFound
+from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.registration import Registration
 from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.wire.credentials import credentials_from
+from cachesvc_client.wire.connection import Connection
+from cachesvc_client.wire.credentials import Credentials, credentials_from
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import build_register, parse_registration
 from cachesvc_client.wire.methods import CLOSE, REGISTER
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.port import INTERRUPTS, Port
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket
+
+DEFAULT_TIMEOUTS = Timeouts()
+DEFAULT_RETRIES = Retries()
+DEFAULT_OPTIONS = ChannelOptions()
 
 log = logging.getLogger(__name__)
 
 
-class AsyncCacheClient:
-    """A client for one event loop; as ``CacheClient``. Made and used on the loop."""
+class ClientCalls:
+    """What a client does, on any port. ``make_port``: one for each connection; ``connecting``: only one at a time."""
 
     def __init__(
         self,
-        socket_path: str,
-        *,
-        timeouts: Timeouts | None = None,
-        retries: Retries | None = None,
-        options: ChannelOptions | None = None,
-        engine: str = "engine",
-        make_channel: AsyncChannelMaker = open_async_channel,
-        token: str | None = None,
-        token_file: str | None = None,
+        socket_path: str | None,
+        engine: str,
+        timeouts: Timeouts,
+        retries: Retries,
+        credentials: Credentials,
+        make_port: Callable[[], Port],
+        connecting: AbstractAsyncContextManager[None],
     ) -> None:
-        self.socket_path = socket_path
+        self.socket_path = default_socket() if socket_path is None else socket_path
         self.engine = engine
-        self._timeouts = timeouts if timeouts is not None else Timeouts()
-        self._retries = retries if retries is not None else Retries()
-        self._options = options if options is not None else ChannelOptions()
-        self._make_channel = make_channel
-        self._credentials = credentials_from(token, token_file)
-        self._connection: AsyncConnection | None = None
+        self._timeouts = timeouts
+        self._retries = retries
+        self._credentials = credentials
+        self._make_port = make_port
+        self._connecting = connecting
+        self._maker = Maker()
+        self._connection: Connection | None = None
         self._is_closed = False
         self._registered: dict[tuple[int, int], tuple[engine_pb2.RegisterRequest, Layout]] = {}
         self._leases: list[AsyncLease] = []
+        self._pools: list[AttachedPool] = []
         self._on_lost: list[Callable[[], None]] = []
         self._open_ids = itertools.count(1)
-        self._connecting = asyncio.Lock()
 
     @property
     def connected(self) -> bool:
@@ -69,11 +73,11 @@ class AsyncCacheClient:
 
     @property
     def epoch(self) -> int:
-        """As ``CacheClient.epoch``."""
+        """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
         return self._require_connection().life.epoch
 
-    async def connect(self) -> AsyncCacheClient:
-        """As ``CacheClient.connect``."""
+    async def connect(self) -> ClientCalls:
+        """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
         async with self._connecting:
             self._require_open()
             if not self.connected:
@@ -81,7 +85,8 @@ class AsyncCacheClient:
         return self
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` on the loop whenever the daemon goes."""
+        """Call ``callback()`` whenever the daemon goes, from the thread that notices it or on the loop: it must not
+        block."""
         self._on_lost.append(callback)
 
     async def register(
@@ -96,7 +101,14 @@ class AsyncCacheClient:
         host_pages: Seq[int] | None = None,
         host_share: float | None = None,
     ) -> Registration:
-        """As ``CacheClient.register``."""
+        """Make or find the pools of a model.
+
+        ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
+        rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
+        may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
+        pools that are there already stay as they are. Raises PoolExhausted with the numbers, InvalidRequest,
+        LimitExceeded, DaemonUnavailable, DeadlineExceeded.
+        """
         request = build_register(
             model,
             layout,
@@ -109,45 +121,72 @@ class AsyncCacheClient:
         )
         return await self._register(request, layout)
 
-    async def open_lease(self, registration: Registration) -> AsyncLease:
-        """As ``CacheClient.open_lease``."""
-        lease = AsyncLease(self._require_connection(), registration, self.engine, next(self._open_ids))
-        await lease.start()
-        self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
-        return lease
+    def open_lease(self, registration: Registration) -> Opening[AsyncLease]:
+        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
+        return Opening(self._open_lease(registration))
+
+    def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> Opening[AttachedPool]:
+        """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
+        return Opening(self._attach(registration, lease_id, rank))
 
     async def reconnect(self) -> tuple[AsyncLease, ...]:
-        """As ``CacheClient.reconnect``."""
+        """Connect anew after the daemon went; register again, and open a lease for each that was open, in that order.
+
+        Returns the new leases; the old ones and all made under them stay lost, and the engine recomputes what it had
+        there. Close the old ones once no kernel uses their pages: where only the connection broke, the daemon keeps
+        these back until then. Attach again under the new ones. Pools of the old ones still hold their GPU memory: close
+        them first, or the new daemon has no room for its own. Raises DaemonUnavailable (not back yet), PoolExhausted
+        (it came back smaller), and what ``register`` raises; call it again then.
+
+        While the daemon is there, it returns the leases that live, as they are: one that drains serves them until it
+        goes, which ``on_lost`` and ``wait_lost`` tell.
+        """
         async with self._connecting:
             self._require_open()
             if self.connected:
-                raise Conflict("the daemon is connected; there is nothing to come back from")
+                return tuple(lease for lease in self._leases if not lease.is_lost and not lease.record.is_closed)
             lost = [lease for lease in self._leases if not lease.record.is_closed]
             registered = dict(self._registered)
             before, connection = self._connection, await self._new_connection()
             self._connection, self._leases, self._registered = connection, [], {}
             try:
                 renewed = {key: await self._register(*wish) for key, wish in registered.items()}
-                opened = tuple([await self.open_lease(renewed[lease.registration.key]) for lease in lost])
-            except (CacheClientError, asyncio.CancelledError):
+                opened = tuple([await self._open_lease(renewed[lease.registration.key]) for lease in lost])
+            except (CacheClientError, *INTERRUPTS):
                 self._connection, self._leases, self._registered = before, lost, registered
                 await connection.close()
                 raise
             if before is not None and before.life.epoch == connection.life.epoch:
-                await _carry_over(before, connection, lost)
+                await carry_over(before, connection, lost)
             return opened
 
+    async def wait_lost(self, timeout_s: float | None = None) -> bool:
+        """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
+        if self._connection is None:
+            raise DaemonUnavailable("not connected; connect() first")
+        return await self._connection.port.wait_end(timeout_s)
+
     async def close(self, *, quiesced: bool | None = None) -> None:
-        """As ``CacheClient.close``."""
+        """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent. Raises UsedAfterFork.
+
+        Words that a stream still waits for stay mapped, and the loss of the daemon is still answered for them: close
+        their pool again (``AttachedPool.close``) once the stream is synchronised.
+        """
+        self._maker.check()
         if self._is_closed:
             return
         self._is_closed = True
-        for lease in self._leases:
+        for lease in list(self._leases):
             await lease.close(quiesced=quiesced)
-        if self._connection is not None:
-            await self._connection.close()
+        connection = self._connection
+        if connection is None:
+            return
+        for pool in self._pools:
+            if quiesced is not False or not pool.is_on_gpu:
+                await connection.port.in_thread(pool.close)
+        await connection.close()
 
-    async def __aenter__(self) -> AsyncCacheClient:
+    async def __aenter__(self) -> ClientCalls:
         return await self.connect()
 
     async def __aexit__(
@@ -155,35 +194,46 @@ class AsyncCacheClient:
     ) -> None:
         await self.close(quiesced=None if kind is None else False)
 
+    async def _open_lease(self, registration: Registration) -> AsyncLease:
+        lease = await open_lease(self._require_connection(), registration, self.engine, next(self._open_ids))
+        self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
+        return lease
+
+    async def _attach(self, registration: Registration, lease_id: str, rank: int) -> AttachedPool:
+        pool = await attach_pool(self._require_connection(), registration, lease_id, rank)
+        self._pools.append(pool)
+        return pool
+
     async def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         answer = await self._require_connection().ask(REGISTER, request, self._timeouts.register_s)
         registration = parse_registration(answer, layout)
         self._registered[registration.key] = (request, layout)
         return registration
 
-    async def _new_connection(self) -> AsyncConnection:
-        connection = AsyncConnection(
+    async def _new_connection(self) -> Connection:
+        connection = Connection(
             self.socket_path,
+            self._make_port(),
             timeouts=self._timeouts,
             retries=self._retries,
-            options=self._options,
-            make_channel=self._make_channel,
             on_lost=self._lose,
             credentials=self._credentials,
         )
+        started = time.monotonic()
         await connection.start()
+        log.info("connected path=%s seconds=%.3f", self.socket_path, time.monotonic() - started)
         return connection
 
     def _require_open(self) -> None:
+        self._maker.check()
         if self._is_closed:
             raise AlreadyClosed("this client was closed; make another one")
 
-    def _require_connection(self) -> AsyncConnection:
+    def _require_connection(self) -> Connection:
         self._require_open()
         if self._connection is None:
             raise DaemonUnavailable("not connected; connect() first")
-        if self._connection.lost.is_set():
-            raise self._connection.gone()
+        self._connection.check()
         return self._connection
 
     def _lose(self) -> None:
@@ -191,11 +241,50 @@ class AsyncCacheClient:
             callback()
 
 
-async def _carry_over(before: AsyncConnection, connection: AsyncConnection, lost: Seq[AsyncLease]) -> None:
-    """As the blocking client's."""
+class AsyncCacheClient(ClientCalls):
+    """A client of the daemon behind ``socket_path``; left out, that of CACHESVC_SOCKET, else
+    /run/cachesvc/cachesvc.sock. ``engine`` is the name that operators see.
+
+    Made and used on one event loop. Once the daemon goes, every call raises DaemonUnavailable at once, until
+    ``reconnect``. A process that forks must connect after the fork: in the child every use raises UsedAfterFork.
+
+    ``token``, or ``token_file`` (read again when the daemon refuses what it held), else CACHESVC_TOKEN or
+    CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | None = None,
+        *,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        retries: Retries = DEFAULT_RETRIES,
+        options: ChannelOptions = DEFAULT_OPTIONS,
+        engine: str = "engine",
+        make_channel: AsyncChannelMaker = open_async_channel,
+        token: str | None = None,
+        token_file: str | None = None,
+    ) -> None:
+        credentials = credentials_from(token, token_file)
+
+        def make_port() -> AsyncPort:
+            return AsyncPort(make_channel, options)
+
+        super().__init__(socket_path, engine, timeouts, retries, credentials, make_port, asyncio.Lock())
+
+    async def connect(self) -> AsyncCacheClient:
+        """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
+        await super().connect()
+        return self
+
+    async def __aenter__(self) -> AsyncCacheClient:
+        return await self.connect()
+
+
+async def carry_over(before: Connection, connection: Connection, lost: Seq[AsyncLease]) -> None:
+    """The same daemon was found again: tell it which leases were closed meanwhile, and let the others' ends be told."""
     for lease in lost:
-        lease.move(connection)
-    untold = connection.untold = before.untold
+        lease.calls.move(connection)
+    untold = connection.untold = before.untold  # one list: a close that fails only now is told the next time
     while untold:
         try:
             await connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)

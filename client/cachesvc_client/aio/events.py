@@ -1,4 +1,4 @@
-"""The awaited twin of ``cachesvc_client.events``."""
+"""Follow the blocks of a model on an event loop, as ``cachesvc_client.events`` does on a thread."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ import grpc
 import grpc.aio
 from kvcache.v1 import event_pb2
 
-from cachesvc_client.aio.connection import is_cancelled
+from cachesvc_client.aio.port import is_cancelled
 from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.events import DEFAULT_OPTIONS, subscription
 from cachesvc_client.records.event_batch import Batch, parse_batch
 from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.methods import SUBSCRIBE
-from cachesvc_client.wire.settings import ChannelOptions
+from cachesvc_client.wire.settings import ChannelOptions, default_socket
 
 
 class AsyncEventSubscriber:
-    """Subscriptions to the model of ``namespace``, on the running loop. As ``EventSubscriber``, tokens too."""
+    """Subscriptions to the model of ``namespace``, on the running loop; ``close`` ends them.
+
+    ``socket_path`` None: that of CACHESVC_SOCKET, else /run/cachesvc/cachesvc.sock.
+
+    ``token``, or ``token_file`` (read for each subscription), else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE of the
+    environment: needed where the daemon runs with ``--tokens``, with the scope ``engine`` or ``read-only``.
+    """
 
     def __init__(
         self,
-        socket_path: str,
+        socket_path: str | None,
         namespace: bytes,
         *,
         options: ChannelOptions = DEFAULT_OPTIONS,
@@ -34,7 +41,7 @@ class AsyncEventSubscriber:
         token: str | None = None,
         token_file: str | None = None,
     ) -> None:
-        self._path = socket_path
+        self._path = default_socket() if socket_path is None else socket_path
         self._namespace = namespace
         self._options = options
         self._make_channel = make_channel
@@ -42,11 +49,16 @@ class AsyncEventSubscriber:
         self._used: Metadata = ()
         self._channel: grpc.aio.Channel | None = None
         self._is_closed = False
+        self._maker = Maker()
 
     async def subscribe(
         self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None
     ) -> AsyncIterator[Batch]:
-        """One subscription, as ``EventSubscriber.subscribe``."""
+        """One subscription, as ``subscription`` says; ends quietly only at ``close``.
+
+        Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
+        LimitExceeded, DaemonUnavailable, Unauthenticated, PermissionDenied.
+        """
         request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
         call = self._open(request)
         if call is None:
@@ -76,7 +88,8 @@ class AsyncEventSubscriber:
                     raise
 
     async def close(self) -> None:
-        """End all subscriptions. Idempotent."""
+        """End all subscriptions. Idempotent. Raises UsedAfterFork."""
+        self._maker.check()
         self._is_closed = True
         if self._channel is not None:
             await self._channel.close()
@@ -90,6 +103,7 @@ class AsyncEventSubscriber:
         await self.close()
 
     def _open(self, request: event_pb2.SubscribeRequest) -> Any:
+        self._maker.check()
         if self._is_closed:
             return None
         self._used = self._credentials.metadata()

@@ -1,115 +1,127 @@
-"""The awaited twin of ``cachesvc_client.sequence.Sequence``, over the same record and the same operations."""
+"""Handles of sequences on an event loop: what a request holds in the cache, from Match to release."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
+from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.errors import DaemonUnavailable, LeaseLost
-from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.lease_record import LATER, LeaseRecord
+from cachesvc_client.keys import PackedKeys
+from cachesvc_client.records.lease_record import LATER
 from cachesvc_client.records.losses import lost_tokens
 from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.sequence import SequenceView
+from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.methods import Operation
+from cachesvc_client.wire.port import INTERRUPTS
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-class AsyncSequenceLease(Protocol):
-    """What a sequence needs of its lease."""
-
-    @property
-    def record(self) -> LeaseRecord:
-        """What is known of the lease."""
-
-    @property
-    def pools(self) -> tuple[AttachedPool, ...]:
-        """The pools that it attached in this process."""
-
-    @property
-    def is_lost(self) -> bool:
-        """True once it is over for the daemon, or the daemon is gone."""
-
-    async def settle(self, record: SequenceRecord) -> None:
-        """Learn what became of a call whose answer never came."""
-
-    async def flush(self) -> None:
-        """Tell the daemon of growth from stock."""
-
-    async def run(self, operation: Operation[T]) -> T:
-        """Send an operation and take in its answer."""
-
-    async def wait_tickets(self, tickets: tuple[int, ...], timeout_s: float | None = None) -> tuple[TicketView, ...]:
-        """Wait for transfers to end."""
-
-
 class AsyncSequence(SequenceView):
-    """An open sequence; one task uses it at a time. Effects, answers and errors are those of ``Sequence``."""
+    """An open sequence. Every call may raise LeaseLost, DaemonUnavailable, DeadlineExceeded and AlreadyClosed.
 
-    def __init__(self, record: SequenceRecord, lease: AsyncSequenceLease) -> None:
+    One task uses it at a time. After a DeadlineExceeded, or a call that was cancelled, the next call first asks again,
+    under the same request_id, what became of the last one.
+    """
+
+    def __init__(self, record: SequenceRecord, calls: LeaseCalls) -> None:
         super().__init__(record)
-        self._lease = lease
+        self._calls = calls
 
     async def allocate(self, blocks: int) -> Allocated:
-        """As ``Sequence.allocate``."""
+        """Make the block tables ``blocks`` long, all or nothing; blocks of the hit on the host start to load.
+
+        ``loading_blocks`` of the answer says how many of the new blocks are loads; the rest is fresh and this
+        sequence's alone. Raises PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
+        """
         return await self._run(lambda: self.record.allocate(blocks))
 
-    async def publish(self, upto_blocks: int, keys: bytes = b"") -> Published:
-        """As ``Sequence.publish``."""
+    async def publish(self, upto_blocks: int, keys: PackedKeys = b"") -> Published:
+        """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.
+
+        ``keys``: packed keys of the sequence from its root on (``BlockHasher.keys``), at least up to there; leave them
+        out for blocks whose keys Match was told. Where a key was sealed before, the table gets that page, and the
+        sequence's own page becomes a spare, which ``recycle`` gives back once no launch under way uses it. ``pending``
+        in the answer: publish the rest later. Raises Conflict, NotOwned (allocate first), LoadFailed, InvalidRequest.
+        """
         return await self._run(lambda: self.record.publish(upto_blocks, keys))
 
     async def recycle(self, computed_tokens: int, *, launch: int | None = None) -> Recycled:
-        """As ``Sequence.recycle``."""
+        """Give back spares, and what no window needs once ``computed_tokens`` tokens are computed and verified.
+
+        The pages may be another's at once, so launches under way (``lease.launch``) are waited for: a later call gives
+        back what this one held. ``launch``: the one whose end makes the tokens computed (left out: the newest). Without
+        launches, call it when no kernel that still uses the pages runs or will. Raises InvalidRequest, NotFound.
+        """
         return await self._run(lambda: self.record.recycle(computed_tokens, launch))
 
     def grow_from_stock(self, blocks: int = 1) -> None:
-        """As ``Sequence.grow_from_stock``: no round trip, so nothing to await."""
-        self.grow(self._lease.record, blocks)
+        """Add ``blocks`` private blocks to the tables without a round trip; the next step tells the daemon.
+
+        Raises StockEmpty (nothing is taken: allocate instead), Conflict (an allocate is under way), InvalidRequest (no
+        step stream with a stock).
+        """
+        self.grow(self._calls.record, blocks)
 
     async def swap_out(self, *, launch: int | None = None) -> Swapped:
-        """As ``Sequence.swap_out``."""
+        """Start to take the sequence off the device; its pages must stay as they are until the tickets are done.
+
+        ``launch``: the last that used the sequence (left out: the newest). Raises PoolExhausted (no room on the host),
+        Conflict (that launch is not complete, or a swap runs), InvalidRequest (it never was).
+        """
         return await self._run(lambda: self.record.swap_out(launch))
 
     async def swap_in(self) -> Swapped:
-        """As ``Sequence.swap_in``."""
+        """Start to bring the sequence back; ``tables`` are new, and ``tickets`` are what to wait for.
+
+        Raises PoolExhausted, Conflict (on the device already, or still on its way out).
+        """
         return await self._run(self.record.swap_in)
 
     async def wait_loaded(self, timeout_s: float | None = None) -> None:
-        """As ``Sequence.wait_loaded``."""
+        """Wait until all of ``tickets`` are done. Raises LoadFailed, DeadlineExceeded."""
         if self.record.tickets:
-            self.record.end_loads(await self._wait(self.record.tickets, timeout_s))
+            self.record.end_loads(await self._calls.wait_tickets(_ids(self.record.tickets), timeout_s))
 
     def lost_tokens(self) -> range:
-        """As ``Sequence.lost_tokens``: no round trip, so nothing to await."""
-        return lost_tokens(self.record, self._lease.pools, self._lease.is_lost)
+        """Positions of the tokens that this sequence's loads did not bring, because they failed or the daemon went:
+        what is to be computed anew; all of them where it was swapped out at the loss. Empty when all came, and for
+        loads that still run. No round trip."""
+        return lost_tokens(self.record, self._calls.record.pools, self._calls.record.is_lost)
 
     async def wait_swapped(self, timeout_s: float | None = None) -> None:
-        """As ``Sequence.wait_swapped``."""
+        """Wait until the last swap is done. Raises LoadFailed (it is where it was before), DeadlineExceeded."""
         if self.record.swap_tickets:
-            self.record.end_swap(await self._wait(self.record.swap_tickets, timeout_s))
+            self.record.end_swap(await self._calls.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
 
     async def release(self, *, launch: int | None = None) -> int:
-        """As ``Sequence.release``."""
+        """End the sequence: unpin what it shares, free what is its own; device pages that came back.
+
+        No kernel may write its pages any more, but for launches under way up to ``launch``, the last that used it (left
+        out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Raises AlreadyClosed when
+        it was released before, InvalidRequest (no such launch).
+        """
         self.require_no_steps()
+        lease = self._calls.record
         if not self.record.is_released and self.record.end_later(launch):
-            self._lease.record.hold(self.record)
+            lease.hold(self.record)
             return 0
         is_asked_again = self.record.unanswered is not None
         try:
-            await self._lease.settle(self.record)
+            await self._calls.settle(self.record)
             if not (is_asked_again and self.is_released):
-                await self._lease.run(self.record.release(self._lease.record.stock))
-        except (*LATER, asyncio.CancelledError):
-            self._lease.record.orphans.append(self.record)
+                await self._calls.run(self.record.release(lease.stock))
+        except (*LATER, *INTERRUPTS):
+            lease.orphans.append(self.record)
             raise
-        self._lease.record.forget(self.record)
+        lease.forget(self.record)
         return self.record.freed_pages
 
     async def __aenter__(self) -> AsyncSequence:
@@ -125,12 +137,26 @@ class AsyncSequence(SequenceView):
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless sequence=%s why=%s", self.id, gone)
 
-    async def _wait(self, tickets: tuple[TicketView, ...], timeout_s: float | None) -> tuple[TicketView, ...]:
-        return await self._lease.wait_tickets(tuple(ticket.id for ticket in tickets), timeout_s)
+    def __del__(self) -> None:
+        lease = self._calls.record
+        is_cared_for = self.is_released or any(self.record is each for each in lease.orphans)
+        if is_cared_for or lease.is_closed or lease.is_lost or self._calls.connection.maker.is_elsewhere:
+            return
+        warnings.warn(
+            f"sequence {self.id} of lease {lease.id} was dropped without release: it holds its blocks until the lease "
+            "ends; use it in a with block, or release it",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
 
     async def _run(self, build: Callable[[], Operation[T]]) -> T:
         self.require_no_steps()
-        await self._lease.settle(self.record)
+        await self._calls.settle(self.record)
         if self.record.growth:
-            await self._lease.flush()
-        return await self._lease.run(build())
+            await self._calls.flush()
+        return await self._calls.run(build())
+
+
+def _ids(tickets: tuple[TicketView, ...]) -> tuple[int, ...]:
+    return tuple(ticket.id for ticket in tickets)

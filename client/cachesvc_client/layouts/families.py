@@ -3,6 +3,8 @@
 Every function returns a Layout whose planes are listed layer by layer, in the order in which an engine hands them to
 its forward pass (``k, v``, then ``k_scale, v_scale``; ``latent``, then the indexer). Under tensor parallelism heads are
 sharded, rank r holding the global heads ``[r * heads, (r + 1) * heads)``, and latents are the same on every rank.
+
+A dtype is a name, short or long (``"bf16"``, ``"bfloat16"``), or a framework's own (``torch.bfloat16``).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import NamedTuple
 
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.layout import ITEM_BYTES, MAX_PLANES, Layout, Plane, PlaneGroup
+from cachesvc_client.layouts.dtypes import dtype_name
 
 FULL = "full"
 WINDOW = "window"
@@ -74,8 +77,8 @@ def gqa(
     kv_heads: int,
     head_dim: int,
     block_tokens: int,
-    dtype: str = "bfloat16",
-    scale_dtype: str | None = None,
+    dtype: object = "bfloat16",
+    scale_dtype: object = None,
     tensor_parallel: int = 1,
 ) -> Layout:
     """Grouped-query attention: planes ``k`` and ``v`` of ``[kv_heads / tp, block_tokens, head_dim]`` in each layer.
@@ -96,8 +99,8 @@ def gqa_windowed(
     block_tokens: int,
     window_tokens: int,
     sink_tokens: int = 0,
-    dtype: str = "bfloat16",
-    scale_dtype: str | None = None,
+    dtype: object = "bfloat16",
+    scale_dtype: object = None,
     tensor_parallel: int = 1,
 ) -> Layout:
     """GQA where ``window_layers[i]`` says whether layer i attends to the last ``window_tokens`` (and sinks) only."""
@@ -118,8 +121,8 @@ def gqa_head_windows(
     block_tokens: int,
     window_tokens: int,
     sink_tokens: int = 0,
-    dtype: str = "bfloat16",
-    scale_dtype: str | None = None,
+    dtype: object = "bfloat16",
+    scale_dtype: object = None,
     tensor_parallel: int = 1,
 ) -> Layout:
     """GQA where ``window_heads[i][h]`` says whether global kv head h of layer i attends to its window (and sinks) only.
@@ -145,12 +148,12 @@ def mla(
     kv_lora_rank: int,
     rope_dim: int,
     block_tokens: int,
-    dtype: str = "bfloat16",
+    dtype: object = "bfloat16",
     tensor_parallel: int = 1,
 ) -> Layout:
     """Multi-head latent attention: one plane ``latent`` of ``[1, block_tokens, kv_lora_rank + rope_dim]``, the same
     on every rank (DeepSeek-V3: 512 + 64, 73,728 bytes a block of 64 tokens in bf16)."""
-    kinds = (_Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype),)
+    kinds = (_Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype_name(dtype)),)
     planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
     return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
 
@@ -163,7 +166,7 @@ def mla_windowed(
     block_tokens: int,
     window_tokens: int,
     sink_tokens: int = 0,
-    dtype: str = "bfloat16",
+    dtype: object = "bfloat16",
     tensor_parallel: int = 1,
 ) -> Layout:
     """MLA where the layers that ``window_layers`` marks attend to a window (and sinks) and keep packed rows.
@@ -171,7 +174,7 @@ def mla_windowed(
     Their ``latent`` is ``[1, block_tokens, packed_row_bytes]`` of uint8; the other layers are as in ``mla``.
     """
     packed = _packed_rows(kv_lora_rank, rope_dim, block_tokens)
-    plain = _Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype)
+    plain = _Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype_name(dtype))
     planes = [
         plane
         for layer in _layers(len(window_layers))
@@ -328,15 +331,15 @@ def tensor_names(layout: Layout, rank: int, device: int) -> dict[str, Plane]:
     return names
 
 
-def _key_value(heads: int, block_tokens: int, head_dim: int, dtype: str, scale_dtype: str | None) -> tuple[_Kind, ...]:
-    shape = (heads, block_tokens, head_dim)
-    kinds = (_Kind("k", shape, dtype), _Kind("v", shape, dtype))
+def _key_value(heads: int, block_tokens: int, head_dim: int, dtype: object, scale_dtype: object) -> tuple[_Kind, ...]:
+    shape, values = (heads, block_tokens, head_dim), dtype_name(dtype)
+    kinds = (_Kind("k", shape, values), _Kind("v", shape, values))
     if scale_dtype is None:
         return kinds
-    if ITEM_BYTES.get(dtype, 1) != 1:
+    if ITEM_BYTES[values] != 1:
         raise LayoutRejected(f"scales of {scale_dtype} belong to values of one byte, not to {dtype}")
-    scales = (heads, block_tokens)
-    return (*kinds, _Kind("k_scale", scales, scale_dtype), _Kind("v_scale", scales, scale_dtype))
+    scales, scale = (heads, block_tokens), dtype_name(scale_dtype)
+    return (*kinds, _Kind("k_scale", scales, scale), _Kind("v_scale", scales, scale))
 
 
 def _packed_rows(kv_lora_rank: int, rope_dim: int, block_tokens: int) -> _Kind:

@@ -10,8 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.layout import ITEM_BYTES, Layout
+from cachesvc.model.layout import Layout
+from cachesvc_client.layouts.config_keys import (
+    AUTO,
+    ConfigKeyMissing,
+    ConfigKeys,
+    ConfigRejected,
+    ConfigValueRejected,
+    shortened,
+)
+from cachesvc_client.layouts.dtypes import dtype_name
 from cachesvc_client.layouts.families import (
     IndexPage,
     dsa,
@@ -23,17 +31,35 @@ from cachesvc_client.layouts.families import (
     with_draft,
 )
 
-AUTO = "auto"
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"} | {
-    name: name for name in ITEM_BYTES
-}
+__all__ = [
+    "AUTO",
+    "ConfigKeyMissing",
+    "ConfigRejected",
+    "ConfigValueRejected",
+    "HeadWindows",
+    "UnknownModelType",
+    "layout_of_config",
+]
+
+PLAIN_GQA = "gqa"
+NOT_PLAIN = (
+    "kv_lora_rank",
+    "index_head_dim",
+    "num_kv_shared_layers",
+    "full_attention_interval",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "attn_layer_period",
+    "attn_type_list",
+    "mamba_d_state",
+    "ssm_cfg",
+    "window_attn_skip_freq",
+    "attention_chunk_size",
+    "text_config",
+)
+"""Keys by which a configuration says that its layers are not all of one kind, or keep something else."""
 PACKED_DTYPES = (AUTO, "uint8", "float8_e4m3fn")  # of layers whose rows are packed: nothing, or what they are
-MAX_NUMBER = 1 << 20
 WINDOW_TYPES = {"full_attention": False, "sliding_attention": True}
-
-
-class ConfigRejected(LayoutRejected):
-    """The configuration does not describe a layout that can be built."""
 
 
 class UnknownModelType(ConfigRejected):
@@ -43,28 +69,10 @@ class UnknownModelType(ConfigRejected):
         self.model_type = model_type
         self.known = tuple(sorted(READERS))
         super().__init__(
-            f"unknown model_type {_shortened(model_type)}; known are {', '.join(self.known)}; for any other, build the "
-            "layout with a function of cachesvc_client such as gqa or mla"
+            f"unknown model_type {shortened(model_type)}; known are {', '.join(self.known)}; where every layer is "
+            f"plain grouped-query attention say assume={PLAIN_GQA!r}, else build the layout with a function of "
+            "cachesvc_client such as gqa_windowed or mla"
         )
-
-
-class ConfigKeyMissing(ConfigRejected):
-    """A key that the model type needs is not there."""
-
-    def __init__(self, model_type: str, key: str, why: str = "") -> None:
-        super().__init__(f"config of {model_type} has no {key}" + (f": {why}" if why else ""))
-        self.model_type = model_type
-        self.key = key
-
-
-class ConfigValueRejected(ConfigRejected):
-    """A key has a value that cannot be."""
-
-    def __init__(self, model_type: str, key: str, value: object, wanted: str) -> None:
-        super().__init__(f"config of {model_type}: {key} is {_shortened(value)}, but must be {wanted}")
-        self.model_type = model_type
-        self.key = key
-        self.value = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,114 +108,69 @@ def layout_of_config(
     *,
     block_tokens: int,
     tensor_parallel: int = 1,
-    kv_dtype: str = AUTO,
-    scale_dtype: str | None = None,
+    kv_dtype: object = AUTO,
+    scale_dtype: object = None,
     mtp: bool = False,
     index_page: IndexPage = IndexPage.SPLIT,
     heads: HeadWindows | None = None,
+    assume: str | None = None,
 ) -> Layout:
     """The layout of the model that ``config``, the contents of a ``config.json``, describes.
 
     ``kv_dtype``: ``auto`` for the model's own, or another such as ``fp8``; ``scale_dtype`` adds a scale for each head
     and token. ``mtp`` adds the model's next-token-prediction layers in groups of their own. ``heads``: windows head by
-    head, which no configuration tells. Raises UnknownModelType, ConfigKeyMissing, ConfigValueRejected, and
-    LayoutRejected (also their base) for what the layout cannot be.
+    head, which no configuration tells. ``assume="gqa"``: what to take a model for whose type is not known here: every
+    layer plain grouped-query attention, by ``num_hidden_layers``, ``num_key_value_heads`` and ``head_dim``. It is
+    refused where the configuration tells of windows or anything else; whether it tells all is for you to know. Raises
+    UnknownModelType, ConfigKeyMissing, ConfigValueRejected, and LayoutRejected (also their base) for what the layout
+    cannot be.
     """
-    dtype = kv_dtype if kv_dtype == AUTO else _dtype(kv_dtype)
-    scales = None if scale_dtype is None else _dtype(scale_dtype)
+    if assume not in (None, PLAIN_GQA):
+        raise ConfigRejected(f"assume is {assume!r}, but can only be {PLAIN_GQA!r}")
+    dtype = AUTO if kv_dtype == AUTO else dtype_name(kv_dtype)
+    scales = None if scale_dtype is None else dtype_name(scale_dtype)
     wish = _Wish(block_tokens, tensor_parallel, dtype, scales, index_page, heads)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in READERS:
+    reader = READERS.get(model_type) if isinstance(model_type, str) else None
+    if reader is None and assume == PLAIN_GQA:
+        reader = _plain
+    if reader is None:
         raise UnknownModelType(model_type)
-    keys = _Keys(model_type, config)
-    read = READERS[model_type](keys, wish)
+    keys = ConfigKeys(str(model_type), config)
+    read = reader(keys, wish)
     if not mtp:
         return read.target
     drafts = keys.find_number("num_nextn_predict_layers", least=0)
     if not drafts:
-        raise ConfigKeyMissing(model_type, "num_nextn_predict_layers", "it names no MTP layers; leave mtp out")
+        raise ConfigKeyMissing(keys.model_type, "num_nextn_predict_layers", "it names no MTP layers; leave mtp out")
     return with_draft(read.target, read.more_layers(drafts))
 
 
-class _Keys:
-    """The keys of one configuration, checked as they are read. ``null`` is as good as absent."""
-
-    def __init__(self, model_type: str, config: Mapping[str, Any], outer: Mapping[str, Any] | None = None) -> None:
-        self._model_type = model_type
-        self._config = config
-        self._outer = outer or {}
-
-    def inner(self, key: str) -> _Keys:
-        """A configuration inside this one."""
-        value = self._config.get(key)
-        if value is None:
-            raise ConfigKeyMissing(self._model_type, key)
-        if not isinstance(value, Mapping):
-            raise self.rejected(key, value, "an object")
-        return _Keys(self._model_type, value, outer=self._config)
-
-    def find(self, key: str) -> Any:
-        return self._config.get(key)
-
-    def find_number(self, key: str, *, least: int = 1) -> int | None:
-        value = self._config.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_NUMBER:
-            raise self.rejected(key, value, f"a whole number in {least}..{MAX_NUMBER}")
-        return value
-
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self.find_number(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise ConfigKeyMissing(self._model_type, key)
-        return default
-
-    def flags(self, key: str, meaning: Mapping[Any, bool], length: int) -> tuple[bool, ...] | None:
-        """A list of ``length`` values, each translated by ``meaning``; None where it is absent."""
-        values = self._config.get(key)
-        if values is None:
-            return None
-        if not isinstance(values, list | tuple) or len(values) != length:
-            raise self.rejected(key, values, f"a list with one entry for each of {length} layers")
-        for value in values:
-            if not isinstance(value, str | int) or value not in meaning:
-                raise self.rejected(key, value, f"a list of {' and '.join(map(str, meaning))}")
-        return tuple(meaning[value] for value in values)
-
-    def dtype(self, wish: _Wish, default: str | None = None) -> str:
-        """The dtype that the caller wants, or else the model's own."""
-        if wish.kv_dtype != AUTO:
-            return wish.kv_dtype
-        for config in (self._config, self._outer):
-            for key in ("dtype", "torch_dtype"):
-                value = config.get(key)
-                if value is not None:
-                    if not isinstance(value, str) or value not in ITEM_BYTES:
-                        raise self.rejected(key, value, f"one of {', '.join(ITEM_BYTES)}")
-                    return value
-        if default is None:
-            raise ConfigKeyMissing(self._model_type, "dtype", "say what the cache holds by kv_dtype")
-        return default
-
-    def rejected(self, key: str, value: object, wanted: str) -> ConfigValueRejected:
-        return ConfigValueRejected(self._model_type, key, value, wanted)
-
-
-def _llama(keys: _Keys, wish: _Wish) -> _Read:
+def _llama(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Llama 3.1; without ``num_key_value_heads`` every query head has its own."""
     kv_heads = keys.find_number("num_key_value_heads") or keys.number("num_attention_heads")
     return _gqa_layers(keys, wish, kv_heads, _head_dim(keys), ())
 
 
-def _ernie(keys: _Keys, wish: _Wish) -> _Read:
+def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
+    """A model that is not known, of which the caller says that every layer is plain grouped-query attention."""
+    for key in NOT_PLAIN:
+        value = keys.find(key)
+        if value is not None:
+            raise keys.rejected(key, value, f"absent for assume={PLAIN_GQA!r}: these layers are something else")
+    windows = keys.flags("layer_types", WINDOW_TYPES, keys.number("num_hidden_layers")) or ()
+    window_tokens = keys.find("sliding_window")
+    if any(windows) or (window_tokens is not None and keys.find("use_sliding_window") is not False):
+        raise keys.rejected("sliding_window", window_tokens, "off for assume='gqa': use gqa_windowed")
+    return _llama(keys, wish)
+
+
+def _ernie(keys: ConfigKeys, wish: _Wish) -> _Read:
     """ERNIE 4.5, dense and MoE."""
     return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), ())
 
 
-def _qwen3(keys: _Keys, wish: _Wish) -> _Read:
+def _qwen3(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Qwen 3: layers from ``max_window_layers`` on have a window, where ``use_sliding_window`` is on."""
     layers = keys.number("num_hidden_layers")
     windows = keys.flags("layer_types", WINDOW_TYPES, layers)
@@ -217,11 +180,11 @@ def _qwen3(keys: _Keys, wish: _Wish) -> _Read:
     return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows or ())
 
 
-def _gemma3(keys: _Keys, wish: _Wish) -> _Read:
+def _gemma3(keys: ConfigKeys, wish: _Wish) -> _Read:
     return _gemma3_text(keys.inner("text_config"), wish)
 
 
-def _gemma3_text(keys: _Keys, wish: _Wish) -> _Read:
+def _gemma3_text(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Gemma 3: five local layers, then a global one. Defaults are Gemma3TextConfig's: the 4B leaves out the heads."""
     layers = keys.number("num_hidden_layers")
     windows = keys.flags("layer_types", WINDOW_TYPES, layers)
@@ -233,7 +196,7 @@ def _gemma3_text(keys: _Keys, wish: _Wish) -> _Read:
     return _gqa_layers(keys, wish, kv_heads, head_dim, windows, layers=layers, window_tokens=window_tokens)
 
 
-def _gpt_oss(keys: _Keys, wish: _Wish) -> _Read:
+def _gpt_oss(keys: ConfigKeys, wish: _Wish) -> _Read:
     """gpt-oss. Its sinks are learned logits, one a head: no tokens, so nothing of them is cached. Its configs name no
     dtype: the experts are MXFP4, and attention is bfloat16."""
     windows = keys.flags("layer_types", WINDOW_TYPES, keys.number("num_hidden_layers"))
@@ -243,7 +206,7 @@ def _gpt_oss(keys: _Keys, wish: _Wish) -> _Read:
     return _gqa_layers(keys, wish, kv_heads, keys.number("head_dim"), windows, default_dtype="bfloat16")
 
 
-def _deepseek(keys: _Keys, wish: _Wish) -> _Read:
+def _deepseek(keys: ConfigKeys, wish: _Wish) -> _Read:
     """DeepSeek-V3, and what is V3 with an indexer. The indexer is looked for first: a DSA model has a latent too."""
     if keys.find("index_head_dim") is not None:
         return _deepseek_sparse(keys, wish)
@@ -251,7 +214,7 @@ def _deepseek(keys: _Keys, wish: _Wish) -> _Read:
     layers = keys.number("num_hidden_layers")
     latent = {"kv_lora_rank": keys.number("kv_lora_rank"), "rope_dim": keys.number("qk_rope_head_dim")}
     shared = {"block_tokens": wish.block_tokens, "tensor_parallel": wish.tensor_parallel}
-    dtype = keys.dtype(wish)
+    dtype = keys.dtype(wish.kv_dtype)
 
     def full(count: int) -> Layout:
         return mla(layers=count, dtype=dtype, **latent, **shared)
@@ -264,7 +227,7 @@ def _deepseek(keys: _Keys, wish: _Wish) -> _Read:
     return _Read(target, full)
 
 
-def _latent_windows(keys: _Keys, layers: int) -> tuple[bool, ...]:
+def _latent_windows(keys: ConfigKeys, layers: int) -> tuple[bool, ...]:
     """FastDeploy's list: 1 marks a layer with a window; MTP layers may be in it. (Elsewhere a *number* of that name
     means other things.)"""
     key, drafts = "window_attn_skip_freq", keys.find_number("num_nextn_predict_layers", least=0) or 0
@@ -276,7 +239,7 @@ def _latent_windows(keys: _Keys, layers: int) -> tuple[bool, ...]:
     return windows[:layers]
 
 
-def _deepseek_sparse(keys: _Keys, wish: _Wish) -> _Read:
+def _deepseek_sparse(keys: ConfigKeys, wish: _Wish) -> _Read:
     """DeepSeek-V3.2: always packed rows, whatever the model's own dtype."""
     _refuse_scales(wish)
     if wish.kv_dtype not in PACKED_DTYPES:
@@ -299,7 +262,7 @@ def _deepseek_sparse(keys: _Keys, wish: _Wish) -> _Read:
 
 
 def _gqa_layers(
-    keys: _Keys,
+    keys: ConfigKeys,
     wish: _Wish,
     kv_heads: int,
     head_dim: int,
@@ -309,7 +272,7 @@ def _gqa_layers(
     window_tokens: int | None = None,
     default_dtype: str | None = None,
 ) -> _Read:
-    dtype = keys.dtype(wish, default_dtype)
+    dtype = keys.dtype(wish.kv_dtype, default_dtype)
 
     def full(count: int) -> Layout:
         return gqa(
@@ -358,7 +321,7 @@ def _check_heads(heads: HeadWindows, layers: int, kv_heads: int, windows: tuple[
         raise ConfigRejected(f"windows head by head need {layers} layers of {kv_heads} kv heads")
 
 
-def _head_dim(keys: _Keys) -> int:
+def _head_dim(keys: ConfigKeys) -> int:
     found = keys.find_number("head_dim")
     if found is not None:
         return found
@@ -375,18 +338,7 @@ def _refuse_scales(wish: _Wish) -> None:
         raise ConfigRejected("latents have no scales of their own: leave scale_dtype out")
 
 
-def _dtype(name: str) -> str:
-    if name not in DTYPE_NAMES:
-        raise ConfigRejected(f"unknown dtype {_shortened(name)}; known are {AUTO}, {', '.join(DTYPE_NAMES)}")
-    return DTYPE_NAMES[name]
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-READERS: dict[str, Callable[[_Keys, _Wish], _Read]] = {
+READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek_sparse,
     "ernie4_5": _ernie,

@@ -7,6 +7,7 @@ Unmapping is said to the driver and never left to a destructor: the last array m
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from cachesvc_client.memory.device import Device, DevicePlane
 from cachesvc_client.memory.placement import PlaneView
 
 IPC_HANDLE_BYTES = 64
+OWN_REFERENCES = 2
+"""Of an object whose references are counted: the local name, and the argument of the count."""
 
 
 class Owner:
@@ -68,6 +71,12 @@ class DeviceMapping(ABC):
             self._unmap(self._address)
             self._left = None
         return True
+
+    @property
+    def held(self) -> int:
+        """How many planes and arrays of it are there."""
+        owner = None if self._left is None else self._left()
+        return 0 if owner is None else sys.getrefcount(owner) - OWN_REFERENCES
 
     @abstractmethod
     def _map(self, handle: common_pb2.MemoryHandle) -> int: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from kvcache.v1 import common_pb2
 
 from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
-from cachesvc_client.memory.cuda_mapping import FdMemory, IpcMemory
+from cachesvc_client.memory.cuda_mapping import OWN_REFERENCES, FdMemory, IpcMemory
 from cachesvc_client.memory.device import Device
 from cachesvc_client.memory.placement import PlaneView
 
@@ -39,6 +40,10 @@ class Memory(Protocol):
     def close(self) -> bool:
         """Unmap; True when it is unmapped now, False while planes or arrays of it are held. Ask again then."""
 
+    @property
+    def held(self) -> int:
+        """How many arrays or tensors still keep it mapped after ``close``: as many as were made of it, or viewed."""
+
 
 class MappedMemory:
     """A memfd. Arrays made of ``bytes`` keep it mapped for as long as they are held, so they never dangle: NumPy holds
@@ -50,7 +55,8 @@ class MappedMemory:
         self._fetch_fd = fetch_fd
         self._protection = protection
         self._mapping: mmap.mmap | None = None
-        self._left: weakref.ref[mmap.mmap] | None = None
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        self._left: weakref.ref[npt.NDArray[np.uint8]] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -65,6 +71,7 @@ class MappedMemory:
             if there < self._handle.size_bytes:
                 raise DaemonFault(f"a slab of {self._handle.size_bytes} bytes came as a file of {there}")
             self._mapping = mmap.mmap(descriptor, self._handle.size_bytes, prot=self._protection)
+            self._bytes = np.frombuffer(memoryview(self._mapping), np.uint8)
         except OSError as error:
             raise NotSupported(
                 f"this process cannot map {self._handle.size_bytes} bytes of the daemon's memory ({error}); look at "
@@ -76,9 +83,9 @@ class MappedMemory:
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """All of it. Raises AlreadyClosed."""
-        if self._mapping is None:
+        if self._bytes is None:
             raise AlreadyClosed("this memory is not mapped any more; attach again")
-        return np.frombuffer(memoryview(self._mapping), np.uint8)
+        return self._bytes
 
     def plane(self, view: PlaneView) -> npt.NDArray[Any]:
         """A NumPy array over a plane. Raises AlreadyClosed."""
@@ -86,15 +93,16 @@ class MappedMemory:
 
     def close(self) -> bool:
         """Unmap; True when the memory is unmapped now, False while arrays of it are still held: the last one unmaps."""
-        if self._mapping is None:
-            return self._left is None or self._left() is None
-        mapping, self._mapping = self._mapping, None
-        try:
-            mapping.close()
-        except BufferError:
-            self._left = weakref.ref(mapping)
-            return False
-        return True
+        if self._bytes is not None:
+            self._left = weakref.ref(self._bytes)
+            self._bytes = self._mapping = None  # the last array of it unmaps
+        return self._left is None or self._left() is None
+
+    @property
+    def held(self) -> int:
+        """How many arrays of it are there."""
+        array = None if self._left is None else self._left()
+        return 0 if array is None else sys.getrefcount(array) - OWN_REFERENCES
 
 
 def open_device(name: str) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import time
@@ -33,6 +34,7 @@ from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, m
 from cachesvc_client.memory.placement import view_of
 from cachesvc_client.memory.planes import PlaneKey, PoolPlanes
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.life import LifeConnection
 
 WAIT_SLICE_S = 0.1
@@ -86,6 +88,7 @@ class AttachedPool:
         self._waits: StreamWaits | None = None
         self._is_closed = False
         self._is_told = False
+        self._maker = Maker()
 
     def start(self) -> None:
         """Map everything. Raises NotSupported (says what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
@@ -218,21 +221,36 @@ class AttachedPool:
         """Unmap, and tell the daemon: True. Kernels and stream waits that use the pool must have ended.
 
         False while arrays or tensors are held, or a stream may still wait for a load: their memory stays mapped, and
-        the daemon takes this process for a possible writer. Call it again when they are gone. Idempotent.
+        the daemon takes this process for a possible writer. Call it again when they are gone. Idempotent. Raises
+        UsedAfterFork.
         """
+        self._maker.check()
         self._is_closed = True
         if not self._unmap():
+            log.warning("pool_still_mapped rank=%s arrays=%s", self.rank, self.held)
             return False
         if not self._is_told:
             self._is_told = True
             self._detach()
         return True
 
+    @property
+    def held(self) -> int:
+        """How many arrays and tensors, or views of them, keep memory mapped after a ``close`` that said False; where it
+        is 0, a stream may still wait."""
+        return sum(memory.held for memory in self._memories)
+
     def __enter__(self) -> AttachedPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> AttachedPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)  # a driver may take its time
 
     def _wait(self, ticket: TicketView, slot: TimelineSlot, target: int, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -302,6 +320,7 @@ class AttachedPool:
         return plane if self._gpu is None else self._gpu.array(plane)
 
     def _require_open(self) -> None:
+        self._maker.check()
         if self._is_closed or self._words is None:
             raise AlreadyClosed(f"the pool of rank {self.rank} is not attached; attach again")
 

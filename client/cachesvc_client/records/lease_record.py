@@ -1,11 +1,13 @@
-"""What a client knows of one lease: its name, its ids, its stock, and whether it still lives. No I/O."""
+"""What a client knows of one lease: its name, its ids, its stock, its pools, and whether it still lives. No I/O."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from cachesvc_client.errors import (
     CacheClientError,
     DaemonUnavailable,
     DeadlineExceeded,
+    InvalidRequest,
     LeaseLost,
     LimitExceeded,
     NotFound,
@@ -25,6 +28,8 @@ from cachesvc_client.errors import (
     error_of,
     is_refusal,
 )
+from cachesvc_client.keys import PackedKeys, packed
+from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.launches import Launches
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
@@ -49,15 +54,21 @@ LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
 """Why a release may fail that has to be tried again: the daemon may still hold the sequence."""
 
 
+log = logging.getLogger(__name__)
+
+
 class LeaseRecord:
     """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
 
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
-    ``ending``: sequences that were released while launches used them: each goes once those are complete.
+    ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
+    those that it attached in this process. ``daemon_lost`` is set once the daemon has gone.
     """
 
-    def __init__(self, opened: lease_pb2.OpenResponse, registration: Registration) -> None:
+    def __init__(
+        self, opened: lease_pb2.OpenResponse, registration: Registration, daemon_lost: threading.Event
+    ) -> None:
         self.id = opened.lease_id
         self.epoch = opened.epoch
         self.silence_limit_s = opened.silence_limit_ms / 1000
@@ -70,6 +81,9 @@ class LeaseRecord:
         self.is_draining = False
         self.is_closed = False
         self.loss: LeaseLost | DaemonUnavailable | None = None
+        self.pools: list[AttachedPool] = []
+        self._daemon_lost = daemon_lost
+        self._callbacks: list[Callable[[CacheClientError], None]] = []
         self._pause_ms = 0
         self._request_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
@@ -81,25 +95,44 @@ class LeaseRecord:
         """Seconds from one beat to the next."""
         return self.silence_limit_s / BEATS_WITHIN_SILENCE
 
+    @property
+    def is_lost(self) -> bool:
+        """True once the daemon took the lease away, or went away itself before it was closed."""
+        return self.loss is not None or (self._daemon_lost.is_set() and not self.is_closed)
+
     def check(self) -> None:
         """Raises AlreadyClosed, LeaseLost or DaemonUnavailable once the lease is over."""
         if self.is_closed:
             raise AlreadyClosed(f"lease {self.id} was closed; open another one")
         if self.loss is not None:
-            raise type(self.loss)(str(self.loss))
+            raise copy(self.loss)
 
-    def lose(self, error: CacheClientError) -> bool:
-        """Note that the lease is over for the daemon; True for the first to tell."""
+    def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
+        """Call ``callback(error)`` once when the lease is lost; at once if it is."""
         with self._lock:
-            is_first = self.loss is None and not self.is_closed
-            if is_first:
-                self.loss = error if isinstance(error, LeaseLost | DaemonUnavailable) else LeaseLost(str(error))
-        return is_first
+            loss = self.loss
+            if loss is None:
+                self._callbacks.append(callback)
+        if loss is not None:
+            callback(loss)
+
+    def lose(self, error: CacheClientError) -> None:
+        """The lease is over for the daemon: the first to say so tells the callbacks."""
+        with self._lock:
+            if self.loss is not None or self.is_closed:
+                return
+            if not isinstance(error, LeaseLost | DaemonUnavailable):
+                error = LeaseLost.from_message(str(error))
+            self.loss = error
+            callbacks, self._callbacks = self._callbacks, []
+        log.warning("lease_lost lease=%s why=%s", self.id, error)
+        for callback in callbacks:
+            callback(error)
 
     def ask_pause(self, seconds: float) -> None:
-        """The next beat tells the daemon to pause write-backs. Raises ValueError, and what ``check`` raises."""
+        """The next beat tells the daemon to pause write-backs. Raises InvalidRequest, and what ``check`` raises."""
         if not 0 < seconds <= LONGEST_PAUSE_S:
-            raise ValueError(f"write-backs pause for at most {LONGEST_PAUSE_S:g} s at a time, not {seconds:g}")
+            raise InvalidRequest(f"write-backs pause for at most {LONGEST_PAUSE_S:g} s at a time, not {seconds:g}")
         self.check()
         with self._lock:
             self._pause_ms = max(self._pause_ms, math.ceil(seconds * 1000))
@@ -115,20 +148,13 @@ class LeaseRecord:
             pause_ms, self._pause_ms = self._pause_ms, 0
         return lease_pb2.KeepAliveRequest(lease_id=self.id, pause_write_backs_ms=pause_ms)
 
-    def note_beat(self, answer: lease_pb2.KeepAliveResponse) -> CacheClientError | None:
-        """Take in the daemon's answer to a beat; why the lease is over, if it is."""
-        self.is_draining = answer.draining
-        if answer.epoch != self.epoch:
-            return LeaseLost(f"lease {self.id} is of another life of the daemon; open a new one")
-        return None
-
     def judge_silence(self, failure: grpc.RpcError | None, silent_s: float) -> CacheClientError | None:
         """The beats ended ``silent_s`` seconds after the last answer: why the lease is over, or None to try again."""
         error = error_of(failure) if failure is not None else None
         if failure is not None and is_refusal(failure) and isinstance(error, LeaseLost | NotFound):
             return error
         if silent_s > self.silence_limit_s:
-            return LeaseLost(f"lease {self.id}: no beat was answered for {silent_s:.1f} s ({error})")
+            return LeaseLost.from_message(f"lease {self.id}: no beat was answered for {silent_s:.1f} s ({error})")
         return None
 
     def next_request_id(self) -> int:
@@ -148,7 +174,7 @@ class LeaseRecord:
             if sequence_id is None:
                 sequence_id = next(number for number in self._sequence_ids if number not in self._used_ids)
             elif sequence_id < 1:
-                raise ValueError(f"a sequence_id is positive, got {sequence_id}")
+                raise InvalidRequest(f"a sequence_id is positive, got {sequence_id}")
             else:
                 self._used_ids.add(sequence_id)
         return SequenceRecord(sequence_id, self.registration.layout, self.launches)
@@ -195,10 +221,10 @@ class LeaseRecord:
             self.orphans += ended
             return self.orphans.pop() if self.orphans else None
 
-    def prefetch(self, keys: bytes) -> Operation[Prefetched]:
+    def prefetch(self, keys: PackedKeys) -> Operation[Prefetched]:
         """Load a prefix towards the device."""
         self.check()
-        return Operation(PREFETCH, build_prefetch(keys), parse_prefetch, no_action)
+        return Operation(PREFETCH, build_prefetch(bytes(packed(keys))), parse_prefetch, no_action)
 
 
 def list_running(tickets: Iterable[TicketView]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from cachesvc_client.errors import (
     LoadFailed,
     NotFound,
 )
+from cachesvc_client.keys import PackedKeys, packed
 from cachesvc_client.records.launches import GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
@@ -96,17 +98,18 @@ class SequenceRecord:
         """Length of the block tables."""
         return self.tables[0].blocks
 
-    def open(self, keys: bytes, max_blocks: int) -> Operation[SequenceRecord]:
+    def open(self, keys: PackedKeys, max_blocks: int) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
+        told = bytes(packed(keys))
 
         def apply(response: cache_pb2.MatchResponse) -> SequenceRecord:
             self.matched = parse_match(response)
             self.sealed_blocks = self.asked_blocks = self.matched.device_blocks
-            self.known_keys = len(keys) // KEY_BYTES
+            self.known_keys = len(told) // KEY_BYTES
             self._put(self.matched.tables)
             return self
 
-        return self._operation(MATCH, build_match(self.id, keys, max_blocks), apply, self._end)
+        return self._operation(MATCH, build_match(self.id, told, max_blocks), apply, self._end)
 
     def allocate(self, blocks: int) -> Operation[Allocated]:
         """Make the tables ``blocks`` long."""
@@ -131,7 +134,7 @@ class SequenceRecord:
 
         return self._operation(ALLOCATE, build_allocate(self.id, blocks), apply, fail)
 
-    def publish(self, upto_blocks: int, keys: bytes) -> Operation[Published]:
+    def publish(self, upto_blocks: int, keys: PackedKeys) -> Operation[Published]:
         """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
         self._require_usable()
         first = self.asked_blocks
@@ -141,12 +144,13 @@ class SequenceRecord:
             )
         wanted = b""
         if upto_blocks > self.known_keys:
-            if len(keys) < upto_blocks * KEY_BYTES:
+            chain = packed(keys)
+            if len(chain) < upto_blocks * KEY_BYTES:
                 raise InvalidRequest(
                     f"publish up to block {upto_blocks} needs the keys of all {upto_blocks} blocks from the root on; "
-                    f"{len(keys) // KEY_BYTES} were given, and Match was told {self.known_keys}"
+                    f"{len(chain) // KEY_BYTES} were given, and Match was told {self.known_keys}"
                 )
-            wanted = bytes(keys[first * KEY_BYTES : upto_blocks * KEY_BYTES])
+            wanted = bytes(chain[first * KEY_BYTES : upto_blocks * KEY_BYTES])
         self.asked_blocks = upto_blocks
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
@@ -297,7 +301,7 @@ class SequenceRecord:
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released; match again")
         if self.failure is not None:
-            raise type(self.failure)(str(self.failure))
+            raise copy(self.failure)
 
     def _end(self, _: CacheClientError | None = None) -> None:
         self.is_released = True

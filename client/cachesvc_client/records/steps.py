@@ -19,6 +19,7 @@ from cachesvc_client.errors import (
     LimitExceeded,
     error_of,
 )
+from cachesvc_client.keys import PackedKeys
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.wire.methods import HELD, Operation, no_action
@@ -46,7 +47,7 @@ class StepBatch(Generic[H]):
         self._lease = lease
         self._make_handle = make_handle
 
-    def match(self, keys: bytes, *, max_blocks: int = 0, sequence_id: int | None = None) -> int:
+    def match(self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None) -> int:
         """Open a sequence; the result is its handle."""
         operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks)
         take = operation.apply
@@ -57,7 +58,7 @@ class StepBatch(Generic[H]):
         """As ``Sequence.allocate``; the result is an Allocated."""
         return self._add(sequence.record.allocate(blocks))
 
-    def publish(self, sequence: H, upto_blocks: int, keys: bytes = b"") -> int:
+    def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"") -> int:
         """As ``Sequence.publish``; the result is a Published."""
         return self._add(sequence.record.publish(upto_blocks, keys))
 
@@ -81,7 +82,7 @@ class StepBatch(Generic[H]):
         self._lease.growing.pop(record.id, None)
         return self._add(record.release(self._lease.stock))
 
-    def prefetch(self, keys: bytes) -> int:
+    def prefetch(self, keys: PackedKeys) -> int:
         """As ``Lease.prefetch``; the result is a Prefetched."""
         return self._add(self._lease.prefetch(keys))
 
@@ -141,7 +142,9 @@ class StepBook:
         """
         self._lease.check()
         if self.is_full:
-            raise LimitExceeded(f"{len(self.under_way)} steps are under way; collect the results of the first")
+            raise LimitExceeded.from_message(
+                f"{len(self.under_way)} steps are under way; collect the results of the first"
+            )
         asked = batch.operations if batch is not None else []
         told = tuple([(record, record.growth) for record in self._lease.growing.values() if record.growth])
         growth = [record.extend() for record, _ in told]

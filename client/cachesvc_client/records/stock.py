@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.layout import Layout
-from cachesvc_client.errors import StockEmpty
+from cachesvc_client.errors import InvalidRequest, StockEmpty
 
 
 class Stock:
@@ -18,7 +18,7 @@ class Stock:
 
     def __init__(self, targets: Sequence[int]) -> None:
         if any(target < 0 for target in targets):
-            raise ValueError(f"a stock's targets cannot be negative, got {list(targets)}")
+            raise InvalidRequest(f"a stock's targets cannot be negative, got {list(targets)}")
         self.targets = tuple(targets)
         self._pages: list[deque[tuple[int, int]]] = [deque() for _ in targets]
 
@@ -40,9 +40,9 @@ class Stock:
     def take(self, blocks: int, first_block: int) -> tuple[GroupCells, ...]:
         """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, if a group is short."""
         if blocks < 1:
-            raise ValueError(f"take at least 1 block, got {blocks}")
+            raise InvalidRequest(f"take at least 1 block, got {blocks}")
         if self.blocks < blocks:
-            raise StockEmpty(
+            raise StockEmpty.from_message(
                 f"wanted {blocks} blocks of the stock, which has {list(self.pages)} pages by group (targets "
                 f"{list(self.targets)}); allocate, or go on after the next step"
             )
@@ -65,11 +65,11 @@ class Stock:
 
 def stock_targets(stock_pages: int | Sequence[int], layout: Layout) -> list[int]:
     """One target for each group, of one number for all or of one for each; that of a layout's markers, of which a block
-    takes one too, may be left out. Raises ValueError."""
+    takes one too, may be left out. Raises InvalidRequest."""
     groups, own = len(layout.groups), len(layout.own_groups)
     targets = [stock_pages] * groups if isinstance(stock_pages, int) else list(stock_pages)
     if len(targets) == own:
         targets += [max(targets)] * (groups - own)
     if len(targets) != groups:
-        raise ValueError(f"stock_pages needs one number for each of {own} groups, got {len(targets)}")
+        raise InvalidRequest(f"stock_pages needs one number for each of {own} groups, got {len(targets)}")
     return targets

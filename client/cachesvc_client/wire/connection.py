@@ -1,4 +1,4 @@
-"""One life of the daemon as this process sees it: a channel for calls, and the life connection that says when it ends.
+"""One life of the daemon as this process sees it: a port for calls, and the life connection that says when it ends.
 
 A connection never comes back. Reconnecting makes a new one, and everything made under the old one stays lost.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc_client.attachments import Attachments
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable
-from cachesvc_client.wire.attempts import Attempts
-from cachesvc_client.wire.channel import ChannelMaker
+from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, NotFound, error_of
+from cachesvc_client.wire.attachments import Attachments
+from cachesvc_client.wire.attempts import Attempts, is_broken_way
 from cachesvc_client.wire.credentials import Credentials, Proof
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_client.wire.methods import Method, Q, R
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.port import Line, Port
+from cachesvc_client.wire.settings import Retries, Timeouts
 from cachesvc_client.wire.trace import trace_headers
 
 NO_CREDENTIALS = Credentials()
@@ -37,28 +37,24 @@ class Connection:
     def __init__(
         self,
         socket_path: str,
+        port: Port,
         *,
         timeouts: Timeouts,
         retries: Retries,
-        options: ChannelOptions,
-        make_channel: ChannelMaker,
         on_lost: Callable[[], None],
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.socket_path = socket_path
+        self.port = port
         self.timeouts = timeouts
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
         self.attachments = Attachments()
         self.untold: list[lease_pb2.CloseRequest] = []
-        self._options = options
-        self._make_channel = make_channel
-        self._on_lost = on_lost
         self.proof = Proof(credentials)
-        self._channel: grpc.Channel | None = None
-        self._closed = False
-        self._callables: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self.maker = Maker()
+        self._on_lost = on_lost
+        self._is_closed = False
 
     @property
     def lost(self) -> threading.Event:
@@ -70,86 +66,73 @@ class Connection:
         """What the daemon knows this process by."""
         return self.life.process_token
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Connect. Raises DaemonUnavailable."""
-        channel = self._make_channel(self.socket_path, self._options)
-        self._channel = channel
         try:
-            self.life.start()
+            self.port.connect(self.socket_path)
+            await self.port.in_thread(self.life.start)
             self.proof.start(self.life.process_token)
-        except CacheClientError:
-            channel.close()
+        except BaseException:
+            await self.close()
             raise
 
-    def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
+    async def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
         attempts = Attempts(self.retries, time.monotonic() + timeout_s)
         headers = trace_headers()
         while True:
-            call = self._callable(method)
+            self.check()
             used = self.proof.metadata
             try:
-                answer: R = call(
-                    request,
-                    timeout=attempts.left_s(time.monotonic()),
-                    wait_for_ready=False,
-                    metadata=(*headers, *used),
-                )
+                return await self.port.call(method, request, attempts.left_s(time.monotonic()), (*headers, *used))
             except grpc.RpcError as failure:
-                if self.lost.is_set():
-                    raise self.gone() from failure
                 if self.proof.renew(failure, used):
                     continue
+                await self.judge(failure)
                 pause_s = attempts.pause_after(failure, time.monotonic())
-            except ValueError as failure:  # what gRPC says of a channel that was closed meanwhile
-                if self.lost.is_set():
-                    raise self.gone() from failure
-                raise
-            else:
-                return answer
-            self.lost.wait(pause_s)
+            await self.port.wait_end(pause_s)
 
-    def open_stream(self, method: Method[Q, R], requests: Iterator[Q]) -> Any:
-        """A stream both ways: a grpc.Call to iterate over for the answers. Raises DaemonUnavailable."""
-        channel = self._require_channel()
+    def open_line(self, method: Method[Q, R]) -> Line:
+        """A stream both ways. Raises DaemonUnavailable."""
+        self.check()
         try:
-            return channel.stream_stream(
-                method.path,
-                request_serializer=method.request.SerializeToString,
-                response_deserializer=method.response.FromString,
-            )(requests, wait_for_ready=False, metadata=(*trace_headers(), *self.proof.metadata))
-        except ValueError as failure:
+            return self.port.open_line(method, (*trace_headers(), *self.proof.metadata))
+        except grpc.RpcError as failure:
+            raise self.gone() from failure
+
+    def check(self) -> None:
+        """Raises DaemonUnavailable or AlreadyClosed where nothing can be asked here any more."""
+        self.maker.check()
+        if self.lost.is_set():
+            raise self.gone()
+
+    async def judge(self, failure: grpc.RpcError | CacheClientError) -> None:
+        """Raises DaemonUnavailable where a call failed because its daemon has gone, and tells of the loss.
+
+        A daemon that stops lets go of its socket before its end is heard, and the next one does not know what was held
+        of the last: so a way that broke, and a name that is not known, are reason to ask the socket who is there.
+        """
+        if self.lost.is_set():
+            raise self.gone() from failure
+        error = error_of(failure) if isinstance(failure, grpc.RpcError) else failure
+        is_broken = isinstance(failure, grpc.RpcError) and is_broken_way(failure, error)
+        if (is_broken or isinstance(error, NotFound)) and await self.port.in_thread(self.life.is_replaced):
+            self.life.give_up()
             raise self.gone() from failure
 
     def gone(self) -> CacheClientError:
         """Why nothing can be asked here any more."""
-        return AlreadyClosed("the client was closed; connect again") if self._closed else DaemonUnavailable(GONE)
+        return AlreadyClosed("the client was closed; connect again") if self._is_closed else DaemonUnavailable(GONE)
 
-    def close(self) -> None:
-        """End the connection; calls under way fail. Idempotent."""
-        self._closed = True
-        self.life.close()
-        if self._channel is not None:
-            self._channel.close()
-
-    def _callable(self, method: Method[Q, R]) -> Any:
-        channel = self._require_channel()
-        with self._lock:
-            call = self._callables.get(method.path)
-            if call is None:
-                call = self._callables[method.path] = channel.unary_unary(
-                    method.path,
-                    request_serializer=method.request.SerializeToString,
-                    response_deserializer=method.response.FromString,
-                )
-        return call
-
-    def _require_channel(self) -> grpc.Channel:
-        if self._channel is None or self.lost.is_set():
-            raise self.gone()
-        return self._channel
+    async def close(self) -> None:
+        """End the connection; calls under way fail. Idempotent. Raises UsedAfterFork."""
+        self.maker.check()
+        self._is_closed = True
+        await self.port.settle()
+        await self.port.in_thread(self.life.close)
+        await self.port.close()
 
     def _lose(self) -> None:
-        assert self._channel is not None
-        self._channel.close()  # calls under way end now, not at their deadlines
-        self._on_lost()
+        """From the thread that noticed it."""
+        self.port.end_calls()
+        self.port.tell(self._on_lost)

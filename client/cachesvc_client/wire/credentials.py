@@ -15,7 +15,7 @@ import grpc.aio
 
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
 from cachesvc_client.errors import InvalidRequest
-from cachesvc_client.wire.settings import ChannelOptions
+from cachesvc_client.wire.settings import ChannelOptions, default_target
 
 TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
 TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105
@@ -75,8 +75,8 @@ def credentials_from(
     return Credentials(token or "", token_file or "")
 
 
-PATIENT_OPTIONS = ChannelOptions(first_reconnect_ms=5000, longest_reconnect_ms=20_000)
-"""gRPC gives up an attempt to connect after the shortest pause between two: an operator's node may be busy."""
+PATIENT_OPTIONS = ChannelOptions(connect_ms=5000, first_reconnect_ms=5000, longest_reconnect_ms=20_000)
+"""An operator may look from afar, at a node that is busy."""
 
 
 class Proof:
@@ -161,12 +161,17 @@ class _WithMetadata(
         return _Details(*known, details.wait_for_ready, details.compression)
 
 
-def open_remote(address: str, credentials: Credentials, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
+def open_remote(
+    address: str | None = None, credentials: Credentials | None = None, options: ChannelOptions = PATIENT_OPTIONS
+) -> grpc.Channel:
     """A channel for operators and routers that proves itself with every call.
 
-    ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket.
-    Raises InvalidRequest for files that cannot be read.
+    ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket;
+    left out, what CACHESVC_ADDRESS or CACHESVC_SOCKET say. ``credentials`` left out: the environment's token. Raises
+    InvalidRequest for files that cannot be read.
     """
+    address = default_target() if address is None else address
+    credentials = credentials_from(None, None) if credentials is None else credentials
     if address.startswith(("/", ".")):
         channel = grpc.insecure_channel(f"unix:{address}", options=options.as_grpc())
     elif credentials.root_ca or credentials.certificate:

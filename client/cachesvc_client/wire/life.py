@@ -7,12 +7,15 @@ said. Its end is the end of the other side, so one thread reads it for as long a
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
 import socket
 import struct
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 from cachesvc.wire.status import LIFE_GREETING, LIFE_SUFFIX
@@ -24,52 +27,64 @@ _TIMEVAL = struct.Struct("@ll")
 _GREETING_BYTES = len(LIFE_GREETING) + TOKEN_BYTES + _EPOCH.size
 _MESSAGE_BYTES = 4096
 _FD_BYTES = struct.calcsize("i")
+NOBODY_LISTENS = (errno.ENOENT, errno.ECONNREFUSED)
 
 log = logging.getLogger(__name__)
 
 
 class LifeConnection:
-    """One process's life connection. ``lost`` is set for good once either side has ended it.
+    """One process's life connection. ``lost`` is set for good once the daemon has ended it, or this side gave it up.
 
-    ``start`` connects. At the loss every watcher and then ``on_lost`` are called once, from the reading thread, unless
-    ``close`` was called first.
+    The daemon's end is what waits on its memory go by, for only then does nobody else write there: those who ``watch``
+    are told of that alone. While one of them watches, giving up keeps the connection open to hear of it.
     """
 
     def __init__(self, socket_path: str, timeout_s: float, on_lost: Callable[[], None]) -> None:
+        """``on_lost`` is called once, at the daemon's end or at ``give_up``; never after ``close``."""
         self.process_token = b""
         self.epoch = 0
         self.lost = threading.Event()
-        self._path = socket_path + LIFE_SUFFIX
+        self._path = socket_path
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._watchers: list[Callable[[], None]] = []
         self._socket: socket.socket | None = None
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
+        self._unanswered = 0
         self._asking = threading.Lock()
-        self._watching = threading.Lock()
-        self._closing = False
+        self._state = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="kvcache-life", daemon=True)
 
     def start(self) -> None:
         """Connect and take the greeting. Raises DaemonUnavailable."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = self._path + LIFE_SUFFIX
         try:
-            _connect(connection, self._path, self._timeout_s)
-            connection.settimeout(self._timeout_s)
-            greeting = connection.recv(_MESSAGE_BYTES)
+            connection, greeting = _greeted(path, self._timeout_s)
         except OSError as error:
-            connection.close()
             raise DaemonUnavailable(
-                f"no daemon at {self._path} ({error}); go on without the cache and reconnect later"
+                f"no daemon at {path} ({error}); go on without the cache and reconnect later"
             ) from error
-        if len(greeting) != _GREETING_BYTES or not greeting.startswith(LIFE_GREETING):
+        if greeting is None:
             connection.close()
-            raise DaemonUnavailable(f"{self._path} greets like no daemon that this client knows: {greeting[:8]!r}")
-        connection.settimeout(None)
-        self.process_token = greeting[len(LIFE_GREETING) : -_EPOCH.size]
-        (self.epoch,) = _EPOCH.unpack(greeting[-_EPOCH.size :])
+            raise DaemonUnavailable(f"{path} greets like no daemon that this client knows")
+        self.process_token, self.epoch = greeting
         self._socket = connection
+        _inherited.add(self)
         self._reader.start()
+
+    def is_replaced(self) -> bool:
+        """True when the daemon of this connection serves no more: nobody listens at its sockets, or another life of it
+        does. Asks them; False where that cannot be told."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(self._path) in NOBODY_LISTENS:
+                    return True
+            connection, greeting = _greeted(self._path + LIFE_SUFFIX, self._timeout_s)
+        except OSError as error:
+            return error.errno in NOBODY_LISTENS
+        connection.close()
+        return greeting is not None and greeting[1] != self.epoch
 
     def fetch_fd(self, token: bytes) -> int:
         """A descriptor of the memory behind a handle; the caller closes it.
@@ -82,44 +97,82 @@ class LifeConnection:
                 raise DaemonUnavailable("the daemon went away; go on without the cache and reconnect later")
             try:
                 connection.send(b"FD" + token)
-                answer = self._answers.get(timeout=self._timeout_s)
+                self._unanswered += 1
+                answer = self._take_answer(time.monotonic() + self._timeout_s)
             except OSError as error:
                 raise DaemonUnavailable(f"the daemon went away while memory was asked for ({error})") from error
             except queue.Empty:
-                self._hang_up()  # a late answer must not be taken for the next one
-                raise DeadlineExceeded(f"no descriptor within {self._timeout_s} s; the connection was ended") from None
+                raise DeadlineExceeded(f"no descriptor within {self._timeout_s} s; attach again") from None
         if answer is None:
             raise DaemonUnavailable("the daemon went away while memory was asked for")
         message, descriptors = answer
         if message == b"OK" and len(descriptors) == 1:
             return descriptors[0]
         _close_all(descriptors)
-        raise NotFound(f"the daemon gives no memory for this handle: {message[2:].decode(errors='replace')}")
+        reason = message[2:].decode(errors="replace")
+        raise NotFound.from_message(f"the daemon gives no memory for this handle: {reason}")
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher()`` when the daemon goes, before calls under way end, or this connection is closed: from then
-        on nobody would notice. Whoever comes after that is not called: look at ``lost`` afterwards."""
-        with self._watching:
+        """Call ``watcher()`` when the daemon has ended the connection, before calls under way end. Whoever comes after
+        that is not called: look at ``lost`` afterwards."""
+        with self._state:
             self._watchers.append(watcher)
 
     def unwatch(self, watcher: Callable[[], None]) -> None:
         """Do not call it any more; it may be running now. Idempotent."""
-        with self._watching:
+        with self._state:
             self._watchers = [each for each in self._watchers if each != watcher]
+            is_needless = self.lost.is_set() and not self._watchers
+        if is_needless:
+            self._hang_up()
+
+    def give_up(self) -> None:
+        """The daemon serves no more, though its end has not come yet: ``lost`` is set and told. Idempotent."""
+        if self._leave():
+            self._tell([self._on_lost])
 
     def close(self) -> None:
-        """End the connection: to the daemon this process is gone. The watchers have been called when this returns,
-        unless one of them calls it. Idempotent."""
-        self._closing = True
-        if self._socket is None:
+        """Ask nothing any more, and end the connection unless somebody watches it still: to the daemon this process
+        is gone then. Idempotent."""
+        self._leave()
+        if not self._watchers:
+            self.join()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the connection has ended, and those who watched were told; False when the time passes first."""
+        if self._reader.is_alive() and threading.current_thread() is not self._reader:
+            self._reader.join(timeout_s)
+        return not self._reader.is_alive()
+
+    def forget(self) -> None:
+        """In a child of this process: the connection is the parent's."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _leave(self) -> bool:
+        """True for the first to say that it is over."""
+        with self._state:
+            is_first = not self.lost.is_set()
             self.lost.set()
-            return
-        self._hang_up()
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
+            is_needless = not self._watchers
+        if is_needless:
+            self._hang_up()
+        return is_first
+
+    def _take_answer(self, deadline_s: float) -> tuple[bytes, list[int]] | None:
+        """The answer to the last question; those to earlier ones, whose callers gave up, come before it."""
+        while True:
+            answer = self._answers.get(timeout=max(deadline_s - time.monotonic(), 0))
+            if answer is None:
+                return None
+            self._unanswered -= 1
+            if not self._unanswered:
+                return answer
+            _close_all(answer[1])
 
     def _hang_up(self) -> None:
-        assert self._socket is not None
+        if self._socket is None:
+            return
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # it has ended already, which is what was wanted
@@ -135,19 +188,52 @@ class LifeConnection:
                 self._answers.put((message, descriptors))
         except OSError as error:
             log.debug("life_broken path=%s error=%s", self._path, error)
-        self.lost.set()
+        with self._state:
+            is_first = not self.lost.is_set()
+            self.lost.set()
+            told = list(self._watchers)
         self._answers.put(None)
         self._socket.close()
-        with self._watching:
-            watchers = list(self._watchers)
-        if not self._closing:
+        if is_first:
             log.warning("daemon_lost path=%s", self._path)
-            watchers.append(self._on_lost)
-        for told in watchers:
+            told.append(self._on_lost)
+        self._tell(told)
+
+    def _tell(self, callbacks: list[Callable[[], None]]) -> None:
+        for told in callbacks:
             try:
                 told()
             except Exception:
                 log.exception("on_lost_failed path=%s", self._path)
+
+
+_inherited: weakref.WeakSet[LifeConnection] = weakref.WeakSet()
+"""What a child of this process must not keep open: where no pidfd tells, the end of the connection is our own."""
+
+
+def _forget_inherited() -> None:
+    for life in list(_inherited):
+        life.forget()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)
+
+
+def _greeted(path: str, timeout_s: float) -> tuple[socket.socket, tuple[bytes, int] | None]:
+    """A connection and its greeting, process token and epoch; None for what greets otherwise. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        _connect(connection, path, timeout_s)
+        connection.settimeout(timeout_s)
+        greeting = connection.recv(_MESSAGE_BYTES)
+        connection.settimeout(None)
+    except OSError:
+        connection.close()
+        raise
+    if len(greeting) != _GREETING_BYTES or not greeting.startswith(LIFE_GREETING):
+        return connection, None
+    (epoch,) = _EPOCH.unpack(greeting[-_EPOCH.size :])
+    return connection, (greeting[len(LIFE_GREETING) : -_EPOCH.size], epoch)
 
 
 def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ from cachesvc.model.answers import Allocated, GroupCells, Matched, Prefetched, P
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot
 from cachesvc.wire.convert import TICKET_STATES, cells_from_proto, cells_to_proto, layout_to_proto, unpack_numbers
+from cachesvc_client.errors import InvalidRequest
 from cachesvc_client.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
@@ -29,7 +30,7 @@ def build_register(
     host_pages: Sequence[int] | None = None,
     host_share: float | None = None,
 ) -> engine_pb2.RegisterRequest:
-    """Raises ValueError where a pool is given both as pages and as a share."""
+    """Raises InvalidRequest where a pool is given both as pages and as a share."""
     return engine_pb2.RegisterRequest(
         model=model,
         layout=layout_to_proto(layout),
@@ -42,7 +43,7 @@ def build_register(
 
 def _pool_share(pool: str, pages: Sequence[int] | None, share: float | None) -> engine_pb2.PoolShare | None:
     if pages is not None and share is not None:
-        raise ValueError(f"give {pool}_pages or {pool}_share, not both")
+        raise InvalidRequest(f"give {pool}_pages or {pool}_share, not both")
     if pages is not None:
         return engine_pb2.PoolShare(pages=engine_pb2.PageCounts(pages=pages))
     return engine_pb2.PoolShare(share=share) if share is not None else None

@@ -1,15 +1,41 @@
-"""What a caller may choose about time, retries and the connection: plain values, checked when made."""
+"""What a caller may choose about the daemon, time, retries and the connection: plain values, checked when made."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
+from cachesvc_client.errors import InvalidRequest
+
+DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
+SOCKET_VARIABLE = "CACHESVC_SOCKET"
+ADDRESS_VARIABLE = "CACHESVC_ADDRESS"
+
+
+def default_socket(environment: Mapping[str, str] = os.environ) -> str:
+    """Path of the daemon's unix socket where none was given: CACHESVC_SOCKET, else /run/cachesvc/cachesvc.sock.
+
+    The only way in for engines: memory and liveness go through the socket beside it, never over TCP.
+    """
+    return as_path(environment.get(SOCKET_VARIABLE) or DEFAULT_SOCKET)
+
+
+def default_target(environment: Mapping[str, str] = os.environ) -> str:
+    """Where operators and routers find the daemon if nothing was given: CACHESVC_ADDRESS (HOST:PORT), else
+    ``default_socket``. What ``open_remote`` takes."""
+    return environment.get(ADDRESS_VARIABLE) or default_socket(environment)
+
+
+def as_path(socket_path: str) -> str:
+    """The same path, so that it cannot be read as HOST:PORT: one without a slash at its head gets ``./``."""
+    return socket_path if socket_path.startswith(("/", ".")) else f"./{socket_path}"
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long each kind of call may take, in seconds. Raises ValueError unless all are positive.
+    """How long each kind of call may take, in seconds. Raises InvalidRequest unless all are positive.
 
     ``register_s`` is long because a register may zero a whole device pool.
     """
@@ -25,7 +51,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for each in fields(self):
             if not getattr(self, each.name) > 0:
-                raise ValueError(f"{each.name} must be more than 0 seconds, got {getattr(self, each.name)}")
+                raise InvalidRequest(f"{each.name} must be more than 0 seconds, got {getattr(self, each.name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +66,13 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.pause_s < 0:
-            raise ValueError(f"retries need at least 1 attempt and no negative pause, got {self}")
+            raise InvalidRequest(f"retries need at least 1 attempt and no negative pause, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """gRPC's own settings.
+    """gRPC's own settings. ``connect_ms``: what one attempt to connect may take, on a busy node too; the pauses between
+    attempts grow from ``first_reconnect_ms`` to ``longest_reconnect_ms``.
 
     ``keepalive_ms`` 0 sends no pings: the life socket tells at once when the daemon goes, deadlines when it hangs, and
     a server that was not told to expect pings hangs up on them.
@@ -53,6 +80,7 @@ class ChannelOptions:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     keepalive_ms: int = 0
+    connect_ms: int = 2000
     first_reconnect_ms: int = 50
     longest_reconnect_ms: int = 1000
 
@@ -63,7 +91,7 @@ class ChannelOptions:
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.use_local_subchannel_pool", 1),  # two clients of one process must not share a broken connection
             ("grpc.initial_reconnect_backoff_ms", self.first_reconnect_ms),
-            ("grpc.min_reconnect_backoff_ms", self.first_reconnect_ms),
+            ("grpc.min_reconnect_backoff_ms", self.connect_ms),  # an attempt's deadline, whatever its name
             ("grpc.max_reconnect_backoff_ms", self.longest_reconnect_ms),
             ("grpc.enable_retries", 0),  # retries are ours: they know the request_id and whether the daemon lives
         ]

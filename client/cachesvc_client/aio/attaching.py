@@ -1,0 +1,56 @@
+"""Mapping a rank's pool: told to the daemon before, and once the last pool of the rank is unmapped."""
+
+from __future__ import annotations
+
+import logging
+
+from kvcache.v1 import engine_pb2
+
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LeaseLost,
+    NotFound,
+    Unauthenticated,
+)
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.registration import Registration
+from cachesvc_client.wire.connection import Connection
+from cachesvc_client.wire.methods import ATTACH, DETACH
+
+NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated)
+"""Why a detach may fail without anything being wrong."""
+
+log = logging.getLogger(__name__)
+
+
+async def attach_pool(connection: Connection, registration: Registration, lease_id: str, rank: int) -> AttachedPool:
+    """Map one rank's pool for this process, under a lease that may be another process's."""
+    token = connection.process_token
+    request = engine_pb2.AttachRequest(lease_id=lease_id, rank=rank, process_token=token)
+    connection.attachments.begin(lease_id, rank)
+    try:
+        attached = await connection.ask(ATTACH, request, connection.timeouts.attach_s)
+    except BaseException:
+        connection.attachments.end(lease_id, rank)
+        raise
+
+    async def detach() -> None:
+        request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
+        try:
+            await connection.ask(DETACH, request, connection.timeouts.close_s)
+        except NEEDLESS as gone:  # nobody must know
+            log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
+
+    def unmapped() -> None:
+        if connection.attachments.end(lease_id, rank):
+            connection.port.send_later(detach())
+
+    pool = AttachedPool(registration.layout, rank, attached, connection.life, unmapped)
+    try:
+        await connection.port.in_thread(pool.start)
+    except BaseException:
+        await connection.port.in_thread(pool.close)
+        raise
+    return pool

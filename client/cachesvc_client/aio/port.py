@@ -1,0 +1,213 @@
+"""The port of the awaited client: every wait suspends a task of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from cachesvc_client.wire.channel import AsyncChannelMaker
+from cachesvc_client.wire.credentials import Metadata
+from cachesvc_client.wire.methods import Method, Q, R
+from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running
+from cachesvc_client.wire.settings import ChannelOptions
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class AsyncPort:
+    """``cachesvc_client.wire.port.Port`` over a channel of the running loop."""
+
+    def __init__(self, make_channel: AsyncChannelMaker, options: ChannelOptions) -> None:
+        self._make_channel = make_channel
+        self._options = options
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
+        self._calls: set[Any] = set()
+        self._later: set[asyncio.Task[None]] = set()
+
+    def connect(self, socket_path: str) -> None:
+        """Make the channel, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._channel = self._make_channel(socket_path, self._options)
+
+    async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
+        """One attempt of a call."""
+        assert self._channel is not None
+        call = self._channel.unary_unary(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )(request, timeout=timeout_s, wait_for_ready=False, metadata=metadata)
+        self._calls.add(call)
+        try:
+            answer: R = await call
+        except asyncio.CancelledError as cancelled:
+            if self._ended.is_set() and not is_cancelled():
+                raise ChannelClosed("the calls of this connection were ended") from cancelled
+            raise
+        finally:
+            self._calls.discard(call)
+        return answer
+
+    def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
+        """Open a stream."""
+        assert self._channel is not None
+        call = self._channel.stream_stream(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )(wait_for_ready=False, metadata=metadata)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return AsyncLine(call, metadata)
+
+    async def wait_end(self, timeout_s: float | None) -> bool:
+        """Wait until ``end_calls``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do what may block in a thread, to its end."""
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])  # what it makes would be nobody's
+            if working.exception() is not None:
+                log.debug("work_failed_after_its_caller_left why=%s", working.exception())
+            raise
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> Running:
+        """Begin a task."""
+        return _RunningTask(asyncio.create_task(work, name=name))
+
+    def send_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """As a task of the loop; of one that is closed nobody is left to send it."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._begin, work)
+        except RuntimeError:
+            work.close()
+
+    async def settle(self) -> None:
+        """Wait for all that was to be sent later."""
+        while self._later:
+            await asyncio.wait(self._later)
+
+    def end_calls(self) -> None:
+        """Cancel what is under way."""
+        self.tell(self._end_calls)
+
+    def tell(self, callback: Callable[[], None]) -> None:
+        """On the loop."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(callback)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        self._end_calls()
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    def _end_calls(self) -> None:
+        self._ended.set()
+        for call in list(self._calls):
+            call.cancel()
+
+
+class AsyncLine:
+    """A stream with a task that writes it and one that reads it: cancelling a read would end the call."""
+
+    def __init__(self, call: Any, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+
+    def put(self, request: Any) -> None:
+        """Send a request after those before it."""
+        self._requests.put_nowait(request)
+
+    async def get(self, deadline_s: float | None) -> Any:
+        """The next answer, how the stream ended, NUDGE, or None at the deadline."""
+        try:
+            async with asyncio.timeout(None if deadline_s is None else max(deadline_s - time.monotonic(), 0)):
+                return await self._answers.get()
+        except TimeoutError:
+            return None
+
+    def wake(self) -> None:
+        """End a wait in ``get``."""
+        self._answers.put_nowait(NUDGE)
+
+    async def close(self) -> None:
+        """End the stream."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                await call.write(await self._requests.get())
+        except (grpc.RpcError, asyncio.InvalidStateError) as failure:  # the reader tells how it ended
+            log.debug("line_unwritable why=%s", failure)
+
+    async def _read(self, call: Any) -> None:
+        try:
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                self._answers.put_nowait(answer)
+        except grpc.RpcError as failure:
+            log.debug("line_ended why=%s", failure)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            log.debug("line_ended with the connection")
+        finally:
+            call.cancel()
+        self._answers.put_nowait(
+            grpc.aio.AioRpcError(
+                await call.code(),
+                await call.initial_metadata(),
+                await call.trailing_metadata(),
+                await call.details(),
+            )
+        )
+
+
+class _RunningTask:
+    """A task of the loop."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    async def join(self) -> None:
+        """Wait for its end, unless it is the work that asks."""
+        if asyncio.current_task() is not self._task:
+            await asyncio.wait([self._task])
+
+
+def is_cancelled() -> bool:
+    """True when it is the running task that somebody cancelled, not only the call that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,137 @@
+"""What an engine can read of its leases and sequences without asking the daemon, in either client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cachesvc.model.answers import TicketView
+from cachesvc_client.errors import CacheClientError, Conflict, InvalidRequest
+from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.tables import Pages
+from cachesvc_client.registration import Registration
+
+
+class LeaseView:
+    """What is known of a lease. ``record``: for handles made under it."""
+
+    def __init__(self, record: LeaseRecord) -> None:
+        self.record = record
+
+    @property
+    def id(self) -> str:
+        """The lease_id: hand it to worker processes, for ``CacheClient.attach``."""
+        return self.record.id
+
+    @property
+    def registration(self) -> Registration:
+        """The model and replica that it is on."""
+        return self.record.registration
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the daemon took the lease away or went away itself: recompute, and open a new one."""
+        return self.record.is_lost
+
+    @property
+    def is_draining(self) -> bool:
+        """True when the daemon wants to go: finish what runs, open nothing."""
+        return self.record.is_draining
+
+    @property
+    def pools(self) -> tuple[AttachedPool, ...]:
+        """The pools that this lease attached in this process."""
+        return tuple(self.record.pools)
+
+    def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
+        """Call ``callback(error)`` once when the lease is lost, from a thread of the client's or on its loop; at once
+        if it is. It must not block."""
+        self.record.on_lost(callback)
+
+    def launch(self) -> int:
+        """The number of an iteration of the engine's, asked for before the tables are read that its kernels get.
+
+        Until ``completed`` says that it has ended nothing that it may use goes back to the daemon. Engines that compute
+        one iteration at a time, and recycle and release in between, need neither.
+        """
+        return self.record.launches.begin()
+
+
+class SequenceView:
+    """What can be read of a sequence without asking; as of its last call or step. One thread uses it at a time."""
+
+    def __init__(self, record: SequenceRecord) -> None:
+        self.record = record
+
+    @property
+    def id(self) -> int:
+        """The sequence_id, unique within the lease."""
+        return self.record.id
+
+    @property
+    def device_blocks(self) -> int:
+        """Blocks of the hit that were in place at Match: nothing to load, nothing to compute."""
+        return self.record.matched.device_blocks
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of the hit behind those that ``allocate`` starts to load."""
+        return self.record.matched.host_blocks
+
+    @property
+    def hit_blocks(self) -> int:
+        """``device_blocks + host_blocks``: what need not be computed."""
+        return self.device_blocks + self.host_blocks
+
+    @property
+    def computing_blocks(self) -> int:
+        """Blocks after the hit that another engine was computing at Match: waiting and matching again may pay."""
+        return self.record.matched.computing_blocks
+
+    @property
+    def blocks(self) -> int:
+        """Length of the block tables."""
+        return self.record.blocks
+
+    @property
+    def sealed_blocks(self) -> int:
+        """Leading blocks that are shared and immutable: never write into their pages."""
+        return self.record.sealed_blocks
+
+    @property
+    def tables(self) -> tuple[Pages, ...]:
+        """For each group of the layout the page of each block: int32 ``[blocks]``, -1 where there is none.
+
+        Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out.
+        """
+        if self.record.is_swapped_out:
+            raise Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first")
+        return tuple(table.pages for table in self.record.tables)
+
+    @property
+    def tickets(self) -> tuple[TicketView, ...]:
+        """Loads that the tables rely on: wait for their layers in ``AttachedPool``, or for all in ``wait_loaded``."""
+        return self.record.tickets
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """True from ``swap_out`` to ``swap_in``."""
+        return self.record.is_swapped_out
+
+    @property
+    def is_released(self) -> bool:
+        """True once ``release`` was called: nothing else can be done with the sequence."""
+        return self.record.is_released or self.record.ends_after > 0
+
+    def grow(self, lease: LeaseRecord, blocks: int) -> None:
+        """Take ``blocks`` blocks of the lease's stock as the next cells. Raises StockEmpty, InvalidRequest."""
+        if lease.stock is None:
+            raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
+        self.record.grow(lease.stock, blocks)
+        lease.growing[self.id] = self.record
+
+    def require_no_steps(self) -> None:
+        """Raises Conflict while operations of the sequence are under way in a step."""
+        if self.record.steps:
+            raise Conflict(f"sequence {self.id} has operations under way in a step; collect the step's results first")

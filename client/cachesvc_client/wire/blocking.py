@@ -1,0 +1,190 @@
+"""The port of the blocking client: every wait blocks the thread that calls."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import grpc
+
+from cachesvc_client.wire.channel import ChannelMaker
+from cachesvc_client.wire.credentials import Metadata
+from cachesvc_client.wire.methods import Method, Q, R
+from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running
+from cachesvc_client.wire.settings import ChannelOptions
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def drive(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of the protocol to its end on this thread: on a BlockingPort it never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    work.close()
+    raise AssertionError("a coroutine of the blocking client waited for an event loop")
+
+
+class BlockingLock:
+    """A lock of threads, for ``async with``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    async def __aenter__(self) -> None:
+        self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class BlockingPort:
+    """``cachesvc_client.wire.port.Port`` over a channel whose calls block."""
+
+    def __init__(self, make_channel: ChannelMaker, options: ChannelOptions) -> None:
+        self._make_channel = make_channel
+        self._options = options
+        self._channel: grpc.Channel | None = None
+        self._callables: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def connect(self, socket_path: str) -> None:
+        """Make the channel."""
+        self._channel = self._make_channel(socket_path, self._options)
+
+    async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
+        """One attempt of a call."""
+        try:
+            answer: R = self._callable(method)(request, timeout=timeout_s, wait_for_ready=False, metadata=metadata)
+        except ValueError as closed:  # what gRPC says of a channel that was closed meanwhile
+            raise self._closed_or(closed) from closed
+        return answer
+
+    def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
+        """Open a stream."""
+        assert self._channel is not None
+        call = self._channel.stream_stream(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+        try:
+            return BlockingLine(call, metadata)
+        except ValueError as closed:
+            raise self._closed_or(closed) from closed
+
+    async def wait_end(self, timeout_s: float | None) -> bool:
+        """Wait until ``end_calls``."""
+        return self._ended.wait(timeout_s)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """The caller's own thread may block."""
+        return work()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> Running:
+        """Begin a thread."""
+        return _RunningThread(work, name)
+
+    def send_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """At once."""
+        drive(work)
+
+    async def settle(self) -> None:
+        """Nothing was put off."""
+
+    def end_calls(self) -> None:
+        """Close the channel."""
+        self._ended.set()
+        if self._channel is not None:
+            self._channel.close()
+
+    def tell(self, callback: Callable[[], None]) -> None:
+        """In this thread."""
+        callback()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        self.end_calls()
+
+    def _callable(self, method: Method[Q, R]) -> Any:
+        assert self._channel is not None
+        with self._lock:
+            call = self._callables.get(method.path)
+            if call is None:
+                call = self._callables[method.path] = self._channel.unary_unary(
+                    method.path,
+                    request_serializer=method.request.SerializeToString,
+                    response_deserializer=method.response.FromString,
+                )
+        return call
+
+    def _closed_or(self, error: ValueError) -> Exception:
+        return ChannelClosed(str(error)) if self._ended.is_set() else error
+
+
+class BlockingLine:
+    """A stream whose answers one thread reads. Raises ValueError where the channel is closed."""
+
+    def __init__(self, call: Any, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = call(self._take_requests(), wait_for_ready=False, metadata=metadata)
+        self._reader = threading.Thread(target=self._read, name="kvcache-line", daemon=True)
+        self._reader.start()
+
+    def put(self, request: Any) -> None:
+        """Send a request after those before it."""
+        self._requests.put(request)
+
+    async def get(self, deadline_s: float | None) -> Any:
+        """The next answer, how the stream ended, NUDGE, or None at the deadline."""
+        try:
+            return self._answers.get(timeout=None if deadline_s is None else max(deadline_s - time.monotonic(), 0))
+        except queue.Empty:
+            return None
+
+    def wake(self) -> None:
+        """End a wait in ``get``."""
+        self._answers.put(NUDGE)
+
+    async def close(self) -> None:
+        """End the stream."""
+        self._requests.put(None)
+        self._call.cancel()
+        self._reader.join()
+
+    def _take_requests(self) -> Iterator[Any]:
+        while (request := self._requests.get()) is not None:
+            yield request
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+        except grpc.RpcError as failure:
+            log.debug("line_ended why=%s", failure)
+        self._requests.put(None)  # gRPC's own thread waits there
+        self._answers.put(self._call)
+
+
+class _RunningThread:
+    """A thread that drives a coroutine."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._thread = threading.Thread(target=drive, args=(work,), name=name, daemon=True)
+        self._thread.start()
+
+    async def join(self) -> None:
+        """Wait for its end, unless it is the work that asks."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()

@@ -1,0 +1,28 @@
+"""Handles belong to the process that made them: a child that was forked from it shares its sockets, and must neither
+speak for it nor end what it holds."""
+
+from __future__ import annotations
+
+import os
+
+from cachesvc_client.errors import UsedAfterFork
+
+
+class Maker:
+    """The process that made a handle."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in any other process."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raises UsedAfterFork in any other process."""
+        if self.is_elsewhere:
+            raise UsedAfterFork(
+                f"this handle of process {self._pid} was used in process {os.getpid()}, which was forked from it; "
+                "connect after the fork, with a client of its own"
+            )

@@ -1,0 +1,94 @@
+"""The seam between the client's protocol, which is written once as coroutines, and the two ways to wait for an answer.
+
+On a ``BlockingPort`` what is awaited blocks the thread, so a coroutine runs to its end in one go (``drive``); on an
+``AsyncPort`` it suspends on the event loop. The protocol itself knows neither threads nor tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol, TypeVar
+
+import grpc
+
+from cachesvc_client.wire.credentials import Metadata
+from cachesvc_client.wire.methods import Method, Q, R
+
+T = TypeVar("T")
+
+INTERRUPTS = (asyncio.CancelledError, KeyboardInterrupt)
+"""What may end a call half-way without its answer: it may have taken effect."""
+
+
+class Nudge:
+    """What ``Line.get`` gives after ``Line.wake``."""
+
+
+NUDGE: Final = Nudge()
+
+
+class ChannelClosed(grpc.RpcError):
+    """A call met the end of its connection on this side."""
+
+
+class Line(Protocol):
+    """One stream both ways. ``metadata``: what it was opened with."""
+
+    metadata: Metadata
+
+    def put(self, request: Any) -> None:
+        """Send a request after those before it."""
+
+    async def get(self, deadline_s: float | None) -> Any:
+        """The next answer, a grpc.RpcError for how the stream ended, NUDGE, or None at the deadline."""
+
+    def wake(self) -> None:
+        """End a wait in ``get``. From any thread of a blocking client."""
+
+    async def close(self) -> None:
+        """End the stream."""
+
+
+class Running(Protocol):
+    """Work that goes on by itself."""
+
+    async def join(self) -> None:
+        """Wait for its end, unless it is the work that asks."""
+
+
+class Port(Protocol):
+    """Input and output of one connection."""
+
+    def connect(self, socket_path: str) -> None:
+        """Make the channel; it connects at the first call."""
+
+    async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
+        """One attempt of a call. Raises grpc.RpcError."""
+
+    def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
+        """Open a stream. Raises ChannelClosed."""
+
+    async def wait_end(self, timeout_s: float | None) -> bool:
+        """Wait until ``end_calls``; False when ``timeout_s`` passes first."""
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do what may block. An interrupt is raised once it has ended: what it made is the caller's to give back."""
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> Running:
+        """Begin work that goes on beside the caller."""
+
+    def send_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it soon, from any thread; at once where the caller may block."""
+
+    async def settle(self) -> None:
+        """Wait for all that was to be sent later."""
+
+    def end_calls(self) -> None:
+        """Calls under way fail now, not at their deadlines, and further ones at once. From any thread."""
+
+    def tell(self, callback: Callable[[], None]) -> None:
+        """Call an engine's callback where it expects it: in this thread, or on the loop."""
+
+    async def close(self) -> None:
+        """Close the channel. Idempotent."""
