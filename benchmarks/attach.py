@@ -181,10 +181,10 @@ def measure_start(node: Node, daemon: DaemonProcess, began_s: float) -> Start:
     return Start(
         host_gib=status.host_pool_bytes // GIB,
         ready_s=daemon.seconds_to_ready,
-        serving_s=round(serving_s - began_s, 3),
-        filled_s=round(filled_s - began_s, 3),
-        ready_gib_when_serving=round(first / GIB, 1),
-        gb_per_s=round((status.host_pool_bytes - first) / (filled_s - serving_s) / 1e9, 2),
+        serving_s=serving_s - began_s,
+        filled_s=filled_s - began_s,
+        ready_gib_when_serving=first / GIB,
+        gb_per_s=(status.host_pool_bytes - first) / (filled_s - serving_s) / 1e9,
     )
 
 
@@ -212,8 +212,8 @@ def measure_restart(node: Node, pool_gib: int) -> Restart:
         pool_gib=pool_gib,
         prompts=len(prompts),
         blocks=sum(prompts),
-        usable_ms=round(usable, 2),
-        whole_ms=round(usable + phases["others"], 2),
+        usable_ms=usable,
+        whole_ms=usable + phases["others"],
         since_spawn_ms=found.since_spawn_ms,
         phases_ms=phases,
         wrong_blocks=found.wrong_blocks,
@@ -228,9 +228,9 @@ def measure_hit(node: Node, engine: Neighbour) -> Hit:
     first, *rest = (seconds * 1e3 for seconds in found.seconds)
     return Hit(
         blocks=PREFIX_BLOCKS,
-        first_ms=round(first, 3),
-        median_ms=round(statistics.median(rest), 3),
-        worst_ms=round(max(rest), 3),
+        first_ms=first,
+        median_ms=statistics.median(rest),
+        worst_ms=max(rest),
         h2d_bytes=(before.get("h2d_bytes", 0), after.get("h2d_bytes", 0)),
         d2h_bytes=(before.get("d2h_bytes", 0), after.get("d2h_bytes", 0)),
         wrong_blocks=found.wrong_blocks,
@@ -254,10 +254,10 @@ def measure_host(node: Node, engine: Neighbour, order: str, way: str) -> Host:
         way=way,
         copy_bytes=copy_bytes,
         repeats=LOADS,
-        first_layer_ms=round(statistics.median(firsts) * 1e3, 2) if firsts else None,
-        all_ms=round(all_s * 1e3, 2),
-        worst_ms=round(max(each.all_s for each in counted) * 1e3, 2),
-        gb_per_s=round(copy_bytes / all_s / 1e9, 2),
+        first_layer_ms=statistics.median(firsts) * 1e3 if firsts else None,
+        all_ms=all_s * 1e3,
+        worst_ms=max(each.all_s for each in counted) * 1e3,
+        gb_per_s=copy_bytes / all_s / 1e9,
         wrong_blocks=sum(each.wrong_blocks for each in found),
     )
 
@@ -385,7 +385,7 @@ def main() -> None:
             "machine": describe_machine() | describe_gpu(),
             "budgets": BUDGETS,
             "cited": CITED | {"of": CITED_OF},
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": time.monotonic() - began,
         }
         arguments.json.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
 

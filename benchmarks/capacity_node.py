@@ -10,17 +10,17 @@ from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.models import PoolWish, register
 from cachesvc.flows.transfers import land
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.questions.verify import verify_at_once
 
 Answer = TypeVar("Answer")
 TOKEN = b"capacity-process"
@@ -36,6 +36,10 @@ class InstantMover:
         """All bytes are there at once."""
         self.arrived.append(transfer.ticket)
         return TimelineSlot(0, 1, 0, 1)
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - a protocol's
+        """All bytes are there at once, so there is always one."""
+        return 1
 
     def expedite(self, ticket: int) -> None:
         """Nothing is slow here."""
@@ -111,13 +115,11 @@ class Node:
         """Call a flow of the lease until it does not wait any more. Raises what the flow raises."""
         while True:
             answer = flow(self.core, resolve(self.core.ledger, self.lease, self.now), *arguments)
-            while self.core.stillborn:
-                land(self.core, *self.core.stillborn.pop(0))
             while self.mover.arrived:
-                land(self.core, self.mover.arrived.pop(0), "")
+                land(self.core, self.mover.arrived.pop(0), DONE)
             if not isinstance(answer, Wait):
                 return answer
 
     def problems(self) -> list[str]:
         """What does not add up in the ledger."""
-        return audit(self.core.ledger).problems
+        return verify_at_once(self.core)

@@ -26,7 +26,7 @@ from cachesvc_ctl.daemon_process import DaemonFailed
 from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 
 from benchmarks.chaos.crew import Crew, Plan, RunFailed
-from benchmarks.chaos.figures import spread
+from benchmarks.chaos.figures import shown, spread
 from benchmarks.chaos.proc import memory_files
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 
@@ -64,7 +64,7 @@ class Kills:
             for number in range(self._count):
                 self._pause(self._rng.uniform(*PAUSE_SECONDS))
                 self.kills.append(self._kill())
-                print(f"kill {number + 1}: {self.kills[-1]}", file=sys.stderr, flush=True)
+                print(f"kill {number + 1}: {shown(asdict(self.kills[-1]))}", file=sys.stderr, flush=True)
             self._check_mappings()
             ended = crew.finish()
         except BaseException:
@@ -150,7 +150,7 @@ def table(found: dict[str, Any]) -> str:
     """The figures for people."""
     lines = [
         ("kills, seconds, engines", f"{found['kills']}, {found['seconds']}, {found['plan']['engines']}"),
-        *((f"{name} after the kill", str(found[name])) for name in ("ready", "noticed", "served")),
+        *((f"{name} after the kill", shown(found[name])) for name in ("ready", "noticed", "served")),
         ("requests", f"{found['requests']:,}"),
         ("pages verified, wrong", f"{found['verified']:,}, {found['corrupt']}"),
         ("leaked pages, conservation", f"{found['leaked_pages']}, {found['conservation']}"),

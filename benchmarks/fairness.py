@@ -141,14 +141,14 @@ def measure(loads: Loads, rounds: int) -> Result:
         short_bytes=SHORT_BLOCKS * loads.block_bytes,
         long_bytes=long_bytes,
         rounds=rounds,
-        alone_ms=round(usual * 1e3, 3),
-        alone_worst_ms=round(max(alone) * 1e3, 3),
-        behind_ms=round(statistics.median(behind) * 1e3, 3),
-        behind_worst_ms=round(max(behind) * 1e3, 3),
-        ratio=round(statistics.median(behind) / usual, 3),
-        worst_ratio=round(max(behind) / usual, 3),
+        alone_ms=usual * 1e3,
+        alone_worst_ms=max(alone) * 1e3,
+        behind_ms=statistics.median(behind) * 1e3,
+        behind_worst_ms=max(behind) * 1e3,
+        ratio=statistics.median(behind) / usual,
+        worst_ratio=max(behind) / usual,
         first_come_ratio=1 + LONGS * LONG_BLOCKS / SHORT_BLOCKS,
-        gb_per_s=round(rate, 2),
+        gb_per_s=rate,
     )
 
 

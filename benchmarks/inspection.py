@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -70,7 +71,7 @@ def measure(socket: str, blocks: int, rounds: int) -> dict[str, object]:
     """Fill, then one figure alone and one for each question."""
     gc.freeze()
     layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=64)
-    questions: dict[str, object] = {}
+    questions: dict[str, dict[str, Any]] = {}
     with CacheClient(socket, engine="bench") as client:
         registration = client.register("bench", layout, device_pages=[blocks + SPARE_PAGES], host_pages=[0])
         with client.open_lease(registration) as lease:
@@ -82,8 +83,18 @@ def measure(socket: str, blocks: int, rounds: int) -> dict[str, object]:
             print(f"{'alone':12} Step p50 {alone['p50']:.2f} ms, p99 {alone['p99']:.2f} ms", flush=True)
             for name in QUESTIONS:
                 questions[name] = ask_meanwhile(socket, name, lease, rounds)
-                print(f"{name:12} {questions[name]}", flush=True)
+                show(name, questions[name])
     return {"blocks": blocks, "alone_ms": alone, "questions": questions}
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """One line."""
+    step = found["step_ms"]
+    print(
+        f"{name:12} Step p50 {step['p50']:.2f} ms, p99 {step['p99']:.2f} ms; answered in {found['seconds']:.2f} s, "
+        f"longest pause {found['longest_pause_ms']:.2f} ms",
+        flush=True,
+    )
 
 
 def fill(lease: Lease, blocks: int) -> None:
@@ -101,7 +112,7 @@ def fill(lease: Lease, blocks: int) -> None:
         published += new
 
 
-def ask_meanwhile(socket: str, name: str, lease: Lease, rounds: int) -> dict[str, object]:
+def ask_meanwhile(socket: str, name: str, lease: Lease, rounds: int) -> dict[str, Any]:
     """Steps while another process asks."""
     context = mp.get_context("spawn")
     stop = context.Event()
@@ -119,7 +130,7 @@ def ask_meanwhile(socket: str, name: str, lease: Lease, rounds: int) -> dict[str
     stop.set()
     seconds, pause_ms = mine_last(mine)
     process.join()
-    return {"step_ms": summary(steps), "seconds": round(seconds, 3), "longest_pause_ms": round(pause_ms, 2)}
+    return {"step_ms": summary(steps), "seconds": seconds, "longest_pause_ms": pause_ms}
 
 
 def mine_last(mine: Connection) -> tuple[float, float]:

@@ -122,14 +122,14 @@ def measure(mode: str, engine: Neighbour, swapper: Neighbour, job: Job, seconds:
         mode=mode,
         swapper=f"kernel, {job.thread_blocks} thread blocks" if job.thread_blocks else "copy engines",
         way=job.way,
-        quiet_ms=round(medians[0], 4),
-        loaded_ms=round(medians[1], 4),
-        slowdown=round(medians[1] / medians[0], 3),
-        slowdown_mean=round(float(np.mean(loaded) / np.mean(quiet)), 3),
-        quiet_p99_ms=round(worst[0], 4),
-        loaded_p99_ms=round(worst[1], 4),
-        slowdown_p99=round(worst[1] / worst[0], 3),
-        gb_per_s=round(rate, 1),
+        quiet_ms=medians[0],
+        loaded_ms=medians[1],
+        slowdown=medians[1] / medians[0],
+        slowdown_mean=float(np.mean(loaded) / np.mean(quiet)),
+        quiet_p99_ms=worst[0],
+        loaded_p99_ms=worst[1],
+        slowdown_p99=worst[1] / worst[0],
+        gb_per_s=rate,
     )
 
 

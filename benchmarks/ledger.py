@@ -27,7 +27,7 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import READY, PageState
+from cachesvc.model.words import PageState
 from cachesvc.policy.eviction import lru
 
 PROMPT_BLOCKS = 2048
@@ -140,8 +140,7 @@ def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
     for i, page in enumerate(pages):
         at = (hit.device_blocks + i) * KEY_BYTES
         row = ledger.index.insert(keys[at : at + KEY_BYTES], tip, 1)
-        ledger.add_copy(place, row, (page,), READY)
-        place.pools[0].move(page, PageState.SEALED)
+        ledger.seal(place, row, (page,))
         tip = row
     ledger.index.touch(tip, len(ledger.index))
     ledger.offer(place, tip)

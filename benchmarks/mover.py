@@ -12,7 +12,7 @@ from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.service.rpc.admin_service import DeviceLine
+from cachesvc.service.host.device_line import DeviceLine
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 

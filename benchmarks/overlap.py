@@ -209,14 +209,14 @@ class Engine:
             prefix_tokens,
             "singles" if self._others else "runs",
             size_bytes,
-            round(compute, 2),
-            round(transfer, 2),
-            round(overlapped, 2),
-            round(after, 2),
-            round(recompute, 2),
-            round(overlapped / max(compute, transfer), 3),
-            round(recompute / overlapped, 2),
-            round(size_bytes / transfer / 1e6, 1),
+            compute,
+            transfer,
+            overlapped,
+            after,
+            recompute,
+            overlapped / max(compute, transfer),
+            recompute / overlapped,
+            size_bytes / transfer / 1e6,
         )
 
 

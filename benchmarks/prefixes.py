@@ -120,7 +120,7 @@ class PrefixEngine:
 
     def lap(self, phase: str, ended_s: float) -> None:
         """Note a phase that followed the last one."""
-        self._phases_ms[phase] = round((ended_s - self._last_s) * 1e3, 3)
+        self._phases_ms[phase] = (ended_s - self._last_s) * 1e3
         self._last_s = ended_s
 
     def start(self) -> None:
@@ -170,7 +170,7 @@ class PrefixEngine:
             self.lap("match", time.monotonic())
             self._see(first)
             self.lap("page", time.monotonic())
-            since_spawn_ms = round((self._last_s - self._spawned_s) * 1e3, 1)
+            since_spawn_ms = (self._last_s - self._spawned_s) * 1e3
             prompts += [self._keys(tokens) for tokens in self._prompts[1:]]
             found = [first, *(held.enter_context(self.lease.match(keys)) for keys in prompts[1:])]
             self.lap("others", time.monotonic())

@@ -29,7 +29,7 @@ from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 
 from benchmarks.chaos.crew import Crew, Plan, RunFailed
 from benchmarks.chaos.faults import FaultRates, Faults
-from benchmarks.chaos.figures import spread
+from benchmarks.chaos.figures import shown, spread
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from benchmarks.machine import describe_machine, fail
 
@@ -148,10 +148,10 @@ class Soak:
             "step_end": figures.window(last - window, last + 1),
             "memory": {
                 "life_seconds": last - first,
-                "first_half_mib": [round(of(before) / MIB, 2) for of in (min, statistics.median, max)],
-                "second_half_mib": [round(of(after) / MIB, 2) for of in (min, statistics.median, max)],
-                "growth_percent": round(growth, 2),
-                "samples_mib": [(second, round(size / MIB, 2)) for second, size in life],
+                "first_half_mib": [of(before) / MIB for of in (min, statistics.median, max)],
+                "second_half_mib": [of(after) / MIB for of in (min, statistics.median, max)],
+                "growth_percent": growth,
+                "samples": len(life),
             },
             **ended,
         }
@@ -177,13 +177,16 @@ def problems_of(found: dict[str, Any], most_growth_percent: float = MOST_GROWTH_
     ]
     wrong += [f"engine {at} was never served" for at, count in enumerate(found["served_by_engine"]) if not count]
     if found["memory"]["growth_percent"] > most_growth_percent:
-        wrong.append(f"memory grew by {found['memory']['growth_percent']} %")
+        wrong.append(f"memory grew by {found['memory']['growth_percent']:.2f} %")
     return wrong
 
 
 def table(found: dict[str, Any]) -> str:
     """The figures for people."""
     memory, start, end = found["memory"], found["step_start"], found["step_end"]
+    before, after = (
+        ", ".join(f"{size:.1f}" for size in memory[half]) for half in ("first_half_mib", "second_half_mib")
+    )
     lines = [
         ("seconds, engines", f"{found['seconds']:,}, {found['plan']['engines']}"),
         ("requests", f"{found['requests']:,}"),
@@ -192,13 +195,10 @@ def table(found: dict[str, Any]) -> str:
         ("survived by engines", ", ".join(f"{kind} {count}" for kind, count in sorted(found["survived"].items()))),
         ("pages verified, corrupt", f"{found['verified']:,}, {found['corrupt']}"),
         ("leaked pages, conservation", f"{found['leaked_pages']}, {found['conservation']}"),
-        ("daemon lost to lease again", str(found["back_after_loss"])),
-        ("Step p50, p99 ms at start", f"{start.get('p50_ms')}, {start.get('p99_ms')} of {start['steps']:,}"),
-        ("Step p50, p99 ms at end", f"{end.get('p50_ms')}, {end.get('p99_ms')} of {end['steps']:,}"),
-        (
-            "daemon memory beside pools",
-            f"{memory['first_half_mib']}, then {memory['second_half_mib']} MiB: {memory['growth_percent']:+} %",
-        ),
+        ("daemon lost to lease again", shown(found["back_after_loss"])),
+        ("Step at start", shown(start)),
+        ("Step at end", shown(end)),
+        ("MiB beside pools: min, p50, max", f"{before}, then {after}: {memory['growth_percent']:+.2f} %"),
     ]
     return "\n".join(f"{name:32s} {value}" for name, value in lines)
 

@@ -201,9 +201,8 @@ def measure(field: Field, way: Way, run: int, repeats: int, blocks: int) -> Row:
     plain_rate = field.plain.size_bytes * ways / statistics.median(plain_s) / 1e9
     one_rate = field.plain.size_bytes / statistics.median(one_s) / 1e9
     width = field.layout.planes[0].page_bytes
-    rates = (round(swap, 2), round(plain_rate, 2), round(one_rate, 2))
-    ratios = (round(swap / plain_rate, 3), round(swap / one_rate, 3))
-    return Row(width, way.name, way.steps, run, total, *rates, *ratios)
+    rates = (swap, plain_rate, one_rate)
+    return Row(width, way.name, way.steps, run, total, *rates, swap / plain_rate, swap / one_rate)
 
 
 def check(engine: SwapEngine, moved: list[Transfer]) -> None:
@@ -293,7 +292,7 @@ def main() -> None:
             "link": mover.link,
             "pool_mib": pool_bytes // MIB,
             "planes": 2 * ground.layers,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": time.monotonic() - began,
         }
         arguments.json.write_text(json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 

@@ -92,9 +92,9 @@ def measure(samples: int, seed: int) -> dict[str, Any]:
     crossing, own = (mann_whitney(times[kind], times["nobodys"]) for kind in ("others_hit", "own_hit"))
     return {
         "samples_of_each": samples,
-        "median_us": {kind: round(float(np.median(values)), 1) for kind, values in times.items()},
-        "another_tenants_hit_against_a_miss": {"p": round(crossing[0], 4), "chance_slower": round(crossing[1], 4)},
-        "own_hit_against_a_miss": {"p": round(own[0], 4), "chance_slower": round(own[1], 4)},
+        "median_us": {kind: float(np.median(values)) for kind, values in times.items()},
+        "another_tenants_hit_against_a_miss": {"p": crossing[0], "chance_slower": crossing[1]},
+        "own_hit_against_a_miss": {"p": own[0], "chance_slower": own[1]},
     }
 
 
@@ -105,10 +105,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    text = json.dumps(measure(arguments.samples, arguments.seed), indent=2)
-    print(text)
+    found = measure(arguments.samples, arguments.seed)
+    for kind, median_us in found["median_us"].items():
+        print(f"{kind:40} median {median_us:8.1f} us of {arguments.samples:,}")
+    for name in ("another_tenants_hit_against_a_miss", "own_hit_against_a_miss"):
+        print(f"{name:40} p {found[name]['p']:.4f}, chance slower {found[name]['chance_slower']:.4f}")
     if arguments.json:
-        Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
+import os
 import resource
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cachesvc import __version__
-from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LOG_LEVELS, load_config
-from cachesvc.model.errors import CacheError
+from cachesvc.command_line import Parser
+from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LIVE, LOG_LEVELS, Config, load_config
+from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import RANK_RULES
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
-    from cachesvc.daemon import Daemon
+    from cachesvc.daemon import Parts
 
 SWITCH_SECONDS = 0.0002
 """How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
@@ -26,13 +31,20 @@ SWITCH_SECONDS = 0.0002
 COLLECTOR_THRESHOLDS = (5_000, 50, 50)
 """Python's (700, 10, 10) let the cyclic collector walk all bookkeeping, 25 ms and more, within calls."""
 
+LEAST_FILES = 128
+"""What a daemon without engines opens is half of it; gRPC ends the process where it cannot open one more."""
+
+Add = Callable[..., None]
+log = logging.getLogger("cachesvc")
+
 
 def main() -> None:
     """Entry point of the console script. Exit codes: 0 stopped, 2 bad configuration or start."""
-    flags = vars(_parser().parse_args())
-    path = flags.pop("config")
+    # Before gRPC is imported: its core writes lines of its own to standard error, where each line is to be JSON.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    path, flags, is_check = read_flags(sys.argv[1:])
     try:
-        from cachesvc.daemon import Daemon
+        from cachesvc.daemon import build
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("grpc"):
             raise
@@ -40,44 +52,86 @@ def main() -> None:
         sys.exit(2)
     try:
         config = load_config(path, flags)
-        start_logging(config.log_level)
-        _run(Daemon(config, partial(load_config, path, flags) if path else None))
+        if is_check:
+            print(check(config))
+            return
     except CacheError as error:
         print(f"cachesvcd: {error}", file=sys.stderr)
         sys.exit(2)
+    start_logging(config.log_level)
+    try:
+        _run(build(config, partial(load_config, path, flags) if path else None))
+    except CacheError as refused:
+        log.error("start_refused reason=%s", refused)
+        sys.exit(2)
 
 
-def _run(daemon: Daemon) -> None:
+def read_flags(words: list[str]) -> tuple[str | None, dict[str, Any], bool]:
+    """The file, the settings that flags give (None: not given), and whether they are to be checked alone.
+
+    Exits with 0 after help, with 2 after a line that says what is wrong.
+    """
+    flags = vars(_parser().parse_args(words))
+    return flags.pop("config"), flags, flags.pop("check_config")
+
+
+def check(config: Config) -> str:
+    """What the configuration sets beside its defaults, once the files that it names have been read.
+
+    Raises a CacheError that says what cannot be. Memory, GPUs, sockets and ports are looked at by a start alone.
+    """
+    from cachesvc.service.access.keyring import read_keys
+    from cachesvc.service.host.socket_files import group_number
+    from cachesvc.service.host.tls import Certificates
+
+    if config.socket_group:
+        group_number(config.socket_group)
+    if config.tokens:
+        read_keys(Path(config.tokens))
+    if config.tls_key:
+        Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca).credentials()
+    defaults = Config().shown()
+    lines = [f"{name} = {value}" for name, value in config.shown().items() if value != defaults[name]]
+    return "\n".join(["the configuration is valid; it differs from the defaults by", *(lines or ["nothing"])])
+
+
+def _run(parts: Parts) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < LEAST_FILES:
+        raise Unavailable(f"this process may open {most} files; raise the limit (ulimit -n) to {LEAST_FILES} or more")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an engine takes three: two connections and a pidfd
     try:
         from uvloop import Loop
     except ImportError:
-        asyncio.run(_serve(daemon))
+        asyncio.run(_serve(parts))
         return
     with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(daemon))
+        runner.run(_serve(parts))
 
 
-async def _serve(daemon: Daemon) -> None:
+async def _serve(parts: Parts) -> None:
+    from cachesvc.daemon import run
+
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     gc.collect()
     gc.freeze()  # modules and stubs live as long as the process: never walked again
-    await daemon.run()
+    await run(parts)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="cachesvcd",
         description="Owns the KV cache of all inference engines on this node.",
-        epilog="Sizes take B, KiB, MiB, GiB or TiB. Flags win over the file of --config, which has the same names with "
-        "_ for -; there lists are lists: allow_uids = [1001, 1002]. SIGHUP reads the file again.",
+        epilog="Sizes are bytes, or have a unit: 512MiB, 8GiB, 8Gi, 8g; 8GB is 8 * 10^9. Flags win over the file of "
+        "--config, which has the same names with _ for -; there lists are lists: allow_uids = [1001, 1002]. What is "
+        "marked [live] changes while the daemon runs: edit the file, then cachesvc reload, or SIGHUP.",
     )
-    add = parser.add_argument
+    add = _adding(parser)
     add("--version", action="version", version=f"%(prog)s {__version__}")
     add("--config", metavar="FILE", help="TOML file with settings, by the names of these flags")
+    add("--check-config", action="store_true", help="say whether flags and file are valid, and end")
     add("--log-level", choices=LOG_LEVELS, help="of lines on standard error (default info)")
     add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
     _add_ways_in(parser)
@@ -88,8 +142,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _adding(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> Add:
+    """``add_argument`` that marks the settings which change live."""
+
+    def add(*names: str, **settings: Any) -> None:
+        action = to.add_argument(*names, **settings)
+        if action.dest in LIVE:
+            action.help = f"{action.help} [live]"
+
+    return add
+
+
 def _add_ways_in(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("who may come, and where").add_argument
+    add = _adding(parser.add_argument_group("who may come, and where"))
     add("--socket", metavar="PATH", help="unix socket to serve on (default /run/cachesvc/cachesvc.sock)")
     add("--socket-group", metavar="GROUP", help="who may connect beside the daemon's own user: name or number")
     users = "user who may attach; may be repeated (default: its own and root)"
@@ -105,7 +170,7 @@ def _add_ways_in(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("memory and its links").add_argument
+    add = _adding(parser.add_argument_group("memory and its links"))
     add("--backend", choices=BACKENDS, help="memory: auto (default) takes shm where there is no GPU")
     add("--device-pool", metavar="SIZE", help="bytes of each device that the daemon owns (default 1GiB)")
     add("--host-pool", metavar="SIZE", help="bytes of the host tier (default 1GiB; 0: none)")
@@ -120,7 +185,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is kept, and for how long").add_argument
+    add = _adding(parser.add_argument_group("what is kept, and for how long"))
     policies = [policy.value for policy in WritePolicy]
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
@@ -131,18 +196,21 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("limits, beyond which calls are refused").add_argument
+    add = _adding(parser.add_argument_group("limits, beyond which calls are refused"))
     add("--leases", type=int, metavar="N", help="leases at a time (default 1024)")
     add("--sequences-per-lease", type=int, metavar="N", help="open at a time (default 4096)")
     add("--blocks-per-sequence", type=int, metavar="N", help="of one sequence (default 65536)")
     add("--stock-pages-per-lease", type=int, metavar="N", help="pages granted ahead of use (default 4096)")
     add("--operations-per-step", type=int, metavar="N", help="of one Step (default 4096)")
-    add("--calls-in-flight", type=int, metavar="N", help="of all callers together (default 1024)")
+    add("--calls-in-flight", type=int, metavar="N", help="that work, of all callers together (default 1024)")
+    add("--waiting-calls", type=int, metavar="N", help="that wait for transfers, of all together (default 4096)")
+    each = "that wait for transfers, of one engine (default 256)"
+    add("--waiting-calls-per-process", type=int, metavar="N", help=each)
     add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
 
 
 def _add_looks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is told, and checked").add_argument
+    add = _adding(parser.add_argument_group("what is told, and checked"))
     add("--metrics-listen", metavar="HOST:PORT", help="serve /metrics for Prometheus (default: not)")
     add("--otlp-endpoint", metavar="URL", help="push metrics and traces to an OTLP collector (default: not)")
     add("--web-listen", metavar="HOST:PORT", help="serve a read-only page on loopback (default: none)")

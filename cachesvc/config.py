@@ -6,11 +6,11 @@ import math
 import re
 import tomllib
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.nearest import did_you_mean
 from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import WritePolicy
 
@@ -21,6 +21,14 @@ MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
 CHECKSUMS = ("off", "sample", "all")
+LIVE = frozenset(
+    {
+        *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
+        *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
+        *("waiting_calls", "waiting_calls_per_process", "drain_seconds", "log_level"),
+    }
+)
+"""Settings that change while the daemon runs, when the file is read again; ``service/host/reload.py`` applies them."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -36,10 +44,12 @@ class Config:
     measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
     before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
+    ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
+    transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
-    empty: its own user and root. ``tokens``: file that says who may call and what; empty: whoever may open the socket.
+    empty: its own user and root. ``tokens``: file that says who may call and what; empty: all who may open the socket.
     ``tls_client_ca``: clients on TCP need a certificate that it signed. ``checksums``: of which sealed pages they are
     taken, for Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the
     read-only page on loopback, or empty. ``fault_copies``: share of copies that are made to fail, for tests; a flag
@@ -77,6 +87,8 @@ class Config:
     leases: int = 1024
     operations_per_step: int = 4096
     calls_in_flight: int = 1024
+    waiting_calls: int = 4096
+    waiting_calls_per_process: int = 256
     event_subscribers: int = 64
     event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
@@ -102,7 +114,7 @@ class Config:
             _positive(name, getattr(self, name))
         for name in ("lease_seconds", "wait_seconds", "blocks_per_sequence", "sequences_per_lease"):
             _positive(name, getattr(self, name))
-        for name in ("operations_per_step", "calls_in_flight"):
+        for name in ("operations_per_step", "calls_in_flight", "waiting_calls", "waiting_calls_per_process"):
             _positive(name, getattr(self, name))
         if self.slice_bytes < MIN_SLICE_BYTES:
             raise InvalidRequest(
@@ -147,8 +159,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     values = {name.replace("-", "_"): value for name, value in values.items()}
     for name in values:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "cachesvcd --help lists them"
+            hint = did_you_mean(name, known, "cachesvcd --help lists them")
             raise InvalidRequest(f"unknown key {name!r} in {path}; {hint}")
         if name == "fault_copies":
             raise InvalidRequest("fault_copies makes copies fail, for tests: a flag (--fault-copies), never in a file")

@@ -1,47 +1,50 @@
-"""The composition root: makes the parts, starts them in order, and ends them in the reverse order."""
+"""The composition root: ``build`` makes the parts, ``run`` starts them in order and closes them in reverse."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.flows.admin import drain
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_gone, process_holds
-from cachesvc.hardware import Hardware, choose_hardware, link_costs
-from cachesvc.ledger.leases import LeaseState
+from cachesvc.hardware import Hardware, check_memory, choose_hardware, link_costs
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
-from cachesvc.memory.seam import Backend
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.keyring import Keyring
-from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.owners import lease_name
+from cachesvc.service.access.quota import NO_QUOTA, Quotas
+from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
-from cachesvc.service.gather import Facts, Gatherer
-from cachesvc.service.host.device_health import DeviceHealth, Serving
+from cachesvc.service.dispatch import Dispatcher
+from cachesvc.service.gather import Gatherer
+from cachesvc.service.host.device_health import DeviceHealth
+from cachesvc.service.host.facts import Facts
+from cachesvc.service.host.health import HealthAnswers
 from cachesvc.service.host.life import LifeServer
 from cachesvc.service.host.reload import Reloader, live_settings
-from cachesvc.service.host.server import Listening, Server, Services, make_way, require_socket
-from cachesvc.service.host.socket_files import open_to_group
+from cachesvc.service.host.server import Listening, Server, Services, service_names
+from cachesvc.service.host.socket_files import SocketClaim
 from cachesvc.service.host.web import WebPage
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
-from cachesvc.service.rpc.admin_service import AdminService, DeviceLine
+from cachesvc.service.rpc.admin_service import AdminService
 from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
@@ -51,267 +54,193 @@ from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
-DRAIN_LOOK_SECONDS = 0.05
+STOP_SECONDS = 1.0
+"""How long calls that are under way when the daemon ends may take to end too."""
+GOODBYE_SECONDS = 0.1
+"""Given at least to calls that were told that the daemon stops: their statuses have to go out."""
 
 
-class Access(NamedTuple):
-    """What calls pass through, and who may make them."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that runs in a daemon's process. ``keyrings``: one where tokens are configured, else none.
+    ``stopping``: set it to end the daemon."""
 
-    gate: CallGate
+    config: Config
+    truth: Truth
+    claim: SocketClaim
+    life: LifeServer
+    keyrings: tuple[Keyring, ...]
+    checksums: Checksums
+    dispatcher: Dispatcher
+    server: Server
+    following: EventService
+    health: DeviceHealth
+    facts: Facts
+    gatherer: Gatherer
+    web: WebPage
+    administration: Administration
+    reloader: Reloader
+    stopping: asyncio.Event
+
+
+class Step(NamedTuple):
+    """A part's start and its close, each a plain call or one to await."""
+
+    start: Callable[[], object]
+    close: Callable[[], object]
+
+
+def build(
+    config: Config, reread: Callable[[], Config] | None = None, choose: Callable[[Config], Hardware] = choose_hardware
+) -> Parts:
+    """Make everything, and start nothing. ``reread`` gives the configuration as its file has it by now.
+
+    Raises a CacheError that says what cannot be had.
+    """
+    truth = _truth(config, choose(config))
+    node, telemetry = truth.node, truth.telemetry
+    keyring = Keyring(config.tokens, node.core.ledger.processes.get) if config.tokens else None
+    answers = HealthAnswers(service_names())
+    health = DeviceHealth(truth.hardware.backend, node, answers.tell)
+    facts = _facts(config, truth, health)
+    administration = Administration(node, health, config.drain_seconds)
+    checksums = Checksums(node, truth.engine.page_bytes, config.checksums, config.checksum_limit)
+    calls = _calls(config, truth, keyring)
+    following = EventService(node, config.event_subscribers)
+    reloader = _reloader(config, truth, calls, administration, facts, reread)
+    inspection = Inspection(node, checksums)
+    admin = AdminService(calls.edge, inspection, administration, facts, calls.all_quotas, reloader.reload)
+    services = Services(calls.engine, calls.lease, calls.cache, following, admin)
+    return Parts(
+        config,
+        truth,
+        SocketClaim(config.socket),
+        _life(config, truth),
+        () if keyring is None else (keyring,),
+        checksums,
+        calls.edge.dispatcher,
+        Server(services, _listening(config), answers, keyring, telemetry.watch.refused),
+        following,
+        health,
+        facts,
+        Gatherer(facts, node, truth.engine, calls.edge.dispatcher.admission, telemetry.watch, calls.cache),
+        WebPage(node, config.web_listen, facts),
+        administration,
+        reloader,
+        asyncio.Event(),
+    )
+
+
+def steps(parts: Parts) -> tuple[Step, ...]:
+    """What is started, in this order, and closed in the reverse one."""
+    config, (hardware, telemetry, engine, node, host_pool, vault) = parts.config, parts.truth
+    grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
+    return (
+        Step(parts.claim.take, parts.claim.release),
+        Step(partial(check_memory, config, hardware), _nothing),  # an ending daemon has given its memory back by now
+        Step(hardware.backend.start, hardware.backend.close),
+        Step(partial(_measure_links, parts), _nothing),
+        Step(telemetry.start_tracing, telemetry.close),
+        Step(engine.start, engine.close),
+        Step(partial(node.start, vault), node.close),
+        Step(host_pool.start, host_pool.close),
+        Step(parts.life.start, parts.life.close),
+        *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
+        Step(parts.checksums.start, parts.checksums.close),
+        Step(parts.server.start, partial(parts.server.close, grace_seconds)),
+        Step(_nothing, parts.dispatcher.stop),
+        Step(parts.following.start, parts.following.close),
+        Step(parts.health.start, parts.health.close),
+        Step(partial(telemetry.start_metrics, parts.gatherer), _nothing),
+        Step(parts.web.start, parts.web.close),
+        # Engines are told that the daemon is gone before it lets go of its socket: else a call could reach the next
+        # daemon under a lease of this one.
+        Step(_nothing, parts.life.close),
+    )
+
+
+async def run(parts: Parts) -> None:
+    """Start the parts, serve until ``parts.stopping``, drain, and close what was started.
+
+    Takes the process's SIGTERM, SIGINT and SIGHUP. Raises a CacheError that says what cannot be started.
+    """
+    loop, began = asyncio.get_running_loop(), time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, parts.stopping.set)
+    loop.add_signal_handler(signal.SIGHUP, _reload_too_early)  # what it does by itself would end the daemon
+    async with started(steps(parts)):
+        _tell_ready(parts, round(time.monotonic() - began, 3))
+        loop.add_signal_handler(signal.SIGHUP, _reload, parts)
+        await parts.stopping.wait()
+        await parts.administration.drain()
+        await parts.administration.wait_for_engines()
+    events.event("stopped")
+
+
+@asynccontextmanager
+async def started(every: Iterable[Step]) -> AsyncIterator[None]:
+    """Start in this order; at the end, or where a start fails, close what was started in the reverse order."""
+    async with AsyncExitStack() as stack:
+        for step in every:
+            await _carry_out(step.start)
+            stack.push_async_callback(_carry_out, step.close)
+        yield
+
+
+# -- what the parts are made of ----------------------------------------------------------------------------------------
+
+
+class Truth(NamedTuple):
+    """The ledger, and what holds and moves the bytes that it tells of."""
+
+    hardware: Hardware
+    telemetry: Telemetry
+    engine: SwapEngine
+    node: Node
+    host_pool: HostPool
+    vault: Vault
+
+
+class Calls(NamedTuple):
+    """What engines call, and the limits that it is held against. ``all_quotas``: also where there are none."""
+
+    edge: Edge
+    all_quotas: Quotas
+    engine: EngineService
+    lease: LeaseService
     cache: CacheService
-    quotas: Quotas | None
-    keyring: Keyring | None
 
 
-class Daemon:
-    """Everything that runs in the daemon's process. ``reread`` gives the configuration as its file has it by now."""
+class TransferEnds:
+    """The way from the swap engine to the node, which is made after it: ``connect`` them before either starts."""
 
-    def __init__(
-        self,
-        config: Config,
-        reread: Callable[[], Config] | None = None,
-        choose: Callable[[Config], Hardware] = choose_hardware,
-    ) -> None:
-        self._config = config
-        self._reread = reread
-        self._choose = choose
-        self._stopping = asyncio.Event()
-        self._stack = AsyncExitStack()
-        self._node: Node | None = None
-        self._server: Server | None = None
+    def __init__(self) -> None:
+        self._told: list[Callable[[int, Exception | None], None]] = []
 
-    async def start(self) -> None:
-        """Start the parts, each closing before those that it stands on. Raises a CacheError that says what is wrong."""
-        try:
-            await self._start()
-        except BaseException:
-            await self._stack.aclose()
-            raise
+    def connect(self, told: Callable[[int, Exception | None], None]) -> None:
+        """Tell this one too."""
+        self._told.append(told)
 
-    async def _start(self) -> None:
-        config = self._config
-        began = time.monotonic()
-        make_way(config.socket)
-        make_way_for_life(config.socket + LIFE_SUFFIX)
-        hardware = self._choose(config)
-        backend = hardware.backend
-        backend.start()
-        self._stack.callback(backend.close)
-        devices: list[DeviceLine] = []
-        costs = link_costs(config, hardware.gpus, devices.append)
-        telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
-        self._stack.push_async_callback(telemetry.close)
-        telemetry.start_tracing()
-        epoch = secrets.randbits(63)
-        engine = SwapEngine(
-            backend,
-            lambda ticket, error: node.on_transfer_done(ticket, error),  # noqa: PLW0108 - made below
-            costs=costs,
-            tracer=telemetry.tracer,
-        )
-        node = Node(
-            _core(config, engine), epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds
-        )
-        self._node = node
-        engine.start()
-        self._stack.callback(engine.close)
-        host_pool = HostPool(
-            config.host_pool,
-            config.host_chunk,
-            config.host_threads,
-            hardware.node,
-            backend,
-        )
-        vault = Vault(backend, host_pool, engine, node.on_host_pages)
-        node.start(vault)
-        self._stack.push_async_callback(node.close)
-        host_pool.start()
-        self._stack.callback(host_pool.close)
-        self._start_life(node, vault, epoch)
-        access = await self._start_access(node)
-        inspection = self._start_inspection(node, engine)
-        port = await self._start_server(node, access, backend, host_pool, devices, inspection, telemetry)
-        facts = _facts(config, backend)
-        metrics_port = telemetry.start_metrics(
-            Gatherer(facts, node, engine, access.gate, telemetry.watch, access.cache, host_pool)
-        )
-        events.event("config", **config.shown())
-        events.event(
-            "ready",
-            socket=config.socket,
-            port=port,
-            metrics_port=metrics_port,
-            web_port=await self._start_web(node, backend),
-            backend=backend.name,
-            devices=backend.devices(),
-            epoch=epoch,
-            pid=os.getpid(),
-            seconds=round(time.monotonic() - began, 3),
-        )
-
-    async def _start_access(self, node: Node) -> Access:
-        config = self._config
-        keyring = await self._start_keyring(node)
-        quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
-        gate = CallGate(config.calls_in_flight, quotas)
-        return Access(gate, CacheService(node, gate, config.operations_per_step, quotas), quotas, keyring)
-
-    def _start_inspection(self, node: Node, engine: SwapEngine) -> Inspection:
-        checksums = Checksums(node, engine.page_bytes, self._config.checksums, self._config.checksum_limit)
-        checksums.start()
-        self._stack.push_async_callback(checksums.close)
-        return Inspection(node, checksums, self._config.eviction)
-
-    def _start_life(self, node: Node, vault: Vault, epoch: int) -> None:
-        life = LifeServer(
-            self._config.socket + LIFE_SUFFIX,
-            epoch=epoch,
-            allowed_uids=self._config.attaching_uids(os.getuid()),
-            allowed_gids=frozenset(self._config.allow_gids),
-            grace_seconds=self._config.lease_seconds,
-            arrived=partial(process_arrived, node.core),
-            gone=lambda token: node.run(partial(process_gone, node.core, token)),
-            descriptor=vault.descriptor,
-            holds=partial(process_holds, node.core),
-        )
-        life.start()
-        self._stack.callback(life.close)
-        open_to_group(self._config.socket + LIFE_SUFFIX, self._config.socket_group)
-
-    async def _start_web(self, node: Node, backend: Backend) -> int:
-        if not self._config.web_listen:
-            return 0
-        page = WebPage(node, self._config.web_listen, backend.name)
-        self._stack.push_async_callback(page.close)
-        return await page.start()
-
-    async def _start_server(
-        self,
-        node: Node,
-        access: Access,
-        backend: Backend,
-        host_pool: HostPool,
-        devices: list[DeviceLine],
-        inspection: Inspection,
-        telemetry: Telemetry,
-    ) -> int:
-        config = self._config
-        gate, cache, quotas, keyring = access
-        shown = {**config.shown(), "backend": backend.name}
-        following = EventService(node, config.event_subscribers)
-        health = DeviceHealth(backend, node, self._tell_serving)
-        reloader = self._reloader(live_settings(node, gate, cache, backend), shown)
-        services = Services(
-            engine=EngineService(node, gate, backend, quotas),
-            lease=LeaseService(node, gate, quotas),
-            cache=cache,
-            event=following,
-            admin=AdminService(
-                node,
-                gate,
-                host_pool,
-                inspection,
-                shown,
-                devices,
-                self._not_serving,
-                health,
-                reloader.reload,
-                quotas,
-            ),
-        )
-        listening = Listening(
-            config.socket,
-            config.listen,
-            config.tls_certificate,
-            config.tls_key,
-            config.tls_client_ca,
-            health=config.health_listen,
-            group=config.socket_group,
-        )
-        server = Server(telemetry.watch_services(services), listening, keyring, telemetry.watch.refused)
-        port = await server.start()
-        self._server = server
-        self._stack.push_async_callback(server.close, min(1.0, config.drain_seconds))
-        following.start()
-        self._stack.callback(following.close)
-        health.start()
-        self._stack.push_async_callback(health.close)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_files, reloader, keyring)
-        return port
-
-    def _reloader(self, live: Mapping[str, Callable[[Any], None]], shown: dict[str, str]) -> Reloader:
-        """Reads the file again where there is one; ``shown`` is what operators see of it."""
-
-        def keep(name: str, apply: Callable[[Any], None], value: Any) -> None:
-            apply(value)
-            self._config = replace(self._config, **{name: value})
-            shown[name] = str(value)
-
-        reread = self._reread
-        return Reloader(
-            asdict(self._config),
-            None if reread is None else lambda: asdict(reread()),
-            {name: partial(keep, name, apply) for name, apply in live.items()},
-        )
-
-    async def _start_keyring(self, node: Node) -> Keyring | None:
-        """Who may call, where tokens are configured. Raises InvalidRequest for a file that cannot be used."""
-        if not self._config.tokens:
-            return None
-        keyring = Keyring(self._config.tokens, node.core.ledger.processes.get)
-        keyring.load()
-        keyring.start()
-        self._stack.push_async_callback(keyring.close)
-        return keyring
-
-    async def _not_serving(self) -> None:
-        if self._server is not None:
-            await self._server.tell(serving=False)
-
-    async def _tell_serving(self, serving: Serving) -> None:
-        assert self._server is not None
-        await self._server.tell(serving=serving.ready)
-        await self._server.tell_live(live=serving.live)
-
-    def stop(self) -> None:
-        """Begin to end (SIGTERM, SIGINT)."""
-        self._stopping.set()
-
-    async def run(self) -> None:
-        """Start, serve until ``stop``, drain, and close everything."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
-        # Until the server is up; what SIGHUP does by itself would end the daemon.
-        loop.add_signal_handler(signal.SIGHUP, lambda: events.event("reload_too_early"))
-        await self.start()
-        await self._stopping.wait()
-        await self._drain()
-        await self._stack.aclose()
-        events.event("stopped")
-
-    async def _drain(self) -> None:
-        """Open nothing new, and give engines ``drain_seconds`` to close their leases."""
-        assert self._node is not None
-        live = drain(self._node.core)
-        await self._not_serving()
-        events.event("draining", live_leases=live)
-        until = time.monotonic() + self._config.drain_seconds
-        leases = self._node.core.ledger.leases
-        while time.monotonic() < until and any(lease.state is LeaseState.LIVE for lease in leases.values()):  # noqa: ASYNC110
-            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+    def tell(self, ticket: int, error: Exception | None) -> None:
+        """A transfer has ended; from any thread."""
+        for told in self._told:
+            told(ticket, error)
 
 
-def reload_files(reloader: Reloader, keyring: Keyring | None) -> None:
-    """Read the configuration and the tokens again; whatever is wrong with the one file, the other counts."""
-    try:
-        reloader.reload_by_signal()
-    finally:
-        if keyring is not None:
-            keyring.reload()
+def _truth(config: Config, hardware: Hardware) -> Truth:
+    telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
+    ended, epoch = TransferEnds(), secrets.randbits(63)
+    engine = SwapEngine(hardware.backend, ended.tell, tracer=telemetry.tracer)
+    core = _core(config, engine, epoch)
+    node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
+    ended.connect(node.on_transfer_done)
+    host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.node, hardware.backend)
+    return Truth(
+        hardware, telemetry, engine, node, host_pool, Vault(hardware.backend, host_pool, engine, node.on_host_pages)
+    )
 
 
-def _core(config: Config, engine: SwapEngine) -> Core:
+def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     limits = Limits(
         blocks_per_sequence=config.blocks_per_sequence,
         sequences_per_lease=config.sequences_per_lease,
@@ -320,25 +249,128 @@ def _core(config: Config, engine: SwapEngine) -> Core:
         events_per_model=config.event_history,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
-    return Core(
-        Ledger(),
-        engine,
-        rank_rule(config.eviction),
-        writing,
-        limits,
-        new_name=partial(secrets.token_hex, 16),
+    new_name = partial(lease_name, epoch)
+    return Core(Ledger(), engine, rank_rule(config.eviction), writing, limits, new_name=new_name)
+
+
+def _life(config: Config, truth: Truth) -> LifeServer:
+    node = truth.node
+
+    def gone(token: bytes) -> None:
+        node.run(partial(process_gone, node.core, token))
+
+    return LifeServer(
+        config.socket + LIFE_SUFFIX,
+        epoch=node.epoch,
+        allowed_uids=config.attaching_uids(os.getuid()),
+        allowed_gids=frozenset(config.allow_gids),
+        group=config.socket_group,
+        grace_seconds=config.lease_seconds,
+        arrived=partial(process_arrived, node.core),
+        gone=gone,
+        descriptor=truth.vault.descriptor,
+        holds=partial(process_holds, node.core),
     )
 
 
-def _facts(config: Config, backend: Backend) -> Facts:
-    return Facts(__version__, backend.name, config.device_pool, config.host_pool, config.host_chunk)
+def _calls(config: Config, truth: Truth, keyring: Keyring | None) -> Calls:
+    node = truth.node
+    quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
+    admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
+    dispatcher = Dispatcher(node, admission, truth.telemetry.watch if truth.telemetry.is_on else None)
+    edge = Edge(dispatcher, truth.telemetry.tracer)
+    return Calls(
+        edge,
+        quotas or Quotas(node.core, lambda _: NO_QUOTA),
+        EngineService(edge, truth.hardware.backend, quotas),
+        LeaseService(edge, quotas),
+        CacheService(edge, config.operations_per_step, quotas),
+    )
 
 
-def make_way_for_life(path: str) -> None:
-    """Remove the life socket that a killed daemon left; the gRPC socket has told that no daemon runs.
+def _listening(config: Config) -> Listening:
+    return Listening(
+        config.socket,
+        config.listen,
+        config.tls_certificate,
+        config.tls_key,
+        config.tls_client_ca,
+        health=config.health_listen,
+        group=config.socket_group,
+    )
 
-    Raises Unavailable for a file that is no socket.
-    """
-    if os.path.lexists(path):
-        require_socket(path)
-        Path(path).unlink(missing_ok=True)
+
+def _facts(config: Config, truth: Truth, health: DeviceHealth) -> Facts:
+    return Facts(
+        version=__version__,
+        backend=truth.hardware.backend.name,
+        epoch=truth.node.epoch,
+        started=truth.node.started,
+        lease_seconds=config.lease_seconds,
+        device_pool_bytes=config.device_pool,
+        host_pool_bytes=config.host_pool,
+        host_chunk_bytes=config.host_chunk,
+        eviction=config.eviction,
+        settings={**config.shown(), "backend": truth.hardware.backend.name},
+        devices=[],
+        host_pool=truth.host_pool,
+        health=health,
+    )
+
+
+def _reloader(
+    config: Config,
+    truth: Truth,
+    calls: Calls,
+    administration: Administration,
+    facts: Facts,
+    reread: Callable[[], Config] | None,
+) -> Reloader:
+    live = live_settings(
+        truth.node, calls.edge.dispatcher.admission, calls.cache, truth.hardware.backend, administration
+    )
+    return Reloader(asdict(config), facts.settings, None if reread is None else lambda: asdict(reread()), live)
+
+
+async def _carry_out(call: Callable[[], object]) -> None:
+    result = call()
+    if inspect.isawaitable(result):
+        await result
+
+
+def _nothing() -> None:
+    """For a part that needs no start, or no close."""
+
+
+def _measure_links(parts: Parts) -> None:
+    truth = parts.truth
+    truth.engine.plan_by(link_costs(parts.config, truth.hardware.gpus, parts.facts.devices.append))
+
+
+def _tell_ready(parts: Parts, seconds: float) -> None:
+    events.event("config", **parts.config.shown())
+    events.event(
+        "ready",
+        socket=parts.config.socket,
+        port=parts.server.port,
+        metrics_port=parts.truth.telemetry.metrics_port,
+        web_port=parts.web.port,
+        backend=parts.facts.backend,
+        devices=parts.truth.hardware.backend.devices(),
+        epoch=parts.facts.epoch,
+        pid=os.getpid(),
+        seconds=seconds,
+    )
+
+
+def _reload_too_early() -> None:
+    events.event("reload_too_early")
+
+
+def _reload(parts: Parts) -> None:
+    """Read the configuration and the tokens again; whatever is wrong with the one file, the other counts."""
+    try:
+        parts.reloader.reload_by_signal()
+    finally:
+        for keyring in parts.keyrings:
+            keyring.reload()

@@ -13,7 +13,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import Backend
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.service.rpc.admin_service import DeviceLine
+from cachesvc.service.host.device_line import DeviceLine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.telemetry import events
 from gpu_ops.calibration import LinkFigures, calibrate
@@ -33,7 +33,7 @@ class Hardware:
 def choose_hardware(config: Config) -> Hardware:
     """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started.
 
-    Raises Unavailable where cuda was asked for and cannot be had, InvalidRequest for pools beyond the memory.
+    Raises Unavailable where cuda was asked for and cannot be had.
     """
     if config.backend != "shm":
         try:
@@ -44,7 +44,6 @@ def choose_hardware(config: Config) -> Hardware:
             events.event("no_gpu", reason=str(missing))
         except CudaError as broken:  # a GPU is there: serving without it would hide that
             raise Unavailable(f"the GPU cannot be used: {broken}; see nvidia-smi, or use --backend shm") from broken
-    check_shm_memory(config, memory_limits())
     rules = copy_rules(config)
     if config.fault_copies:
         events.warning("copies_are_made_to_fail", share=config.fault_copies)
@@ -100,6 +99,12 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
         per_step_us=slowest.per_step_us,
         max_pitch_bytes=slowest.max_pitch_bytes,
     )
+
+
+def check_memory(config: Config, hardware: Hardware) -> None:
+    """Raises InvalidRequest where device pools would come out of this machine's memory and do not fit."""
+    if not hardware.gpus:
+        check_shm_memory(config, memory_limits())
 
 
 def check_shm_memory(config: Config, limits: tuple[MemoryLimit, ...]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from cachesvc_client.wire.credentials import Credentials
 from cachesvc_ctl.daemon_process import DaemonProcess
 from cachesvc_ctl.target import Target
-from cachesvc_ctl.top_app import TopApp
+from cachesvc_ctl.top.app import TopApp
 
 from tools.lively import lively_daemon
 

@@ -4,7 +4,7 @@
     python -m tools.pod_resources --config my.toml --gpus 4
 
 Memory is what the pod's cgroup is charged: the host pool, device pools where they are shared memory (GPU memory is not
-charged to a pod), and beside them the process, what the CUDA driver takes of the host for each GPU, and the books.
+charged to a pod), and beside them the process, what the CUDA driver takes of the host for each GPU, and the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROCESS_BYTES = 512 * MIB
 """Python, gRPC and their buffers: 130 MiB when idle (Linux 6.18, 2026-11); the rest is for many calls at once."""
 GPU_BYTES = 256 * MIB
 """What a CUDA context takes of the host's memory: 100 MiB for one H200 (driver 580, 2026-11), and room."""
-POOL_BYTES_A_BOOK_BYTE = 256
+POOL_BYTES_A_LEDGER_BYTE = 256
 """The ledger takes some 210 bytes a block (benchmarks.ledger), so this holds for blocks of 64 KiB and more."""
 LOOP_MILLICORES = 500
 DEVICE_MILLICORES = 250
@@ -51,10 +51,10 @@ def resources_of(config: Config, gpus: int) -> PodResources:
     """For a daemon on a node of ``gpus`` GPUs (0: the shm backend's devices count)."""
     devices = gpus or config.shm_devices
     in_memory = config.host_pool + (0 if gpus else devices * config.device_pool)
-    books = (config.host_pool + devices * config.device_pool) // POOL_BYTES_A_BOOK_BYTE
+    ledger = (config.host_pool + devices * config.device_pool) // POOL_BYTES_A_LEDGER_BYTE
     host_cores = config.host_pool / (HOST_GIB_A_CORE << 30)
     millicores = LOOP_MILLICORES + DEVICE_MILLICORES * devices + int(1000 * host_cores)
-    return PodResources(in_memory + PROCESS_BYTES + gpus * GPU_BYTES + books, -(-millicores // 100) * 100)
+    return PodResources(in_memory + PROCESS_BYTES + gpus * GPU_BYTES + ledger, -(-millicores // 100) * 100)
 
 
 def gpus_of(overlay: Path) -> int:

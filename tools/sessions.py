@@ -48,7 +48,8 @@ SESSIONS: dict[str, tuple[str, ...]] = {
     ),
     "verify": (f"""{CURL} -d '{{"checksums": true}}' {ADMIN}/Verify""", "cachesvc verify --checksums"),
     "why": ("cachesvc blocks --order hits --limit 2", "cachesvc why $KEY"),
-    "ctl": ("cachesvc top --once", "cachesvc tree --depth 3 --limit 8", "cachesvc leases"),
+    "ctl": ("cachesvc status", "cachesvc top --once", "cachesvc tree --depth 3 --limit 8", "cachesvc leases"),
+    "json": ("cachesvc leases --json", "cachesvc sequences --json --limit 1"),
     "dump": (
         "cachesvc dump index.jsonl.zst",
         "cachesvc load index.jsonl.zst",
@@ -93,7 +94,7 @@ def run(command: str, socket: str, folder: Path) -> str:
     if command.startswith("buf "):
         real = real.replace("buf ", f"{BUF} ", 1)
     else:
-        cli = f"{sys.executable} -m cachesvc_ctl.main"
+        cli = f"{sys.executable} -m cachesvc_ctl"
         offline = command.startswith("cachesvc load")
         real = real.replace("cachesvc ", f"{cli} ", 1) + ("" if offline else f" --socket {socket}")
     ended = subprocess.run(real, shell=True, capture_output=True, text=True, check=False, cwd=folder)  # noqa: S602

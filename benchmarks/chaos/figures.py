@@ -62,8 +62,8 @@ class Figures:
             "from_s": round(first),
             "to_s": round(last),
             "steps": merged.count,
-            "p50_ms": round(merged.percentile_ms(50), 3),
-            "p99_ms": round(merged.percentile_ms(99), 3),
+            "p50_ms": merged.percentile_ms(50),
+            "p99_ms": merged.percentile_ms(99),
         }
 
 
@@ -74,7 +74,12 @@ def spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {
         "count": len(ordered),
-        "p50_s": round(statistics.median(ordered), 3),
-        "p95_s": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 3),
-        "max_s": round(ordered[-1], 3),
+        "p50_s": statistics.median(ordered),
+        "p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+        "max_s": ordered[-1],
     }
+
+
+def shown(figures: dict[str, float]) -> str:
+    """Some figures for people, rounded."""
+    return ", ".join(f"{name} {value:,.3f}" if value % 1 else f"{name} {value:,.0f}" for name, value in figures.items())

@@ -1,14 +1,17 @@
-"""What operators do: drain, evict."""
+"""What operators do: drain, evict, take a model out of service and back."""
 
 from __future__ import annotations
 
 from cachesvc.flows.core import Core
-from cachesvc.flows.transfers import remember_dropped
+from cachesvc.flows.evictions import remember_dropped
 from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leases import LeaseState
+from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.reuse import Miss
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import Tier
+
+EVICTABLE_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 
 
 def drain(core: Core) -> int:
@@ -17,16 +20,31 @@ def drain(core: Core) -> int:
     return sum(lease.state is LeaseState.LIVE for lease in core.ledger.leases.values())
 
 
+def require_tier(tier: str) -> None:
+    """Raises InvalidRequest for what is not a tier that blocks are evicted from."""
+    if tier not in EVICTABLE_TIERS:
+        raise InvalidRequest(f"tier {tier!r} is neither 'device' nor 'host'")
+
+
+def distrust(model: Model, why: str) -> None:
+    """Serve nothing of a model until it was verified: a change to it broke half-way. The first reason is kept."""
+    model.distrust(why)
+
+
+def trust(core: Core, model_id: int) -> None:
+    """A model was verified and adds up: it is in service again. Raises NotFound."""
+    core.ledger.model(model_id).suspect = ""
+
+
 def evict(core: Core, model_id: int, tier: str, count: int) -> int:
-    """Drop up to ``count`` (0: all) unpinned blocks of a model from a tier, in eviction order, without saving them."""
+    """Drop up to ``count`` (0: all) unpinned blocks of a model from a tier, in eviction order, without saving them.
+
+    Returns how many went. Costs time by ``count``. Raises NotFound, InvalidRequest.
+    """
+    require_tier(tier)
     model = core.ledger.model(model_id)
     ledger = model.blocks
-    if tier == Tier.HOST.value:
-        places = [ledger.host]
-    elif tier == Tier.DEVICE.value:
-        places = [replica.place for replica in model.replicas]
-    else:
-        raise InvalidRequest(f"tier {tier!r} is neither 'device' nor 'host'")
+    places = [ledger.host] if tier == Tier.HOST.value else [replica.place for replica in model.replicas]
     evicted = 0
     for place in places:
         wanted = (count - evicted) if count else len(ledger.index)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.errors import LoadFailed, NotFound
+from cachesvc.model.errors import Conflict, LoadFailed, NotFound
 
 
 class Call(NamedTuple):
@@ -34,11 +34,27 @@ class Call(NamedTuple):
 
 
 def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
-    """Look a call up; it is a sign of life. Raises LeaseLost for a lease that ended, NotFound for one that never was.
+    """Look a call up; it is a sign of life. Raises LeaseLost for a lease that ended, NotFound for one that never was,
+    Unavailable for a model that is out of service.
 
     A flow that waited is run with a new Call: its lease may be lost by then.
     """
     lease = ledger.lease(lease_id)
     lease.heard(now)
     model = ledger.model(lease.model)
+    model.require_trusted()
     return Call(lease, model, model.replica(lease.replica), now)
+
+
+def require_still(sequence: Sequence) -> None:
+    """Raises Conflict while a sequence is on its way out or in."""
+    if sequence.swap_ticket:
+        raise Conflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+
+
+def require_on_device(sequence: Sequence) -> None:
+    """Raises Conflict while a sequence is swapped out or on its way."""
+    if sequence.swap_ticket:
+        require_still(sequence)
+    if sequence.swapped_out:
+        raise Conflict(f"sequence {sequence.id} is swapped out; swap it in first")

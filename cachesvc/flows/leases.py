@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
-from cachesvc.flows.release import let_go
-from cachesvc.ledger.leases import Lease, LeaseState, Process
-from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
-from cachesvc.model.words import PageState
+from cachesvc.flows.counters import LEASES_ENDED, Count
+from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
+from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LedgerBroken, LimitExceeded, NotFound
 
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
@@ -36,7 +36,7 @@ def process_gone(core: Core, token: bytes) -> None:
         lease.processes.discard(token)
         lease.attached.pop(token, None)
         if lease.state is LeaseState.LIVE:
-            lose(core, lease, "its process ended", "process_ended")
+            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED)
         elif not lease.processes:
             free_quarantine(core, lease)
 
@@ -46,7 +46,8 @@ def open_lease(
 ) -> Lease:
     """A new lease for the process behind ``token``; the same token and request_id (not 0) give the same lease.
 
-    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining.
+    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining, Unavailable (the model is out
+    of service).
     """
     process = _process(core, token)
     for lease_id in process.leases if request_id else ():
@@ -60,6 +61,7 @@ def open_lease(
     if len(core.ledger.leases) >= core.limits.leases:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
     model = core.ledger.model(model_id)
+    model.require_trusted()
     model.replica(replica_id)
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups))
     lease.opened_by = (token, request_id)
@@ -106,7 +108,7 @@ def pause_write_backs(core: Core, call: Call, milliseconds: int) -> None:
             f"write-backs pause for at most {LONGEST_PAUSE_MS} ms at a time, not {milliseconds}; tell it again instead"
         )
     core.mover.pause_write_backs(call.replica.devices, milliseconds / 1000)
-    core.count("write_back_pauses")
+    core.count(Count.WRITE_BACK_PAUSES)
 
 
 def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
@@ -117,7 +119,7 @@ def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
             raise NotFound("lease", lease_id, "open one first")
         return
     if lease.state is LeaseState.LIVE:
-        lose(core, lease, "it was closed", "closed")
+        lose(core, lease, "it was closed", LeaseEnd.CLOSED)
     if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
         free_quarantine(core, lease)
 
@@ -130,34 +132,45 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
         if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
     ]
     for lease in silent:
-        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", "silent")
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT)
     return [lease.id for lease in silent]
 
 
-def lose(core: Core, lease: Lease, why: str, cause: str = "other") -> None:
-    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting."""
+def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -> None:
+    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting.
+
+    Where the ledger breaks meanwhile, the model is out of service, and other leases are lost as ever.
+    """
     lease.state = LeaseState.QUARANTINED
     lease.why = why
-    place = core.ledger.models[lease.model].replicas[lease.replica].place
-    for sequence in list(lease.sequences.values()):
-        let_go(core, lease, sequence, to_quarantine=True)
-    for group, pages in enumerate(lease.stock):
-        for page in sorted(pages):
-            place.pools[group].move(page, PageState.QUARANTINED)
-            lease.quarantine.append((group, page))
-        pages.clear()
-    core.count("leases_lost")
-    core.count(f"leases_ended_{cause}")
+    model = core.ledger.models[lease.model]
+    try:
+        _end_holds(lease, model)
+    except LedgerBroken as broken:
+        model.distrust(str(broken))
+    core.count(LEASES_ENDED[cause])
+    if cause is not LeaseEnd.CLOSED:
+        core.count(Count.LEASES_LOST)
     if not lease.processes:
         free_quarantine(core, lease)
 
 
+def _end_holds(lease: Lease, model: Model) -> None:
+    """End all that the lease has; what it may still write is quarantined."""
+    pools = model.replicas[lease.replica].place.pools
+    for held in list(lease.prefetches):
+        held.let_go()
+    while lease.sequences:
+        _, sequence = lease.sequences.popitem()
+        sequence.end(lambda group, pages: lease.set_aside(group, pools[group], pages))
+    for group, pages in enumerate(lease.stock):
+        lease.set_aside(group, pools[group], pages)
+        pages.clear()
+
+
 def free_quarantine(core: Core, lease: Lease) -> None:
     """Nothing writes the lease's pages any more: they are free, and the lease is forgotten but for its name."""
-    place = core.ledger.models[lease.model].replicas[lease.replica].place
-    for group, page in lease.quarantine:
-        place.pools[group].move(page, PageState.FREE)
-    lease.quarantine.clear()
+    lease.free_quarantine(core.ledger.models[lease.model].replicas[lease.replica].place.pools)
     for token in list(lease.processes):
         _unbind(core, lease, token)
     core.ledger.remember_lost(lease.id, lease.why)

@@ -2,103 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from cachesvc.flows.backup import submit
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
+from cachesvc.flows.transfers import expedite, load_pairs, submit
 from cachesvc.ledger.blocks import window_positions
+from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.place import Place
+from cachesvc.ledger.pins import Keep, Pin
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.tickets import Ticket
-from cachesvc.model.transfer import Direction, PagePairs
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, PageState
+from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import ABSENT, FILLING
 
 
-@dataclass(slots=True)
-class Loads:
+class Loads(NamedTuple):
     """A stretch of a hit that is to be on the device.
 
-    ``rows``: its blocks; ``whole``: those that must come from elsewhere; ``windows[g]``: rows whose windowed copy must
-    come, of whole blocks or alone; ``needed[g]``: position -> row of all that the window needs. ``joined``: tickets
-    that bring the rest. ``blocked``: tickets to wait for first, because they fill other copies of the same blocks.
+    ``rows``: its blocks; ``missing[g]``: those whose copy must come from elsewhere, of whole blocks or of a window
+    alone; ``needed[g]``: position -> row of all that a window needs. ``keep``: what is there already and must stay.
+    ``joined``: tickets that bring the rest. ``blocked``: tickets to wait for first, because they fill other copies of
+    the same blocks.
     """
 
     rows: list[int]
-    whole: list[int]
-    windows: dict[int, list[int]]
+    missing: list[list[int]]
     needed: dict[int, dict[int, int]]
+    keep: Keep
     joined: list[int]
     blocked: list[int]
 
+    @property
+    def is_transfer(self) -> bool:
+        """True where something must come by a transfer of its own."""
+        return any(self.missing)
 
-def loads_of(core: Core, model: Model, replica: Replica, rows: list[int], base: int, hit_blocks: int) -> Loads:
+    def pages_wanted(self, fresh: int) -> list[int]:
+        """Pages of each group for the loads and ``fresh`` blocks."""
+        return [fresh + len(rows) for rows in self.missing]
+
+
+def loads_of(model: Model, replica: Replica, rows: list[int], base: int, hit_blocks: int) -> Loads:
     """What a hit of ``hit_blocks`` lacks of ``rows``, which are its positions from ``base`` on."""
     place = replica.place
-    whole = [row for row in rows if place.state(row) == ABSENT]
-    awaited = {row for row in rows if place.state(row) == FILLING}
-    missing: set[int] = set()
-    windows: dict[int, list[int]] = {}
+    if not rows:
+        return Loads(rows, [rows] * len(place.pools), {}, Keep(), [], [])
+    lead = place.states[place.lead]
+    whole = [row for row in rows if lead[row] == ABSENT]
+    awaited = [row for row in rows if lead[row] == FILLING]
+    missing = [whole] * len(place.pools)
     needed: dict[int, dict[int, int]] = {}
+    windows: list[tuple[int, int]] = []
+    blocked: list[int] = []
     for group in place.window_groups:
+        states = place.states[group]
         positions = window_positions(model.layout, group, hit_blocks)
         needed[group] = {position: rows[position - base] for position in positions if position >= base}
-        states = place.states[group]
-        windows[group] = [row for row in needed[group].values() if states[row] == ABSENT]
-        awaited.update(row for row in needed[group].values() if states[row] == FILLING)
-        missing.update(row for row in windows[group] if place.is_filling(row))
-    running = core.ledger.tickets.of_replica(model.id, replica.id, Direction.LOAD) if awaited or missing else []
-    joined = [ticket.id for ticket in running if not awaited.isdisjoint(ticket.rows)]
-    blocked = [ticket.id for ticket in running if not missing.isdisjoint(ticket.rows)]
-    return Loads(rows, whole, windows, needed, joined, blocked)
-
-
-@contextmanager
-def kept(model: Model, replica: Replica, loads: Loads) -> Iterator[None]:
-    """Keep what is on the device already while room is made for the rest."""
-    blocks, place = model.blocks, replica.place
-    present = [row for row in loads.rows if place.state(row) != ABSENT]
-    windows = [
-        (group, row)
-        for group, needed in loads.needed.items()
-        for row in needed.values()
-        if place.states[group][row] != ABSENT
-    ]
-    if present:
-        blocks.pin(place, present[-1])
-    for group, row in windows:
-        blocks.pin_window(place, group, row)
-    try:
-        yield
-    finally:
-        for group, row in windows:
-            blocks.unpin_window(place, group, row)
-        if present:
-            blocks.unpin(place, present[-1])
-
-
-def pages_wanted(model: Model, loads: Loads, fresh: int) -> list[int]:
-    """Pages of each group for the loads and ``fresh`` blocks."""
-    return [fresh + len(loads.windows.get(group, loads.whole)) for group in range(len(model.layout.groups))]
-
-
-def fill(
-    core: Core, model: Model, replica: Replica, loads: Loads, ticket: Ticket, source: Place, *, layered: bool
-) -> None:
-    """Take pages for what is missing and start to copy it from ``source``. There is room."""
-    place = replica.place
-    rows_of = [loads.windows.get(group, loads.whole) for group in range(len(model.layout.groups))]
-    pages_of: list[dict[int, int]] = []
-    for group, rows in enumerate(rows_of):
-        pages_of.append(dict(zip(rows, place.pools[group].take(len(rows), PageState.IN_FLIGHT), strict=True)))
-    moving = {row for rows in rows_of for row in rows}
-    ticket.rows = [row for row in loads.rows if row in moving]
-    for row in ticket.rows:
-        model.blocks.start_fill(place, row, [pages.get(row, NO_PAGE) for pages in pages_of])
-    pairs = tuple(
-        PagePairs(group, tuple(pages_of[group][row] for row in rows), tuple(source.pages[group][row] for row in rows))
-        for group, rows in enumerate(rows_of)
-        if rows
+        missing[group] = [row for row in needed[group].values() if states[row] == ABSENT]
+        awaited += [row for row in needed[group].values() if states[row] == FILLING]
+        windows += [(group, row) for row in needed[group].values() if states[row] != ABSENT]
+        blocked += [row for row in missing[group] if row in place.filling]
+    deepest = next((row for row in reversed(rows) if lead[row] != ABSENT), NO_ROW)
+    return Loads(
+        rows,
+        missing,
+        needed,
+        Keep(deepest, tuple(windows)),
+        sorted({place.filling[row] for row in awaited}),
+        sorted({place.filling[row] for row in blocked}),
     )
-    submit(core, model, ticket, pairs, layered=layered)
+
+
+def bring(core: Core, call: Call, hold: Hold, loads: Loads, urgency: Urgency) -> list[Ticket]:
+    """Fill what is missing from the host and join what is being filled; ``hold`` relies on both from now on.
+
+    There is room, and a transfer can begin. ``urgency``: of a transfer of its own; where it is AWAITED, of those that
+    are joined too.
+    """
+    model, replica = call.model, call.replica
+    book = core.ledger.tickets
+    tickets = [book.running[ticket] for ticket in loads.joined]
+    if urgency is Urgency.AWAITED:
+        expedite(core, loads.joined)
+    if not loads.is_transfer:
+        hold.rely_on(loads.rows, loads.needed, tickets)
+        return tickets
+    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined)
+    coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
+    ticket.rows = _moving(loads.rows, loads.missing)
+    hold.rely_on(loads.rows, loads.needed, [*tickets, ticket])
+    submit(core, model, ticket, load_pairs(model.blocks.host, coming), layered=True)
+    return [*tickets, ticket]
+
+
+def load_from(
+    core: Core, model: Model, replica: Replica, loads: Loads, source: Replica, tip: int, urgency: Urgency
+) -> Ticket:
+    """Fill what is missing from another replica's device, where all is down to ``tip``. It is not followed by layers.
+
+    The pin keeps what drains there; everything else stays because its rows are in flight.
+    """
+    pin = Pin(model.blocks, source.place, tip)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD, urgency, source=(source.id, pin))
+    coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
+    ticket.rows = _moving(loads.rows, loads.missing)
+    submit(core, model, ticket, load_pairs(source.place, coming), layered=False)
+    return ticket
+
+
+def _moving(rows: list[int], missing: Iterable[list[int]]) -> list[int]:
+    """Those of ``rows`` of which any copy comes, in their order."""
+    moving = {row for group in missing for row in group}
+    return [row for row in rows if row in moving]

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.flows.budget import Budget, make_room
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
@@ -86,6 +87,7 @@ def register(
     namespace = namespace_of(name, layout.fingerprint, salt, budget.tenant)
     model = next((m for m in core.ledger.models.values() if m.namespace == namespace), None)
     if model is not None:
+        model.require_trusted()
         for replica in model.replicas:
             if replica.devices == chosen:
                 return Registered(model, replica, existed=True)
@@ -235,7 +237,7 @@ def _make_place_in_list(core: Core, vault: Vault) -> None:
 def _dismiss(core: Core, vault: Vault, model: Model) -> None:
     vault.close_model(model.id)
     del core.ledger.models[model.id]
-    core.count("models_dismissed")
+    core.count(Count.MODELS_DISMISSED)
 
 
 def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, pages: tuple[int, ...]) -> Model:

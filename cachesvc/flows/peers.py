@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cachesvc.flows.backup import back_up
-from cachesvc.flows.core import Core, expedite
-from cachesvc.flows.loads import Loads, fill, kept, loads_of, pages_wanted
+from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
+from cachesvc.flows.loads import load_from, loads_of
 from cachesvc.flows.room import make_room
+from cachesvc.flows.transfers import expedite, may_submit
 from cachesvc.ledger.blocks import Hit, window_positions
 from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.pins import Keep, kept
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import PoolExhausted
+from cachesvc.model.errors import LimitExceeded, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import DRAINING, FILLING, READY
+from cachesvc.model.transfer import Urgency
+from cachesvc.model.words import READY
 
 
 @dataclass(slots=True)
@@ -46,10 +51,9 @@ class _Source(NamedTuple):
     path: list[int]
 
 
-def share(
-    core: Core, model: Model, replica: Replica, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing
-) -> Wait | None:
+def share(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
     """Begin (or go on) to bring what another replica has beyond ``hit``; None: the hit is all that there will be."""
+    model, replica = call.model, call.replica
     wanted = len(keys) // KEY_BYTES
     wanted = min(wanted, max_blocks) if max_blocks else wanted
     least = hit.blocks + core.limits.peer_blocks_min
@@ -59,8 +63,8 @@ def share(
     if source is None:
         return None
     if core.mover.can_reach(model.id, source.replica.id, replica.id):
-        return _load(core, model, replica, source, sharing)
-    return _relay(core, model, replica, source, hit, sharing)
+        return _load(core, call, source, sharing)
+    return _relay(core, call, source, hit, sharing)
 
 
 def _is_over(core: Core, sharing: Sharing) -> bool:
@@ -85,58 +89,46 @@ def _longest(core: Core, model: Model, replica: Replica, keys: bytes, least: int
     return None if best is None else _Source(best[2], blocks.index.path(best[3]))
 
 
-def _load(core: Core, model: Model, replica: Replica, source: _Source, sharing: Sharing) -> Wait | None:
+def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | None:
     """Copy all that the replica lacks of the path from device to device. It is not followed layer by layer."""
-    loads = loads_of(core, model, replica, source.path, 0, len(source.path))
+    model, replica = call.model, call.replica
+    loads = loads_of(model, replica, source.path, 0, len(source.path))
     if loads.joined or loads.blocked:
         return _wait(core, sharing, {*loads.joined, *loads.blocked})
-    leaving = {row for row in source.path if replica.place.state(row) == DRAINING}
-    if leaving and not loads.whole:  # windows alone would hang below nothing that stays
-        return _wait(core, sharing, _storing(core, model, leaving))
-    if not _may_begin(core, sharing):
+    draining = replica.place.draining
+    leaving = {draining[row] for row in source.path if row in draining}
+    if leaving and not loads.missing[replica.place.lead]:  # windows alone would hang below nothing that stays
+        return _wait(core, sharing, leaving)
+    if sharing.has_begun or not may_submit(core, model, replica):
         return None
-    with kept(model, replica, loads):
-        try:
-            wait = make_room(core, model, replica, pages_wanted(model, loads, 0))
-        except PoolExhausted:
-            return None
-        if wait is not None:
-            return _wait(core, sharing, wait.tickets)
-        ticket = _begin_load(core, model, replica, source, loads, sharing.urgency)
+    try:
+        wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
+    except (PoolExhausted, LimitExceeded):
+        return None
+    if wait is not None:
+        return _wait(core, sharing, wait.tickets)
+    ticket = load_from(core, model, replica, loads, source.replica, source.path[-1], sharing.urgency)
+    core.count(Count.PEER_LOADS)
     sharing.has_begun, sharing.ticket, sharing.blocks = True, ticket, len(source.path)
     return _wait(core, sharing, (ticket.id,))
 
 
-def _begin_load(core: Core, model: Model, replica: Replica, source: _Source, loads: Loads, urgency: Urgency) -> Ticket:
-    """The pin keeps what drains on the source; everything else there stays because its rows are in flight."""
-    tip = source.path[-1]
-    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD, urgency)
-    ticket.source = (source.replica.id, tip)
-    model.blocks.pin(source.replica.place, tip)
-    fill(core, model, replica, loads, ticket, source.replica.place, layered=False)
-    core.count("peer_loads")
-    return ticket
-
-
-def _relay(core: Core, model: Model, replica: Replica, source: _Source, hit: Hit, sharing: Sharing) -> Wait | None:
+def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) -> Wait | None:
     """Have the other replica store what the host lacks of the path; it is loaded from there as usual."""
-    blocks, host = model.blocks, model.blocks.host
-    rows = source.path[_first_from_host(model, replica, source.path, hit) :]
-    filling = {row for row in rows if host.state(row) == FILLING}
+    blocks, host = call.model.blocks, call.model.blocks.host
+    rows = source.path[_first_from_host(call.model, call.replica, source.path, hit) :]
+    filling = {host.filling[row] for row in rows if row in host.filling}
     if filling:
-        return _wait(core, sharing, _storing(core, model, filling))
-    if not _may_begin(core, sharing):
+        return _wait(core, sharing, filling)
+    if sharing.has_begun:
         return None
-    kept_on_host = hit.blocks > hit.device_blocks
-    if kept_on_host:  # room for the end of the path is not made at the cost of its middle
-        blocks.pin(host, hit.row)
-    ticket = back_up(core, model, source.replica, rows, sharing.urgency)
-    if kept_on_host:
-        blocks.unpin(host, hit.row)
+    on_host = hit.row if hit.blocks > hit.device_blocks else NO_ROW
+    with kept(blocks, host, Keep(on_host)):  # room for the end of the path is not made at the cost of its middle
+        ticket = back_up(core, call.model, source.replica, rows, sharing.urgency)
     if ticket is None:
         return None
     sharing.has_begun = True
-    core.count("relayed_blocks", ticket.blocks)
+    core.count(Count.RELAYED_BLOCKS, ticket.blocks)
     return _wait(core, sharing, (ticket.id,))
 
 
@@ -150,21 +142,6 @@ def _first_from_host(model: Model, replica: Replica, path: list[int], hit: Hit) 
         if place.states[group][path[position]] != READY
     ]
     return min([hit.device_blocks, *gone])
-
-
-def _storing(core: Core, model: Model, rows: set[int]) -> list[int]:
-    """Running tickets that bring one of ``rows`` to the host, or let it drain."""
-    return [
-        ticket.id
-        for ticket in core.ledger.tickets.running.values()
-        if ticket.model == model.id
-        and ticket.direction is Direction.STORE
-        and not rows.isdisjoint([*ticket.rows, *(drain.row for drain in ticket.drains)])
-    ]
-
-
-def _may_begin(core: Core, sharing: Sharing) -> bool:
-    return not sharing.has_begun and len(core.ledger.tickets.running) < core.limits.running_tickets
 
 
 def _wait(core: Core, sharing: Sharing, tickets: Iterable[int]) -> Wait:

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core, ticket_view
-from cachesvc.flows.match import open_on_hit
+from cachesvc.flows.core import Core
+from cachesvc.flows.loads import bring, loads_of
+from cachesvc.flows.match import find_hit
 from cachesvc.flows.peers import Sharing
-from cachesvc.flows.release import let_go
+from cachesvc.flows.room import make_room
+from cachesvc.flows.transfers import require_transfer, ticket_view, wait_for
+from cachesvc.ledger.holds import Prefetch
 from cachesvc.model.answers import Prefetched, Wait
-from cachesvc.model.errors import CacheError
+from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.transfer import Urgency
 
 
 def prefetch(core: Core, call: Call, keys: bytes, sharing: Sharing | None = None) -> Prefetched | Wait:
     """Start loading what of ``keys`` lies on the host, in the background until somebody needs it.
 
-    With ``sharing`` also what other replicas have; where it must come through the host, that is waited for.
-    It works as a sequence of the daemon's own (its id is negative) that ends when its loads do. Raises PoolExhausted,
-    InvalidRequest.
+    With ``sharing`` also what other replicas have; where it must come through the host, that is waited for. Raises
+    InvalidRequest, LimitExceeded (prefetches, transfers), PoolExhausted, DaemonDraining.
     """
-    lease = call.lease
-    sequence_id = min([0, *lease.sequences]) - 1
-    opened = open_on_hit(core, call, sequence_id, keys, 0, sharing)
-    if isinstance(opened, Wait):
+    lease, model, replica = call.lease, call.model, call.replica
+    if len(lease.prefetches) >= core.limits.prefetches_per_lease:
+        raise LimitExceeded(
+            "prefetches of this lease under way", len(lease.prefetches) + 1, core.limits.prefetches_per_lease
+        )
+    hit = find_hit(core, call, keys, 0, sharing)
+    if isinstance(hit, Wait):
         begun = sharing.ticket if sharing is not None else None
-        return opened if sharing is None or begun is None else Prefetched(sharing.blocks, (ticket_view(begun),))
-    hit, _ = opened
-    sequence = lease.sequences[sequence_id]
+        return hit if sharing is None or begun is None else Prefetched(sharing.blocks, (ticket_view(begun),))
+    held = Prefetch(model.blocks, replica.place, lease.prefetches)
+    held.hold(hit, core.ledger.stamp())
     try:
-        granted = allocate(core, call, sequence_id, hit.blocks, Urgency.BACKGROUND)
-    except CacheError:
-        let_go(core, lease, sequence)
-        raise
-    if isinstance(granted, Wait):
-        let_go(core, lease, sequence)
-        return granted
-    if not granted.tickets:
-        let_go(core, lease, sequence)
-    return Prefetched(hit.blocks, granted.tickets)
+        loads = loads_of(model, replica, held.rest(), held.sealed, held.hit_blocks)
+        if loads.blocked:
+            return wait_for(core, loads.blocked)
+        if loads.is_transfer:
+            require_transfer(core, model, replica)
+        wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
+        if wait is not None:
+            return wait
+        tickets = bring(core, call, held, loads, Urgency.BACKGROUND)
+        return Prefetched(hit.blocks, tuple(map(ticket_view, tickets)))
+    finally:
+        if not held.loads:  # all is in place, or nothing comes
+            held.let_go()

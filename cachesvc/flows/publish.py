@@ -1,20 +1,26 @@
-"""Publish: seal a sequence's next computed blocks under their keys; the first to publish a key wins."""
+"""Publish: seal a sequence's next computed blocks under their keys; the first to publish a key wins.
+
+Everything is checked before anything changes: which blocks the keys stand for is looked up once, and what is found then
+is what is sealed.
+"""
 
 from __future__ import annotations
 
-from cachesvc.flows.allocate import withdraw_computing
 from cachesvc.flows.backup import back_up
-from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core, cells, require_on_device, wait_for
+from cachesvc.flows.call import Call, require_on_device
+from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.flows.match import check_keys
-from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.place import NO_ROW
+from cachesvc.flows.transfers import wait_for
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.answers import Published, Wait
+from cachesvc.ledger.tables import Sealed
+from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState, Tier
+from cachesvc.model.words import FILLING, READY, Tier
 
 
 def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: bytes, blocks: int) -> Published | Wait:
@@ -29,36 +35,21 @@ def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: by
     require_on_device(sequence)
     model, replica = call.model, call.replica
     model.last_used = call.now
-    running = tuple(ticket for ticket in sequence.loads if core.ledger.tickets.is_running(ticket))
-    if running:
-        return wait_for(core, running)
+    if sequence.loads:
+        return wait_for(core, sequence.loads)
     count = _check(core, sequence, first_block, keys, blocks)
-    first = sequence.sealed
-    keys = keys or bytes(sequence.keys[first * KEY_BYTES : (first + count) * KEY_BYTES])
-    _check_chain(model, sequence, keys)
-    sequence.keys[first * KEY_BYTES :] = keys + sequence.keys[(first + count) * KEY_BYTES :]
-    fresh_rows: list[int] = []
-    doubles: list[int] = []
-    spares: list[tuple[int, int]] = []
-    tip = sequence.anchor
-    pending = False
-    for position in range(first, first + count):
-        row, state = _seal_one(core, model, replica, sequence, position, tip, spares)
-        if state == FILLING:
-            pending = True
-            break
-        (doubles if state == READY else fresh_rows).append(position if state == READY else row)
-        tip = row
-        sequence.sealed = position + 1
-    _advance(core, model, replica, sequence, first, tip)
-    if fresh_rows and core.writing.copies_when_sealed:
-        back_up(core, model, replica, fresh_rows)
-    model.reuse.published += len(fresh_rows) + len(doubles)
-    if core.on_sealed is not None and tip != NO_ROW:
-        core.on_sealed(model.id, replica.id, tip, sequence.sealed - first)
-    core.count("published_blocks", len(fresh_rows))
-    core.count("duplicate_blocks", len(doubles))
-    return _answer(sequence, doubles, spares, pending)
+    keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
+    rows = _rows(model, sequence, keys)
+    ready, pending = _until_filling(replica.place, rows)
+    reuses = _count(model, replica.place, keys, ready, first_block)
+    sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
+    if sealed.rows and core.writing.copies_when_sealed:
+        back_up(core, model, replica, sealed.rows)
+    if core.on_sealed is not None and sequence.anchor != NO_ROW:
+        core.on_sealed(model.id, replica.id, sequence.anchor, len(ready))
+    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
+    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
+    return _answer(sequence, sealed, pending)
 
 
 def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:
@@ -86,117 +77,68 @@ def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks
     return count
 
 
-def _check_chain(model: Model, sequence: Sequence, keys: bytes) -> None:
-    """Raises InvalidRequest where a key is known below another prefix, or named twice."""
+def _rows(model: Model, sequence: Sequence, keys: bytes) -> list[int]:
+    """The rows of the keys, NO_ROW for what is new. Raises InvalidRequest where a key is known below another prefix, or
+    named twice."""
     index = model.blocks.index
-    above: int | None = sequence.anchor  # None: a block that is new
+    rows: list[int] = []
+    above = sequence.anchor
     fresh: set[bytes] = set()
     for at in range(0, len(keys), KEY_BYTES):
         key = keys[at : at + KEY_BYTES]
-        row = index.rows.get(key)
-        if key in fresh or (row is not None and index.parent[row] != above):
+        row = index.rows.get(key, NO_ROW)
+        if row == NO_ROW:
+            is_chained = key not in fresh
+            fresh.add(key)
+        else:
+            is_chained = not fresh and index.parent[row] == above
+        if not is_chained:
             block = sequence.sealed + at // KEY_BYTES
             raise InvalidRequest(f"block {block}: its key is known below another prefix; keys must be chained")
+        rows.append(row)
         above = row
-        if row is None:
-            fresh.add(key)
+    return rows
 
 
-def _seal_one(
-    core: Core,
-    model: Model,
-    replica: Replica,
-    sequence: Sequence,
-    position: int,
-    tip: int,
-    spares: list[tuple[int, int]],
-) -> tuple[int, int]:
-    """Seal one block below ``tip``. Returns its row and ABSENT (sealed now), READY (a duplicate) or FILLING (wait)."""
-    blocks = model.blocks
-    index = blocks.index
-    place = replica.place
-    key = sequence.key(position)
-    row = index.rows.get(key, NO_ROW)
-    if row == NO_ROW:
-        model.reuse.computed(key)
-        remembered = model.remembered.pop(key, 0)
-        row = index.insert(key, tip, core.ledger.stamp(), remembered)
-    elif place.state(row) == FILLING:
-        return row, FILLING
-    elif place.is_hittable(row):
-        spares += _take_sealed(replica, sequence, position, row)
-        model.reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
-        return row, READY
-    else:
-        tier = Tier.HOST if blocks.host.is_present(row) else Tier.DEVICE
-        model.reuse.computed_again(tier.value, Miss.ELSEWHERE)
-    pages = [table[position] for table in sequence.tables]
-    blocks.add_copy(place, row, pages, READY)
-    for group, page in enumerate(pages):
-        if page != NO_PAGE:
-            place.pools[group].move(page, PageState.SEALED)
-            sequence.own[group].remove(page)
-    return row, ABSENT
+def _until_filling(place: Place, rows: list[int]) -> tuple[list[int], bool]:
+    """The rows that can be sealed now, and whether one that is on its way here ends them."""
+    states = place.states[place.lead]
+    for at, row in enumerate(rows):
+        if row != NO_ROW and states[row] == FILLING:
+            return rows[:at], True
+    return rows, False
 
 
-def _take_sealed(replica: Replica, sequence: Sequence, position: int, row: int) -> list[tuple[int, int]]:
-    """Put the sealed pages into the table; the sequence's own become spares, which are returned.
-
-    A windowed group may have dropped its sealed page: then the sequence's own page is sealed in its place.
-    """
-    place = replica.place
-    spares: list[tuple[int, int]] = []
-    for group, table in enumerate(sequence.tables):
-        own = table[position]
-        if own == NO_PAGE:
-            continue
-        if place.states[group][row] == ABSENT:
-            place.move(group, row, READY, own)
-            place.pools[group].move(own, PageState.SEALED)
-            sequence.own[group].remove(own)
-        elif place.states[group][row] >= READY:
-            spares.append((group, own))
-            table[position] = place.pages[group][row]
-    return spares
-
-
-def _advance(core: Core, model: Model, replica: Replica, sequence: Sequence, first: int, tip: int) -> None:
-    """Move the anchor to the deepest sealed block and pin what the windows still need."""
-    if tip == sequence.anchor:
-        return
-    blocks = model.blocks
-    place = replica.place
-    blocks.pin(place, tip)
-    blocks.index.touch(tip, core.ledger.stamp())
-    if sequence.anchor != NO_ROW:
-        blocks.unpin(place, sequence.anchor)
-    if place.window_groups:
-        _pin_windows(model, replica, sequence, first, tip)
-    sequence.anchor = tip
-    withdraw_computing(model, sequence, first, sequence.sealed)
+def _count(model: Model, place: Place, keys: bytes, rows: list[int], first_block: int) -> dict[int, int]:
+    """Count what was computed, and what for the second time. Returns reuse counts of new blocks that are remembered, by
+    position."""
+    reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
+    reuses: dict[int, int] = {}
+    for at, row in enumerate(rows):
+        if row == NO_ROW:
+            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            reuse.computed(key)
+            if model.remembered and (remembered := model.remembered.pop(key, 0)):
+                reuses[first_block + at] = remembered
+        elif states[row] >= READY:
+            reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
+        else:
+            tier = Tier.HOST if host.is_present(row) else Tier.DEVICE
+            reuse.computed_again(tier.value, Miss.ELSEWHERE)
+    reuse.published += len(rows)
+    return reuses
 
 
-def _pin_windows(model: Model, replica: Replica, sequence: Sequence, first: int, tip: int) -> None:
-    place = replica.place
-    path = model.blocks.index.path(tip, sequence.anchor)
-    for group in place.window_groups:
-        held = sequence.window_rows.setdefault(group, {})
-        for position, row in enumerate(path, start=first):
-            page = sequence.tables[group][position]
-            if page != NO_PAGE and place.pages[group][row] == page:
-                model.blocks.pin_window(place, group, row)
-                held[position] = row
-
-
-def _answer(sequence: Sequence, doubles: list[int], spares: list[tuple[int, int]], pending: bool) -> Published:
+def _answer(sequence: Sequence, sealed: Sealed, pending: bool) -> Published:
+    doubles = sealed.doubles
     if not doubles:
         return Published(sequence.sealed, (), (), (), pending)
     duplicates = tuple(
-        cells(group, doubles[0], [table[position] for position in doubles])
+        GroupCells(group, doubles[0], tuple([table[position] for position in doubles]))
         for group, table in enumerate(sequence.tables)
     )
-    own = tuple(
-        cells(group, doubles[0], [page for owner, page in spares if owner == group])
+    spares = tuple(
+        GroupCells(group, doubles[0], tuple(page for owner, page in sealed.spares if owner == group))
         for group in range(len(sequence.tables))
     )
-    return Published(sequence.sealed, tuple(doubles), duplicates, own, pending)
+    return Published(sequence.sealed, tuple(doubles), duplicates, spares, pending)

@@ -1,67 +1,164 @@
-"""Make room in a replica's device pools: evict at once what can go at once, drain the rest."""
+"""Make room in a replica's device pools: evict at once what can go at once, drain the rest.
+
+A call that must wait for drains keeps what is free, and what its drains free, by a reservation: others that come
+meanwhile evict for themselves. What the call relies on (``Keep``) is held here, while victims are chosen.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from cachesvc.flows.backup import submit_store
-from cachesvc.flows.core import Core, exhausted, remember_dropped, wait_for
-from cachesvc.ledger.evict import evictable_pages, idle_windows
-from cachesvc.ledger.leaves import Rank
+from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core
+from cachesvc.flows.evictions import carry_out
+from cachesvc.flows.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
+from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows
 from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pins import Keep, kept
 from cachesvc.ledger.place import Place
+from cachesvc.ledger.reservations import Reservation, expire
+from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
+from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import PageState
 
 DRAIN_FAILURES = 3
 """Write-backs that fail in a row before evictions go on without them."""
+LOOKS_FOR_NOTHING = 64
+LOOKS_A_PAGE = 4
+"""Candidates that ``free_some`` looks at, in all and for each page: most can go, and where they cannot it gives up."""
 TRY_AGAIN_EVERY = 64
 """Evictions until one is saved again: whoever waits for it waits for one failure more."""
 
 
-def make_room(core: Core, model: Model, replica: Replica, wanted: list[int]) -> Wait | None:
-    """See to it that group g has ``wanted[g]`` free pages on the replica; None when it has them now.
+def make_room(
+    core: Core, call: Call, wanted: Sequence[int], keep: Keep, waiter: OpenSequence | None = None
+) -> Wait | None:
+    """See to it that group g has ``wanted[g]`` pages to take on the replica; None when it has them now.
 
-    A Wait names the write-backs that will free the pages. Raises PoolExhausted when the whole demand cannot be met;
-    nothing is evicted then.
+    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages, and what there is of them is kept
+    for the ``waiter`` until its call runs again. Raises PoolExhausted when the whole demand cannot be met; nothing is
+    evicted then.
     """
+    place = call.replica.place
+    if place.reservations:
+        expire(place.reservations, call.now)
+    room = None if waiter is None else waiter.room
+    if room is not None:
+        room.give_back()
+    wait: Wait | None = None
+    try:
+        if any(count > pool.unreserved for count, pool in zip(wanted, place.pools, strict=True)):
+            room = None if waiter is None else waiter.reserve()
+            with kept(call.model.blocks, place, keep):
+                wait = _evict(core, call.model, call.replica, wanted, room)
+    finally:  # with what it wanted, or refused: it waits no more
+        if room is not None and wait is None:
+            room.release()
+    if wait is None or room is None:
+        return wait
+    room.keep(wanted, call.now + core.limits.reservation_seconds)
+    return wait._replace(reserved=room)
+
+
+def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
+    """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
+
+    Nothing is refused and nobody waits; returns how many blocks go, now or once they are saved.
+    """
+    model, replica, place = call.model, call.replica, call.replica.place
+    short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, None))
+    going = 0
+    if short > 0:
+        plan, _ = _plan(core, model, replica, short, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * short)
+        if not plan.drains or may_submit(core, model, replica):
+            _carry_out(core, model, replica, plan, None)
+            going = plan.found
+    for group in place.window_groups:
+        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].unreserved)
+    return going
+
+
+def _evict(core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None) -> Wait | None:
     place = replica.place
     for group in place.window_groups:
-        short = wanted[group] - place.pools[group].free
-        if short > 0 and not _has_idle_windows(model, place, group, short):
-            return _wait_or_refuse(core, model, replica, group, wanted[group])
-    shortage = max((wanted[group] - place.pools[group].free for group in place.full_groups), default=0)
-    if shortage > 0 and (wait := _evict_blocks(core, model, replica, shortage, wanted)) is not None:
+        short = wanted[group] - place.pools[group].unreserved
+        if short > 0 and idle_windows(model.blocks, place, group) < short:
+            return _wait_or_refuse(core, model, replica, group, wanted[group], room)
+    if _shortage(place, wanted) > 0 and (wait := _evict_blocks(core, model, replica, wanted, room)) is not None:
         return wait
     for group in place.window_groups:
-        _evict_window_pages(model, place, group, wanted[group] - place.pools[group].free)
+        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].unreserved)
     return None
 
 
-def _evict_blocks(core: Core, model: Model, replica: Replica, shortage: int, wanted: list[int]) -> Wait | None:
+def _evict_blocks(
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None
+) -> Wait | None:
     place = replica.place
-    draining = [t for t in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE) if t.drains]
-    coming = sum(len(ticket.drains) for ticket in draining)
-    if shortage > coming:
-        saves = core.writing.copies_when_evicted and _has_host(model)
-        plan, met = model.evictor.plan_device(place, shortage - coming, to_host=saves and _is_worth_saving(replica))
-        if not met and saves and replica.failed_drains >= DRAIN_FAILURES:
-            plan, met = model.evictor.plan_device(place, shortage - coming, to_host=True)
+    draining = _draining(core, model, replica, room)
+    short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in draining)
+    if short > 0:
+        plan, met = _plan(core, model, replica, short)
         if not met:
-            group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].free)
-            return _wait_or_refuse(core, model, replica, group, wanted[group])
-        drains = model.evictor.carry_out(plan)
-        core.count("evictions", len(plan.drops))
-        core.count("host_evictions", len(plan.host_drops))
-        remember_dropped(core, model)
-        if drains:
-            draining.append(submit_store(core, model, replica, [], drains, Urgency.AWAITED))
-    if all(place.pools[group].free >= wanted[group] for group in place.full_groups):
+            group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].unreserved)
+            return _wait_or_refuse(core, model, replica, group, wanted[group], room)
+        if plan.drains:
+            require_transfer(core, model, replica)
+        draining += _carry_out(core, model, replica, plan, room)
+    if _shortage(place, wanted) <= 0:
         return None
     return wait_for(core, (ticket.id for ticket in draining))
 
 
-def _wait_or_refuse(core: Core, model: Model, replica: Replica, group: int, wanted: int) -> Wait:
+def _shortage(place: Place, wanted: Sequence[int]) -> int:
+    return max((wanted[group] - place.pools[group].unreserved for group in place.full_groups), default=0)
+
+
+def _draining(core: Core, model: Model, replica: Replica, room: Reservation | None) -> list[Ticket]:
+    """Running evictions whose pages this call may count on: its own, and those that nobody waits for any more."""
+    return [
+        ticket
+        for ticket in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE)
+        if ticket.drains and (ticket.room is None or ticket.room is room or not ticket.room.is_open)
+    ]
+
+
+def _plan(
+    core: Core, model: Model, replica: Replica, count: int, most_looks: int = sys.maxsize
+) -> tuple[EvictionPlan, bool]:
+    """Victims; what is evicted is saved where that is the policy, and where it can be."""
+    place = replica.place
+    saves = core.writing.copies_when_evicted and _has_host(model)
+    saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica)
+    plan, met = model.evictor.plan_device(place, count, to_host=saves_now, most_looks=most_looks)
+    if not met and saves and not saves_now:
+        plan, met = model.evictor.plan_device(place, count, to_host=True, most_looks=most_looks)
+    return plan, met
+
+
+def _carry_out(
+    core: Core, model: Model, replica: Replica, plan: EvictionPlan, room: Reservation | None
+) -> list[Ticket]:
+    """Carry a plan out; returns the ticket of its drains, if it has any."""
+    if not plan.drains:
+        carry_out(core, model, plan)
+        return []
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, Urgency.AWAITED)
+    ticket.drains = plan.drains
+    ticket.room = room
+    coming = carry_out(core, model, plan, ticket.id)
+    submit(core, model, ticket, store_pairs(replica.place, coming), layered=False)
+    return [ticket]
+
+
+def _wait_or_refuse(
+    core: Core, model: Model, replica: Replica, group: int, wanted: int, room: Reservation | None
+) -> Wait:
     """Wait where the end of running transfers can meet the demand. Raises PoolExhausted where it cannot."""
     place, book = replica.place, core.ledger.tickets
     pool = place.pools[group]
@@ -71,9 +168,25 @@ def _wait_or_refuse(core: Core, model: Model, replica: Replica, group: int, want
     if running:
         moves = sum(move.is_own and move.group == group for ticket in running for move in ticket.moves)
         unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
-        if pool.free + moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned) >= wanted:
+        coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
+        promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
+        if pool.unreserved + coming - promised >= wanted:
             return wait_for(core, (ticket.id for ticket in running))
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
+
+
+def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
+    """The refusal of a pool, with its numbers. What is reserved counts as held."""
+    quarantined = pool.counts[PageState.QUARANTINED]
+    return PoolExhausted(
+        pool=pool.name if pool.usable == pool.capacity else f"{pool.name} (only {pool.usable} pages have arrived yet)",
+        wanted=wanted,
+        free=pool.unreserved,
+        evictable=evictable,
+        pinned=pool.usable - pool.unreserved - quarantined - evictable,
+        quarantined=quarantined,
+        capacity=pool.capacity,
+    )
 
 
 def _evictable(model: Model, place: Place, group: int, *, after_flights: bool, unpinned: Sequence[int] = ()) -> int:
@@ -93,23 +206,3 @@ def _is_worth_saving(replica: Replica) -> bool:
 
 def _has_host(model: Model) -> bool:
     return any(pool.usable for pool in model.blocks.host.pools)
-
-
-def _has_idle_windows(model: Model, place: Place, group: int, count: int) -> bool:
-    """True when ``count`` sealed pages of a windowed group could go at once, with their blocks or by themselves."""
-    rank_now = model.blocks.window_rank_now(place, group)
-    found: set[tuple[Rank, int]] = set()
-    while len(found) < count and (entry := place.window_leaves[group].pop(rank_now)) is not None:
-        found.add(entry)
-    for rank, row in found:
-        place.window_leaves[group].push(rank, row, rank_now)
-    return len(found) >= count
-
-
-def _evict_window_pages(model: Model, place: Place, group: int, count: int) -> None:
-    """Drop sealed pages of a windowed group that no window holds: the oldest, the front of a prompt first."""
-    rank_now = model.blocks.window_rank_now(place, group)
-    for _ in range(count):
-        entry = place.window_leaves[group].pop(rank_now)
-        assert entry is not None, "it was counted before"
-        model.blocks.drop_window(place, group, entry[1])

@@ -1,27 +1,41 @@
 """The blocks of one model: match, pin, seal, fill, drain and drop, on top of the index and its places.
 
-Invariants, held between any two calls (``conservation.py`` checks them):
+Invariants, held between any two calls (``questions/verify.py`` checks them):
 what a replica has on its device is prefix-closed; so is the union of all places; nothing pinned, in flight, or with a
-child on the same place leaves that place.
+child on the same place leaves that place; whatever may leave is filed as a candidate, under its rank, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
-from cachesvc.ledger.leaves import Rank, RankNow
+from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.windows import Prefix, WindowSearch, hit_window_blocks, window_positions
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, CopyState, PageState, Tier
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, STAMP_BITS, Tier
+
+__all__ = [
+    "BlockLedger",
+    "Dropped",
+    "Filling",
+    "Hit",
+    "RankRule",
+    "hit_window_blocks",
+    "window_positions",
+    "window_rank",
+]
 
 HOST_PLACE = 0
+IS_READY = int(READY)  # an enum takes thrice as long to compare
+DEPTH_BITS = 32
 RankRule = Callable[[int, int, int], Rank]
 """``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
 
@@ -43,8 +57,18 @@ class Dropped(NamedTuple):
     tier: str
 
 
+class Filling(NamedTuple):
+    """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
+
+    rows: Sequence[Sequence[int]]
+    pages: list[list[int]]
+
+
 class BlockLedger:
-    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place."""
+    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place.
+
+    ``computing``: keys that sequences have declared to be computing, with how many do.
+    """
 
     def __init__(
         self,
@@ -62,14 +86,46 @@ class BlockLedger:
         self.rank = rank
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
-        self.host = Place("host", layout, host_pools, self.journal, self.index.places)
-        self.index.add_place(self.host)
+        self.computing: dict[bytes, int] = {}
+        self.host = self._add_place("host", host_pools)
 
     def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         """A further device place with one pool for each group."""
+        return self._add_place(name, pools)
+
+    def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         place = Place(name, self.layout, pools, self.journal, self.index.places)
-        self.index.add_place(place)
+        place.leaves = self._leaf_order(place)
+        place.window_leaves = {group: self._window_order(place, group) for group in place.window_groups}
+        self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
         return place
+
+    def _leaf_order(self, place: Place) -> LeafOrder:
+        """Leaves of a place that nobody uses and nothing moves, in the order of the eviction policy."""
+        index, states, pins, children = self.index, place.states[place.lead], place.pins, place.children
+        flights, stamp, hits, depth, rule = index.flights, index.stamp, index.hits, index.depth, self.rank
+
+        def may_go(row: int) -> bool:
+            return states[row] == IS_READY and not (pins[row] or children[row] or flights[row])
+
+        def rank(row: int) -> Rank:
+            return rule(stamp[row], hits[row], depth[row])
+
+        return LeafOrder(may_go, rank)
+
+    def _window_order(self, place: Place, group: int) -> LeafOrder:
+        """Windowed copies of a place that no window holds and nothing moves: they may go by themselves."""
+        index, states, pins = self.index, place.states[group], place.window_pins[group]
+        flights, reached, stamp, depth = index.flights, index.reached, index.stamp, index.depth
+        sinks = self.layout.sink_blocks(group)
+
+        def may_go(row: int) -> bool:
+            return states[row] == IS_READY and not (pins[row] or flights[row])
+
+        def rank(row: int) -> Rank:
+            return window_rank(reached[row], stamp[row], depth[row], depth[row] < sinks)
+
+        return LeafOrder(may_go, rank)
 
     # -- match -------------------------------------------------------------------------------------------------
 
@@ -81,78 +137,59 @@ class BlockLedger:
         device_blocks, device_row = self._bisect(keys, 0, total, NO_ROW, place)
         blocks, row = self._bisect(keys, device_blocks, total, device_row, None)
         if blocks > device_blocks:
-            blocks, row = self._host_reach(device_blocks, device_row, row)
-        if place.window_groups:
-            return self._with_windows(Hit(device_blocks, device_row, blocks, row), place)
-        return Hit(device_blocks, device_row, blocks, row)
+            blocks, row = self._host_reach(device_blocks, device_row, blocks, row)
+        hit = Hit(device_blocks, device_row, blocks, row)
+        return self._with_windows(keys, hit, place) if blocks and place.window_groups else hit
 
     def find_in_place(self, keys: bytes, place: Place) -> tuple[int, int]:
         """Longest prefix of packed ``keys`` that ``place`` holds by itself, windows too: its blocks, its last row."""
         blocks, row = self._bisect(keys, 0, len(keys) // KEY_BYTES, NO_ROW, place)
-        if place.window_groups:
-            path = self.index.path(row)
-            blocks = self._covered(path, len(path), len(path), place)
-            row = path[blocks - 1] if blocks else NO_ROW
-        return blocks, row
+        if not blocks or not place.window_groups:
+            return blocks, row
+        prefix = Prefix(self.index, keys)
+        whole = WindowSearch(self.layout, prefix, place, None, blocks, blocks).longest()
+        return whole, prefix.row(whole - 1) if whole else NO_ROW
 
     def _bisect(self, keys: bytes, low: int, high: int, low_row: int, place: Place | None) -> tuple[int, int]:
-        get = self.index.rows.get
+        parts = self.index.rows.parts
         states = place.states[place.lead] if place is not None else None
         while low < high:
             middle = (low + high + 1) >> 1
-            row = get(keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES], NO_ROW)
-            if row >= 0 and (states is None or states[row] >= READY):
+            key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
+            row = parts[key[-1]].get(key, NO_ROW)
+            if row >= 0 and (states is None or states[row] >= IS_READY):
                 low, low_row = middle, row
             else:
                 high = middle - 1
         return low, low_row
 
-    def _host_reach(self, device_blocks: int, device_row: int, row: int) -> tuple[int, int]:
-        """Cut a union hit back to what this replica can really load: a block may lie on another replica alone."""
-        reach, reach_row = device_blocks, device_row
-        for step, candidate in enumerate(self.index.path(row, device_row), start=1):
-            if self.host.state(candidate) != READY:
-                break
-            reach, reach_row = device_blocks + step, candidate
-        return reach, reach_row
+    def _host_reach(self, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:
+        """Cut a union hit back to what this replica can really load: a block may lie on another replica alone.
 
-    def _with_windows(self, hit: Hit, place: Place) -> Hit:
+        Looks at every block that is to be loaded.
+        """
+        states, parent = self.host.states[self.host.lead], self.index.parent
+        reach, reach_row = blocks, row
+        while blocks > device_blocks:
+            blocks -= 1
+            above = parent[row]
+            if states[row] != IS_READY:
+                reach, reach_row = blocks, above
+            row = above
+        return (reach, reach_row) if reach > device_blocks else (device_blocks, device_row)
+
+    def _with_windows(self, keys: bytes, hit: Hit, place: Place) -> Hit:
         """Shorten a hit until every windowed group has the blocks that cover its window and its sinks.
 
         Windowed copies come from the device, or from the host where all blocks from there on can be loaded: those
         blocks then count as to be loaded, though only the windowed copies of some of them may have to be.
         """
-        path = self.index.path(hit.row)
-        loadable = len(path)
-        while loadable and self.host.state(path[loadable - 1]) == READY:
-            loadable -= 1
-        blocks = self._covered(path, loadable, hit.device_blocks, place)
-        device = min(blocks, hit.device_blocks)
-        for group in place.window_groups:
-            states = place.states[group]
-            needed = window_positions(self.layout, group, blocks)
-            device = min([device, *(position for position in needed if states[path[position]] != READY)])
-        row = path[blocks - 1] if blocks else NO_ROW
-        return Hit(device, path[device - 1] if device else NO_ROW, blocks, row)
-
-    def _covered(self, path: list[int], loadable: int, device_blocks: int, place: Place) -> int:
-        """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs."""
-        needs = [(group, hit_window_blocks(self.layout, group)) for group in place.window_groups]
-        runs = dict.fromkeys(place.window_groups, 0)
-        sinks_whole = dict.fromkeys(place.window_groups, True)
-        best = 0
-        for position, row in enumerate(path):
-            whole = True
-            for group, window in needs:
-                there = position < device_blocks and place.states[group][row] == READY
-                there = there or (position >= loadable and self.host.states[group][row] == READY)
-                runs[group] = runs[group] + 1 if there else 0
-                if position < self.layout.sink_blocks(group) and not there:
-                    sinks_whole[group] = False
-                whole = whole and sinks_whole[group] and runs[group] >= min(position + 1, window)
-            if whole:
-                best = position + 1
-        return best
+        prefix = Prefix(self.index, keys)
+        search = WindowSearch(self.layout, prefix, place, self.host, hit.device_blocks, hit.blocks)
+        blocks = search.longest()
+        device = search.in_place(blocks)
+        row = prefix.row(blocks - 1) if blocks else NO_ROW
+        return Hit(device, prefix.row(device - 1) if device else NO_ROW, blocks, row)
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -160,6 +197,9 @@ class BlockLedger:
         """Protect ``row`` and, because of the closure, all its ancestors on ``place``."""
         place.pins[row] += 1
         place.counts.pinned += self.index.depth[row] + 1
+        if place.pins[row] == 1:
+            place.pinned.add(row)
+            place.leaves.remove(row)
 
     def unpin(self, place: Place, row: int) -> None:
         """Take one pin back. Raises LedgerBroken where there is none."""
@@ -167,15 +207,18 @@ class BlockLedger:
             raise LedgerBroken(f"row {row} is not pinned on {place.name}")
         place.pins[row] -= 1
         place.counts.pinned -= self.index.depth[row] + 1
-        self.offer(place, row)
+        if not place.pins[row]:
+            place.pinned.discard(row)
+            self.offer(place, row)
 
     def pin_window(self, place: Place, group: int, row: int) -> None:
         """Keep one windowed copy; its block is protected by a pin of its own."""
         place.window_pins[group][row] += 1
+        place.window_leaves[group].remove(row)
 
     def use_window(self, row: int, tip: int) -> None:
         """A hit of everything down to ``tip`` looks back to the windowed copies of ``row``."""
-        self.index.reached[row] = max(self.index.reached[row], self.index.stamp[tip])
+        self.index.reach(row, self.index.stamp[tip])
 
     def unpin_window(self, place: Place, group: int, row: int) -> None:
         """Take one window pin back. Raises LedgerBroken where there is none."""
@@ -183,68 +226,29 @@ class BlockLedger:
         if pins[row] <= 0:
             raise LedgerBroken(f"row {row} has no window pin in group {group} of {place.name}")
         pins[row] -= 1
-        self._offer_window(place, group, row)
-
-    def is_evictable(self, place: Place, row: int) -> bool:
-        """True for a leaf of ``place`` that nobody uses and nothing moves."""
-        return (
-            place.states[place.lead][row] == READY
-            and place.pins[row] == 0
-            and place.children[row] == 0
-            and self.index.flights[row] == 0
-        )
-
-    def rank_of(self, row: int) -> Rank:
-        """The row's rank under the eviction policy."""
-        index = self.index
-        return self.rank(index.stamp[row], index.hits[row], index.depth[row])
-
-    def rank_now(self, place: Place) -> RankNow:
-        """Ranks of the rows that may leave ``place`` now."""
-        return lambda row: self.rank_of(row) if self.is_evictable(place, row) else None
-
-    def window_rank_now(self, place: Place, group: int) -> RankNow:
-        """Ranks of the windowed copies that may go by themselves.
-
-        First those that no hit has looked back to and no sequence has ended on, then by when that was; of equal rank
-        oldest first and a prompt's front before its end, but its sinks last: without them no window is worth anything.
-        """
-        index, states, pins = self.index, place.states[group], place.window_pins[group]
-        sinks = self.layout.sink_blocks(group)
-
-        def rank(row: int) -> Rank | None:
-            idle = states[row] == READY and pins[row] == 0 and index.flights[row] == 0
-            depth = index.depth[row]
-            return (index.reached[row], depth < sinks, index.stamp[row], depth) if idle else None
-
-        return rank
+        place.window_leaves[group].update(row)
 
     def offer(self, place: Place, row: int) -> None:
-        """Make a row a candidate for eviction if it is one now, and its windowed copies too."""
-        if self.is_evictable(place, row):
-            place.leaves.push(self.rank_of(row), row, self.rank_now(place))
-        for group in place.window_groups:
-            self._offer_window(place, group, row)
-
-    def _offer_window(self, place: Place, group: int, row: int) -> None:
-        if place is self.host:
-            return  # the host's windowed copies go with their blocks
-        rank_now = self.window_rank_now(place, group)
-        rank = rank_now(row)
-        if rank is not None:
-            place.window_leaves[group].push(rank, row, rank_now)
+        """File a row and its windowed copies as candidates for eviction where they may go now, and only there."""
+        place.leaves.update(row)
+        for order in place.window_leaves.values():
+            order.update(row)
 
     # -- copies ------------------------------------------------------------------------------------------------
 
-    def add_copy(self, place: Place, row: int, pages: Iterable[int], state: CopyState) -> None:
-        """Give ``row`` a copy on ``place``; ``pages[g]`` is NO_PAGE for groups that have none."""
+    def seal(self, place: Place, row: int, pages: Sequence[int]) -> None:
+        """Private pages become the copy of ``row`` on ``place``; ``pages[g]`` is NO_PAGE for groups that have none."""
         for group, page in enumerate(pages):
             if page != NO_PAGE:
-                place.move(group, row, state, page)
+                place.seal(group, row, page)
+        self._come(place, row)
+
+    def _come(self, place: Place, row: int) -> None:
         place.used[row] = 0
         parent = self.index.parent[row]
         if parent != NO_ROW:
             place.children[parent] += 1
+            place.leaves.remove(parent)
 
     def drop_copy(self, place: Place, row: int, cause: Cause | None = None) -> None:
         """Take a row's copies on ``place`` away and free their pages; forget the row when it was the last place.
@@ -254,16 +258,16 @@ class BlockLedger:
         place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
-                page = place.pages[group][row]
-                place.move(group, row, ABSENT, cause=cause)
-                place.pools[group].move(page, PageState.FREE)
+                place.drop(group, row, cause)
+        place.leaves.remove(row)
+        for order in place.window_leaves.values():
+            order.remove(row)
         self._after_leaving(place, row)
 
     def drop_window(self, place: Place, group: int, row: int) -> None:
         """Take one windowed copy away by itself and free its page."""
-        page = place.pages[group][row]
-        place.move(group, row, ABSENT, cause=Cause.WINDOW_EVICTED)
-        place.pools[group].move(page, PageState.FREE)
+        place.drop(group, row, Cause.WINDOW_EVICTED)
+        place.window_leaves[group].update(row)
         place.counts.windows_left += 1
 
     def _after_leaving(self, place: Place, row: int) -> None:
@@ -271,7 +275,7 @@ class BlockLedger:
         parent = index.parent[row]
         if parent != NO_ROW:
             place.children[parent] -= 1
-            index.stamp[parent] = max(index.stamp[parent], index.stamp[row])
+            index.inherit(parent, index.stamp[row])
             if place is not self.host:  # a hit used all blocks above it, but loads bring each block by itself
                 place.used[parent] |= place.used[row]
         if not index.has_copy(row):
@@ -282,60 +286,65 @@ class BlockLedger:
             )
             index.remove(row)
         if parent != NO_ROW:
-            for each in index.places:
-                self.offer(each, parent)
+            place.leaves.update(parent)
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes this row's copies."""
-        self.index.flights[row] += 1
+        self.index.begin_flight(row)
+
+    def start_drain(self, place: Place, row: int, ticket: int) -> None:
+        """The block's copy lingers until its ticket ends; the row is in flight already."""
+        for group in place.full_groups:
+            place.drain(group, row)
+        place.draining[row] = ticket
+
+    def end_drain(self, place: Place, row: int, *, needed: bool) -> None:
+        """The ticket has ended. What is ``needed`` is READY again; the rest is to be dropped. Raises LedgerBroken."""
+        if place.draining.pop(row, None) is None:
+            raise LedgerBroken(f"row {row} is drained on {place.name} by no ticket")
+        if needed:
+            for group in place.full_groups:
+                place.keep(group, row)
 
     def end_flight(self, row: int) -> None:
         """The transfer is over; the row may be a candidate again."""
-        self.index.flights[row] -= 1
-        for place in self.index.places:
-            self.offer(place, row)
+        self.index.end_flight(row)
 
-    def start_fill(self, place: Place, row: int, pages: Iterable[int]) -> None:
-        """A transfer towards ``place`` begins: the copies are FILLING and the row is in flight.
+    def start_fill(self, place: Place, rows_of: Sequence[Sequence[int]], ticket: int) -> Filling:
+        """A transfer towards ``place`` begins: of group g it brings the rows ``rows_of[g]``. They are in flight.
 
-        Where the block is there already, ``pages`` holds only windowed copies that are not.
+        There is room. A block that is not there yet is named in all groups without a window; of one that is there
+        already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
-        if place.states[place.lead][row] == ABSENT:
-            self.add_copy(place, row, pages, FILLING)
-        else:
-            for group, page in enumerate(pages):
-                if page != NO_PAGE:
-                    place.move(group, row, FILLING, page)
-        self.begin_flight(row)
+        lead = place.states[place.lead]
+        for row in {row: None for rows in rows_of for row in rows}:
+            if row in place.filling:
+                raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
+            place.filling[row] = ticket
+            if lead[row] == ABSENT:
+                self._come(place, row)
+            self.begin_flight(row)
+        return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
-        """The transfer has ended: FILLING copies become READY and their pages sealed, or go with their pages freed.
-
-        One transfer at a time fills copies of a row on one place.
-        """
+        """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none brings them."""
+        if place.filling.pop(row, None) is None:
+            raise LedgerBroken(f"row {row} is filled on {place.name} by no ticket")
         for group, states in enumerate(place.states):
-            if states[row] != FILLING:
-                continue
-            page = place.pages[group][row]
-            place.move(group, row, READY if arrived else ABSENT)
-            place.pools[group].move(page, PageState.SEALED if arrived else PageState.FREE)
-        self.index.flights[row] -= 1
+            if states[row] == FILLING:
+                if arrived:
+                    place.arrive(group, row)
+                else:
+                    place.fail(group, row)
+        self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)
-        if self.index.keys[row] is not None:
-            for each in self.index.places:
-                self.offer(each, row)
 
 
-def hit_window_blocks(layout: Layout, group: int) -> int:
-    """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again."""
-    window = layout.groups[group].window_tokens
-    assert window is not None, f"group {group} has no window"
-    return -(-window // layout.block_tokens)
+def window_rank(reached: int, stamp: int, depth: int, is_sink: bool) -> Rank:
+    """The order in which windowed copies go by themselves.
 
-
-def window_positions(layout: Layout, group: int, blocks: int) -> list[int]:
-    """Positions of a table of ``blocks`` cells that a windowed group needs: the sinks and the last window."""
-    sinks = min(layout.sink_blocks(group), blocks)
-    first = max(sinks, blocks - hit_window_blocks(layout, group))
-    return [*range(sinks), *range(first, blocks)]
+    First those that no hit has looked back to and no sequence has ended on, then by when that was; of equal rank
+    oldest first and a prompt's front before its end, but its sinks last: without them no window is worth anything.
+    """
+    return ((reached << 1 | is_sink) << STAMP_BITS | stamp) << DEPTH_BITS | depth

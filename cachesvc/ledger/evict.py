@@ -1,7 +1,7 @@
 """Choosing victims: all or nothing, leaf first, and never a block that others still reach through.
 
-A plan is made without changing anything (the heaps are refilled when it is given up), then carried out whole. What a
-victim of a device place becomes:
+A plan is made without changing anything, then carried out whole. What it costs grows with what it evicts, not with what
+there is. What a victim of a device place becomes:
 
     another whole copy exists                -> drop: its page is free at once
     last copy, host wanted and has room      -> drain: its page is free when the bytes are on the host
@@ -12,17 +12,19 @@ victim of a device place becomes:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
-from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.blocks import BlockLedger, Filling
+from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import Cause
-from cachesvc.ledger.leaves import Rank
+from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.words import ABSENT, DRAINING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, FILLING, READY
 
 
 class Drain(NamedTuple):
@@ -37,12 +39,14 @@ class EvictionPlan:
     """Victims in the order to do it, leaves first. ``host_drops`` make room on the host for the drains.
 
     A parent never leaves before its child: where the child drains, so does the parent, bytes to copy or not.
+    ``window_drops``: ``(group, row)`` of windowed copies that go by themselves.
     """
 
     place: Place
     drops: list[int] = field(default_factory=list)
     drains: list[Drain] = field(default_factory=list)
     host_drops: list[int] = field(default_factory=list)
+    window_drops: list[tuple[int, int]] = field(default_factory=list)
     cause: Cause = Cause.EVICTED
 
     @property
@@ -50,54 +54,50 @@ class EvictionPlan:
         """Pages that the plan frees, now or when its ticket ends."""
         return len(self.drops) + len(self.drains)
 
+    def freed(self, group: int) -> int:
+        """Pages of one group that the drops free."""
+        states = self.place.states[group]
+        alone = sum(dropped == group for dropped, _ in self.window_drops)
+        return alone + sum(states[row] != ABSENT for row in self.drops)
+
 
 class _Walk:
-    """Candidates of one place in rank order, as if the victims taken so far were gone already."""
+    """Candidates of one place in rank order, as if the victims taken so far were gone already. Changes nothing."""
 
     def __init__(self, ledger: BlockLedger, place: Place) -> None:
         self.ledger = ledger
         self.place = place
         self.taken: set[int] = set()
-        self._seen: list[tuple[Rank, int]] = []
-        self._held: tuple[Rank, int] | None = None
+        self._filed = iter(place.leaves)
+        self._next = next(self._filed, None)
         self._children: dict[int, int] = {}
         self._stamps: dict[int, int] = {}
-        self._exposed: list[tuple[Rank, int]] = []
-        self._visited: set[int] = set()
-        self._rank_now = ledger.rank_now(place)
+        self._exposed: list[int] = []
 
     def next(self) -> int | None:
-        """The next candidate, or None. Heap entries that were taken out come back with ``restore``."""
-        while True:
-            if self._held is None:
-                self._held = self.place.leaves.pop(self._rank_now)
-                if self._held is not None:
-                    self._seen.append(self._held)
-            if self._held is not None and (not self._exposed or self._held <= self._exposed[0]):
-                row = self._held[1]
-                self._held = None
-            elif self._exposed:
-                row = heapq.heappop(self._exposed)[1]
-            else:
-                return None
-            if row not in self._visited:
-                self._visited.add(row)
-                return row
+        """The next candidate, or None."""
+        entry = self._next
+        if self._exposed and (entry is None or self._exposed[0] < entry):
+            return heapq.heappop(self._exposed) & ROW_MASK
+        if entry is None:
+            return None
+        self._next = next(self._filed, None)
+        return entry & ROW_MASK
 
     def take(self, row: int) -> None:
         """Count ``row`` as gone from the place; its parent may become a candidate."""
-        index = self.ledger.index
+        index, place = self.ledger.index, self.place
         self.taken.add(row)
         parent = index.parent[row]
         if parent == NO_ROW:
             return
-        left = self._children.get(parent, self.place.children[parent]) - 1
+        left = self._children.get(parent, place.children[parent]) - 1
         self._children[parent] = left
         stamp = max(self._stamp(row), self._stamp(parent))
         self._stamps[parent] = stamp
         if left == 0 and self._is_free(parent):
             rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
-            heapq.heappush(self._exposed, (rank, parent))
+            heapq.heappush(self._exposed, rank << ROW_BITS | parent)
 
     def _stamp(self, row: int) -> int:
         return self._stamps.get(row, self.ledger.index.stamp[row])
@@ -105,12 +105,7 @@ class _Walk:
     def _is_free(self, row: int) -> bool:
         place = self.place
         ready = place.states[place.lead][row] == READY
-        return ready and place.pins[row] == 0 and self.ledger.index.flights[row] == 0
-
-    def restore(self) -> None:
-        """Put every heap entry back that was taken out."""
-        for rank, row in set(self._seen):
-            self.place.leaves.push(rank, row, self._rank_now)
+        return ready and not place.pins[row] and not self.ledger.index.flights[row]
 
 
 class Evictor:
@@ -119,11 +114,14 @@ class Evictor:
     def __init__(self, ledger: BlockLedger) -> None:
         self.ledger = ledger
 
-    def plan_device(self, place: Place, count: int, *, to_host: bool) -> tuple[EvictionPlan, bool]:
+    def plan_device(
+        self, place: Place, count: int, *, to_host: bool, most_looks: int = sys.maxsize
+    ) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
 
-        ``to_host``: last copies are stored rather than dropped while the host can take them. Nothing is changed yet;
-        the caller passes the plan to ``carry_out`` or to nobody.
+        ``to_host``: last copies are stored rather than dropped while the host can take them. ``most_looks``: after so
+        many candidates the search is given up. Nothing is changed yet; the caller passes the plan to ``carry_out`` or
+        to nobody.
         """
         plan = EvictionPlan(place)
         index = self.ledger.index
@@ -131,7 +129,9 @@ class Evictor:
         host = _HostRoom(self.ledger, walk.taken)
         gone: dict[int, int] = {}
         lingering: set[int] = set()
-        while plan.found < count and (row := walk.next()) is not None:
+        looks = 0
+        while plan.found < count and looks < most_looks and (row := walk.next()) is not None:
+            looks += 1
             lasting_children = index.children[row] - gone.get(row, 0)
             if self._has_other_copy(place, row) and row not in host.walk.taken:
                 if row in lingering:
@@ -149,75 +149,75 @@ class Evictor:
                 continue
             walk.take(row)
         plan.host_drops = host.victims
-        walk.restore()
-        host.walk.restore()
         return plan, plan.found >= count
 
-    def plan_host(self, count: int) -> tuple[EvictionPlan, bool]:
-        """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children."""
-        room = _HostRoom(self.ledger, set())
+    def plan_host(self, count: int, spared: Collection[int] = ()) -> tuple[EvictionPlan, bool]:
+        """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
+
+        ``spared``: rows that stay.
+        """
+        room = _HostRoom(self.ledger, spared)
         plan = EvictionPlan(self.ledger.host)
         met = all(room.evict_one() for _ in range(count))
         plan.drops = room.victims
-        room.walk.restore()
         return plan, met
 
-    def plan_host_room(self, wanted: Sequence[int]) -> tuple[EvictionPlan, int | None]:
+    def plan_host_room(self, wanted: Sequence[int], spared: Collection[int] = ()) -> tuple[EvictionPlan, int | None]:
         """Victims after which host group g has ``wanted[g]`` free pages; and a group that they do not suffice for.
 
-        A victim frees a page in every full group, and in the windowed groups that it has copies in.
+        Whole blocks go for the full groups, each freeing what it has in the windowed ones. What is short in those then
+        goes by itself: windowed copies that no window holds, whose blocks stay. ``spared``: rows of which all stays.
         """
         host = self.ledger.host
-        count = 0
-        while True:
-            plan, met = self.plan_host(count)
-            short = [
-                want - pool.free - sum(host.states[group][row] != ABSENT for row in plan.drops)
-                for group, (want, pool) in enumerate(zip(wanted, host.pools, strict=True))
-            ]
-            worst = max(range(len(short)), key=short.__getitem__)
-            if short[worst] <= 0:
-                return plan, None
-            if not met:
-                return plan, worst
-            count += short[worst]
+        short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
+        worst = max(host.full_groups, key=short.__getitem__)
+        plan, met = self.plan_host(max(0, short[worst]), spared)
+        if not met:
+            return plan, worst
+        going = {*plan.drops, *spared}
+        for group in host.window_groups:
+            need = short[group] - plan.freed(group) if short[group] > 0 else 0
+            rows = (entry & ROW_MASK for entry in host.window_leaves[group])
+            found = list(islice((row for row in rows if row not in going), max(0, need)))
+            plan.window_drops += [(group, row) for row in found]
+            if len(found) < need:
+                return plan, group
+        return plan, None
 
     def _has_other_copy(self, place: Place, row: int) -> bool:
         return any(other is not place and other.state(row) == READY for other in self.ledger.index.places)
 
-    def carry_out(self, plan: EvictionPlan) -> list[tuple[Drain, tuple[int, ...]]]:
-        """Drop what is to be dropped and start draining the rest; returns each drain with its host pages by group."""
+    def carry_out(self, plan: EvictionPlan, ticket: int = 0) -> Filling:
+        """Drop what is to be dropped and start draining the rest; returns the host copies that come.
+
+        ``ticket``: of the drains, where there are any.
+        """
         ledger = self.ledger
         place = plan.place
         for row in plan.host_drops:
             ledger.drop_copy(ledger.host, row, plan.cause)
-        drains: list[tuple[Drain, tuple[int, ...]]] = []
-        for drain in plan.drains:
-            row = drain.row
-            pages: tuple[int, ...] = ()
-            if drain.copied:
-                pages = host_pages_for(ledger, place, row)
-                ledger.start_fill(ledger.host, row, pages)
-            else:
+        coming = start_backup(ledger, place, [drain.row for drain in plan.drains if drain.copied], ticket)
+        for row, copied in plan.drains:
+            if not copied:
                 ledger.begin_flight(row)
-            for group in place.full_groups:
-                place.move(group, row, DRAINING)
-                place.pools[group].move(place.pages[group][row], PageState.IN_FLIGHT)
-            drains.append((drain, pages))
-        for row in plan.drops:
-            ledger.drop_copy(place, row, plan.cause)
+            ledger.start_drain(place, row, ticket)
+        with place.leaves.filing_later():
+            for row in plan.drops:
+                ledger.drop_copy(place, row, plan.cause)
+        for group, row in plan.window_drops:
+            ledger.drop_window(place, group, row)
         ledger.evicted_blocks += len(plan.drops)
-        return drains
+        return coming
 
-    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool) -> None:
-        """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed."""
+    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool) -> bool:
+        """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed.
+
+        True when it went.
+        """
         ledger = self.ledger
         row = drain.row
         needed = place.pins[row] > 0 or place.children[row] > 0 or not arrived
-        if needed:
-            for group in place.full_groups:
-                place.move(group, row, READY)
-                place.pools[group].move(place.pages[group][row], PageState.SEALED)
+        ledger.end_drain(place, row, needed=needed)
         if drain.copied:
             ledger.finish_fill(ledger.host, row, arrived=arrived)
         else:
@@ -225,14 +225,15 @@ class Evictor:
         if not needed:
             ledger.evicted_blocks += 1
             ledger.drop_copy(place, row)
+        return not needed
 
 
 class _HostRoom:
     """Room on the host, reserved page by page while a plan is made."""
 
-    def __init__(self, ledger: BlockLedger, device_victims: set[int]) -> None:
+    def __init__(self, ledger: BlockLedger, spared: Collection[int]) -> None:
         self.ledger = ledger
-        self.device_victims = device_victims
+        self._spared = spared
         self.walk = _Walk(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
@@ -250,7 +251,7 @@ class _HostRoom:
         """Take the next host victim; False when none is left."""
         index = self.ledger.index
         while (row := self.walk.next()) is not None:
-            if row in self.device_victims:
+            if row in self._spared:
                 continue
             elsewhere = any(p is not self.ledger.host and p.state(row) == READY for p in index.places)
             if not elsewhere:
@@ -264,48 +265,68 @@ class _HostRoom:
         return False
 
 
-def host_pages_for(ledger: BlockLedger, source: Place, row: int) -> tuple[int, ...]:
-    """Take host pages for what ``source`` holds of a row; windowed groups come along while their pool has room.
+def start_backup(ledger: BlockLedger, source: Place, rows: list[int], ticket: int) -> Filling:
+    """Start to store on the host what ``source`` holds of ``rows``; windowed copies come along while there is room.
 
     The caller has made sure that the full groups have room.
     """
-    pages: list[int] = []
-    for group, pool in enumerate(ledger.host.pools):
-        full = group in source.full_groups
-        wanted = full or (source.states[group][row] == READY and pool.free > 0)
-        pages.append(pool.take(1, PageState.IN_FLIGHT)[0] if wanted else NO_PAGE)
-    return tuple(pages)
+    host = ledger.host
+
+    def rows_in(group: int) -> list[int]:
+        if group in source.full_groups:
+            return rows
+        states = source.states[group]
+        return [row for row in rows if states[row] == READY][: host.pools[group].free]
+
+    return ledger.start_fill(host, [rows_in(group) for group in range(len(host.pools))], ticket)
 
 
 def evictable_pages(
     ledger: BlockLedger, place: Place, *, after_flights: bool = False, unpinned: Sequence[int] = ()
 ) -> int:
-    """How many blocks of ``place`` could be dropped one after another; ``after_flights``: once all transfers are over,
-    and with them one pin of each of the rows ``unpinned``.
+    """How many blocks of a device place could be dropped one after another; ``after_flights``: once all transfers are
+    over, and with them one pin of each of the rows ``unpinned``.
 
-    Looks at every row, though quickly: for refusals only.
+    All others are those that somebody holds, and their ancestors. Held rows are few, and of their ancestors only the
+    chains are looked at, so this does not grow with the pool.
     """
-    index = ledger.index
-    states = np.frombuffer(place.states[place.lead], np.uint8)
-    pins = np.frombuffer(place.pins, np.int32).copy()
-    np.subtract.at(pins, np.array(unpinned, np.int64), 1)
-    held = pins > 0
+    states, pins = place.states[place.lead], place.pins
+    ending = Counter(unpinned)
+    held = [row for row in place.pinned if pins[row] > ending[row]]
     if not after_flights:
-        held = held | (np.frombuffer(index.flights, np.uint16) > 0) | (states != READY)
-    protected: set[int] = set()
-    for start in np.flatnonzero(held & (states != ABSENT)).tolist():
+        held += [row for row in ledger.index.flying if states[row] != ABSENT]
+    return sum(place.counts.states[FILLING:]) - _blocks_above(ledger.index, held)
+
+
+def _blocks_above(index: BlockIndex, rows: Iterable[int]) -> int:
+    """How many blocks the rows and all their ancestors are."""
+    count = 0
+    reach: dict[int, int] = {}  # of each chain that was looked at, the depth down to which it is counted
+    for start in rows:
         row = start
-        while row != NO_ROW and row not in protected:
-            protected.add(row)
-            row = index.parent[row]
-    return int(np.count_nonzero(states)) - len(protected)
+        while row != NO_ROW:
+            head, depth = index.head[row], index.depth[row]
+            above = index.depth[head] - 1
+            counted = reach.get(head, above)
+            if depth > counted:
+                count += depth - counted
+                reach[head] = depth
+            if counted > above:
+                break
+            row = index.parent[head]
+    return count
 
 
 def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
-    """How many windowed copies no window holds; ``after_flights``: once all transfers are over. For refusals only."""
-    idle = (np.frombuffer(place.states[group], np.uint8) != ABSENT) & (
-        np.frombuffer(place.window_pins[group], np.int32) == 0
-    )
-    if not after_flights:
-        idle &= np.frombuffer(ledger.index.flights, np.uint16) == 0
-    return int(np.count_nonzero(idle))
+    """How many windowed copies no window holds; ``after_flights``: once all transfers are over."""
+    count = len(place.window_leaves[group])
+    if after_flights:
+        states, pins = place.states[group], place.window_pins[group]
+        count += sum(states[row] != ABSENT and not pins[row] for row in ledger.index.flying)
+    return count
+
+
+def drop_idle_windows(ledger: BlockLedger, place: Place, group: int, count: int) -> None:
+    """Drop ``count`` windowed copies that no window holds, by their order. The caller knows that there are as many."""
+    for entry in list(islice(place.window_leaves[group], max(0, count))):
+        ledger.drop_window(place, group, entry & ROW_MASK)

@@ -2,94 +2,166 @@
 
 Keys are chained, so a row's key stands for its whole prefix and rows form a forest under the namespace. Rows are
 numbers that are used again; a million blocks cost no object that the garbage collector would have to walk.
+
+What eviction ranks are made of changes here alone, so here the candidates are kept in their order.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
+from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.parted import PartedDict
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.errors import LedgerBroken
 
 HITS_MAX = (1 << 31) - 1
+LEAST_ROWS, MOST_ROWS = 16, 1024
+"""Rows that are added at a time."""
 
 
 class BlockIndex:
     """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow.
 
     ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
+    ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
+    child does so already (``continued``), and begins one of its own otherwise. So what a row's ancestors are is told
+    by a few chains and depths. ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all
+    places.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[bytes, int] = {}
+        self.rows: PartedDict[int] = PartedDict()
         self.keys: list[bytes | None] = []
         self.parent = array("i")
         self.depth = array("i")
+        self.head = array("i")
+        self.continued = bytearray()
         self.children = array("i")
         self.stamp = array("q")
         self.reached = array("q")
         self.hits = array("i")
         self.reuses = array("H")
         self.flights = array("H")
+        self.flying: set[int] = set()
         self.places: list[Place] = []
+        self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.keys) - len(self._spare_rows)
 
-    def add_place(self, place: Place) -> int:
-        """Add a place (host or replica); returns its position in ``places``."""
+    @property
+    def spare_rows(self) -> list[int]:
+        """Rows that no block has, in no order. Not to be written."""
+        return self._spare_rows
+
+    def add_place(self, place: Place, orders: Iterable[LeafOrder]) -> int:
+        """Add a place (host or replica) with the ``orders`` of its candidates; returns its position in ``places``."""
         place.grow(len(self.keys))
+        for order in orders:
+            order.grow(len(self.keys))
+            self.orders.append(order)
         self.places.append(place)
         return len(self.places) - 1
 
     def insert(self, key: bytes, parent: int, stamp: int, reuses: int = 0) -> int:
         """A new row under ``parent`` (NO_ROW: the root) with no copy yet; the caller gives it one at once."""
-        if self._spare_rows:
-            row = self._spare_rows.pop()
-            self.keys[row] = key
-            self.parent[row] = parent
-            self.stamp[row] = stamp
-            self.reached[row] = 0
-            self.hits[row] = 0
-            self.reuses[row] = reuses
+        if not self._spare_rows:
+            self._grow()
+        row = self._spare_rows.pop()
+        self.keys[row] = key
+        self.parent[row] = parent
+        self.stamp[row] = stamp
+        self.reuses[row] = reuses
+        if parent == NO_ROW:
+            self.depth[row] = 0
+            self.head[row] = row
         else:
-            row = len(self.keys)
-            self.keys.append(key)
-            self.parent.append(parent)
-            self.depth.append(0)
-            self.children.append(0)
-            self.stamp.append(stamp)
-            self.reached.append(0)
-            self.hits.append(0)
-            self.reuses.append(reuses)
-            self.flights.append(0)
-            for place in self.places:
-                place.grow(row + 1)
-        self.depth[row] = 0 if parent == NO_ROW else self.depth[parent] + 1
-        if parent != NO_ROW:
+            self.depth[row] = self.depth[parent] + 1
             self.children[parent] += 1
-        self.rows[key] = row
+            self.head[row] = row if self.continued[parent] else self.head[parent]
+            self.continued[parent] = 1
+        self.rows.parts[key[-1]][key] = row
         return row
 
+    def _grow(self) -> None:
+        """Room for more rows, many at once: columns that grow row by row cost more than what is written to them."""
+        first = len(self.keys)
+        more = min(max(first, LEAST_ROWS), MOST_ROWS)
+        self.keys.extend([None] * more)
+        for column in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
+            column.frombytes(bytes(column.itemsize * more))
+        for short in (self.reuses, self.flights):
+            short.frombytes(bytes(short.itemsize * more))
+        self.continued.extend(bytes(more))
+        for place in self.places:
+            place.grow(first + more)
+        for order in self.orders:
+            order.grow(first + more)
+        self._spare_rows.extend(range(first + more - 1, first - 1, -1))  # the lowest is used first
+
     def remove(self, row: int) -> None:
-        """Forget a row that has no copy, no child and no pin left."""
-        assert self.children[row] == 0, f"row {row} still has children"
-        assert self.flights[row] == 0, f"row {row} is in flight"
+        """Forget a row that has no copy, no child, no pin and no flight left. Raises LedgerBroken for others."""
         key = self.keys[row]
-        assert key is not None
-        del self.rows[key]
+        if key is None or self.children[row] or self.flights[row]:
+            raise LedgerBroken(f"row {row} is to go: {self.children[row]} children, {self.flights[row]} flights")
+        del self.rows.parts[key[-1]][key]
         self.keys[row] = None
         parent = self.parent[row]
         if parent != NO_ROW:
             self.children[parent] -= 1
+            if self.head[row] != row:
+                self.continued[parent] = 0
         self.parent[row] = NO_ROW
+        self.reached[row] = 0
+        self.hits[row] = 0
         self._spare_rows.append(row)
 
     def touch(self, row: int, stamp: int) -> None:
         """Stamp an access. Only the deepest block of an access is stamped; a parent inherits when a child goes."""
+        moved = [order for order in self.orders if order.remove(row)]
         self.stamp[row] = stamp
         if self.hits[row] < HITS_MAX:
             self.hits[row] += 1
+        for order in moved:
+            order.update(row)
+
+    def inherit(self, row: int, stamp: int) -> None:
+        """A child of ``row`` that was last used at ``stamp`` goes from a place: leaf-first order stays the order of
+        last access."""
+        if stamp > self.stamp[row]:
+            moved = [order for order in self.orders if order.remove(row)]
+            self.stamp[row] = stamp
+            for order in moved:
+                order.update(row)
+
+    def reach(self, row: int, stamp: int) -> None:
+        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``row``."""
+        if stamp > self.reached[row]:
+            moved = [order for order in self.orders if order.remove(row)]
+            self.reached[row] = stamp
+            for order in moved:
+                order.update(row)
+
+    def begin_flight(self, row: int) -> None:
+        """A transfer reads or writes copies of the row: no place may drop them."""
+        self.flights[row] += 1
+        if self.flights[row] == 1:
+            self.flying.add(row)
+            for order in self.orders:
+                order.remove(row)
+
+    def end_flight(self, row: int) -> None:
+        """The transfer is over; the row may be a candidate again. Raises LedgerBroken where none was running."""
+        if not self.flights[row]:
+            raise LedgerBroken(f"row {row} is in no flight")
+        self.flights[row] -= 1
+        if not self.flights[row]:
+            self.flying.discard(row)
+            for order in self.orders:
+                order.update(row)
 
     def has_copy(self, row: int) -> bool:
         """True while any place holds a copy in any state but ABSENT."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.holds import Prefetch
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.model.words import PageState
 
 
 class LeaseState(Enum):
@@ -15,12 +19,23 @@ class LeaseState(Enum):
     QUARANTINED = "quarantined"
 
 
+class LeaseEnd(Enum):
+    """What ended a lease, for counting. The values are labels of a metric."""
+
+    CLOSED = "closed"
+    SILENT = "silent"
+    PROCESS_ENDED = "process_ended"
+    OTHER = "other"
+
+
 @dataclass(slots=True)
 class Lease:
     """What one engine holds on one replica. ``processes`` are the life-socket tokens of all that may write its pages.
 
-    ``stock[g]`` are granted pages that no sequence has taken yet; ``quarantine`` pages that wait for the
-    processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id.
+    ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet; ``grown``
+    how many blocks its sequences have grown by for which the stock has evicted nothing yet. ``quarantine``: pages that
+    wait for the processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and
+    request_id.
     """
 
     id: str
@@ -30,7 +45,9 @@ class Lease:
     last_heard: float
     groups: int
     processes: set[bytes] = field(default_factory=set)
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    sequences: dict[int, OpenSequence] = field(default_factory=dict)
+    prefetches: dict[Prefetch, None] = field(default_factory=dict)
+    grown: int = 0
     stock: list[set[int]] = field(default_factory=list)
     state: LeaseState = LeaseState.LIVE
     why: str = ""
@@ -45,6 +62,29 @@ class Lease:
     def heard(self, now: float) -> None:
         """A sign of life. A call that waited brings the time when it began, which moves nothing back."""
         self.last_heard = max(self.last_heard, now)
+
+    def grant(self, group: int, pool: PagePool, count: int) -> list[int]:
+        """Take free pages into the stock. There are enough."""
+        pages = pool.take(count, PageState.PRIVATE)
+        self.stock[group].update(pages)
+        return pages
+
+    def give_back(self, group: int, pool: PagePool, page: int) -> None:
+        """Free one page of the stock."""
+        self.stock[group].remove(page)
+        pool.move(page, PageState.FREE)
+
+    def set_aside(self, group: int, pool: PagePool, pages: Iterable[int]) -> None:
+        """Quarantine pages of its own: somebody may still write them."""
+        pages = list(pages)
+        pool.move_all(pages, PageState.QUARANTINED)
+        self.quarantine += [(group, page) for page in pages]
+
+    def free_quarantine(self, pools: Sequence[PagePool]) -> None:
+        """Nobody writes them any more."""
+        for group, pool in enumerate(pools):
+            pool.move_all([page for g, page in self.quarantine if g == group], PageState.FREE)
+        self.quarantine = []
 
 
 @dataclass(slots=True)

@@ -1,56 +1,142 @@
-"""Candidates for eviction, lowest rank first, kept lazily: an entry is put right or thrown away when it comes up.
+"""Candidates for eviction in the order of their ranks: exactly the rows that may go now, each once.
 
-Whoever may go now must have an entry whose rank is not above its own. Ranks only rise with use, so an entry of a block
-that was used since comes up too early, never too late, and is then put back where it belongs.
+Nothing is lazy and nothing is ever rebuilt, so that no single call pays for all candidates. Entries lie sorted in
+buckets of a few hundred; an insertion or a removal bisects twice and shifts two short lists, and who plans an eviction
+reads on in order and changes nothing.
+
+Invariant, held between any two calls of the ledger: a row is filed when, and only when, it may go, under the rank that
+its columns give now. So whoever changes a column that ranks are made of takes the row out first (``BlockIndex``), and
+whoever changes whether a row may go calls ``update`` or ``remove`` afterwards (``BlockLedger``).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-Rank = tuple[int, ...]
-RankNow = Callable[[int], Rank | None]
-"""A row's rank, or None while it may not go."""
+from cachesvc.model.errors import LedgerBroken
 
-_SMALL = 1024
+Rank = int
+"""One number; the lowest goes first. Between equal ranks the lower row goes first."""
+
+ROW_BITS = 32
+ROW_MASK = (1 << ROW_BITS) - 1
+BUCKET = 512
 
 
-class LeafHeap:
-    """``(rank, row)`` entries; duplicates are harmless."""
+class LeafOrder:
+    """``rank << ROW_BITS | row`` of each candidate. ``may_go(row)`` and ``rank(row)`` read the ledger's columns."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[Rank, int]] = []
-        self._limit = _SMALL
+    def __init__(self, may_go: Callable[[int], bool], rank: Callable[[int], Rank]) -> None:
+        self.may_go = may_go
+        self.rank = rank
+        self._filed = bytearray()
+        self._buckets: list[list[int]] = []
+        self._bounds: list[int] = []  # no entry of a bucket is above its bound, and all of the next one are
+        self._count = 0
+        self._later: list[int] | None = None
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return self._count
 
-    def push(self, rank: Rank, row: int, rank_now: RankNow) -> None:
-        """Add a candidate; drops stale entries when they have come to outweigh the live ones."""
-        heapq.heappush(self._heap, (rank, row))
-        if len(self._heap) > self._limit:
-            ranks = {row: rank_now(row) for _, row in self._heap}
-            self._heap = [(now, row) for row, now in ranks.items() if now is not None]
-            heapq.heapify(self._heap)
-            self._limit = max(_SMALL, 2 * len(self._heap))
+    def __contains__(self, row: int) -> bool:
+        return bool(self._filed[row])
 
-    def pop(self, rank_now: RankNow) -> tuple[Rank, int] | None:
-        """Remove and return the lowest current entry, or None."""
-        heap = self._heap
-        while heap:
-            entry = heapq.heappop(heap)
-            now = rank_now(entry[1])
-            if now == entry[0]:
-                return entry
-            if now is not None:
-                heapq.heappush(heap, (now, entry[1]))
-        return None
+    def __iter__(self) -> Iterator[int]:
+        """Entries, lowest first. Nothing may be changed meanwhile."""
+        for bucket in self._buckets:
+            yield from bucket
 
-    def entries(self) -> list[tuple[Rank, int]]:
-        """A copy of all entries, in no order."""
-        return list(self._heap)
+    @property
+    def filed(self) -> bytearray:
+        """1 for each row that is a candidate. Not to be written."""
+        return self._filed
 
-    def lowest(self) -> dict[int, Rank]:
-        """The lowest entry of each row, for audits."""
-        return {row: rank for rank, row in sorted(self._heap, reverse=True)}
+    @property
+    def buckets(self) -> list[list[int]]:
+        """Entries in the parts in which they are kept. Not to be written."""
+        return self._buckets
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` rows."""
+        self._filed.extend(bytes(rows - len(self._filed)))
+
+    def update(self, row: int) -> None:
+        """Make ``row`` a candidate if it may go, and none if it may not. While it is filed its rank never changes."""
+        if not self.may_go(row):
+            self.remove(row)
+        elif self._later is not None:
+            self._later.append(row)
+        elif not self._filed[row]:
+            self._filed[row] = 1
+            self._count += 1
+            self._insert(self.rank(row) << ROW_BITS | row)
+
+    @contextmanager
+    def filing_later(self) -> Iterator[None]:
+        """While many leave, leaf first: who becomes a candidate is filed at the end, if it is one still."""
+        self._later = []
+        try:
+            yield
+        finally:
+            later, self._later = self._later, None
+            for row in later:
+                self.update(row)
+
+    def remove(self, row: int) -> bool:
+        """Make ``row`` no candidate; True if it was one. Call it before its rank changes."""
+        if not self._filed[row]:
+            return False
+        entry = self.rank(row) << ROW_BITS | row
+        at = bisect_left(self._bounds, entry)
+        bucket = self._buckets[at] if at < len(self._buckets) else []
+        place = bisect_left(bucket, entry)
+        if bucket[place : place + 1] != [entry]:
+            raise LedgerBroken(f"row {row} is not filed under its rank {entry >> ROW_BITS}")
+        del bucket[place]
+        self._filed[row] = 0
+        self._count -= 1
+        if len(bucket) < BUCKET // 4:
+            self._join(at)
+        return True
+
+    def entries_after(self, entry: int | None) -> list[int]:
+        """A copy of some entries above ``entry`` (None: of the first), lowest first; empty when there are none."""
+        first = 0 if entry is None else bisect_left(self._bounds, entry)
+        for bucket in self._buckets[first : first + 2]:
+            if found := bucket[0 if entry is None else bisect_right(bucket, entry) :]:
+                return found
+        return []
+
+    def _insert(self, entry: int) -> None:
+        bounds, buckets = self._bounds, self._buckets
+        at = bisect_left(bounds, entry)
+        if at == len(bounds):  # above all others
+            if not buckets or len(buckets[-1]) >= BUCKET:
+                buckets.append([entry])
+                bounds.append(entry)
+            else:
+                buckets[-1].append(entry)
+                bounds[-1] = entry
+            return
+        bucket = buckets[at]
+        insort(bucket, entry)
+        if len(bucket) > BUCKET:
+            upper = bucket[BUCKET // 2 :]
+            del bucket[BUCKET // 2 :]
+            buckets.insert(at + 1, upper)
+            bounds.insert(at, bucket[-1])
+
+    def _join(self, at: int) -> None:
+        """Join a bucket that has become small with a neighbour that is small too; drop it when it is empty."""
+        buckets, bounds = self._buckets, self._bounds
+        if not buckets[at]:
+            del buckets[at], bounds[at]
+            return
+        for left in (at - 1, at):
+            if 0 <= left < len(buckets) - 1 and len(buckets[left]) + len(buckets[left + 1]) <= BUCKET // 2:
+                buckets[left] += buckets[left + 1]
+                bounds[left] = bounds[left + 1]
+                del buckets[left + 1], bounds[left + 1]
+                return

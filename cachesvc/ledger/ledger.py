@@ -13,7 +13,7 @@ from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Reuse
 from cachesvc.ledger.tickets import TicketBook
-from cachesvc.model.errors import LeaseLost, NotFound
+from cachesvc.model.errors import LeaseLost, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 
 
@@ -36,9 +36,9 @@ class Replica:
 class Model:
     """A namespace: model, layout and tenant, with its blocks and replicas.
 
-    ``computing``: keys that some sequence has declared to be computing, with how many do. ``remembered``: reuse
-    counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have no name.
-    ``is_salted``: its namespace is a secret of those who know the salt.
+    ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
+    no name. ``is_salted``: its namespace is a secret of those who know the salt. ``suspect``: what broke in the midst
+    of a change to it; nothing is served of it until it was verified. ``defects``: how often that happened.
     """
 
     id: int
@@ -51,11 +51,29 @@ class Model:
     tenant: str = ""
     is_salted: bool = False
     replicas: list[Replica] = field(default_factory=list)
-    computing: dict[bytes, int] = field(default_factory=dict)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
     reuse: Reuse = field(default_factory=Reuse)
     last_used: float = 0.0
+    suspect: str = ""
+    defects: int = 0
+
+    @property
+    def computing(self) -> dict[bytes, int]:
+        """Keys that some sequence has declared to be computing, with how many do."""
+        return self.blocks.computing
+
+    def distrust(self, why: str) -> None:
+        """A change broke half-way: the model is out of service. The first reason is kept."""
+        self.suspect = self.suspect or why
+        self.defects += 1
+
+    def require_trusted(self) -> None:
+        """Raises Unavailable for a model that is out of service."""
+        if self.suspect:
+            raise Unavailable(
+                f"model {self.id} is out of service until it is verified: {self.suspect}; go on without the cache"
+            )
 
     def replica(self, replica_id: int) -> Replica:
         """A replica by number. Raises NotFound."""

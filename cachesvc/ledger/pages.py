@@ -1,6 +1,7 @@
 """One page-id space: which pages are free, private, sealed, in flight or quarantined. Hands out runs.
 
-A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added.
+A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added. Some of the free pages
+may be reserved (``reservations.py``): they are free, and nobody takes them before the reservation gives them back.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from cachesvc.model.errors import IllegalMove
-from cachesvc.model.words import PageState
+from cachesvc.model.errors import IllegalMove, LedgerBroken
+from cachesvc.model.words import PageState, runs_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 
@@ -41,6 +42,7 @@ class PagePool:
         self.generations = array("I", bytes(4 * capacity))
         self.counts = [0] * len(PageState)
         self.usable = 0
+        self.reserved = 0
         self._added = bytearray(capacity)
         self._count_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
@@ -48,22 +50,30 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that can be taken now."""
+        """Pages that nobody holds, reserved ones too."""
         return self.counts[FREE]
 
+    @property
+    def unreserved(self) -> int:
+        """Pages that can be taken now."""
+        return self.counts[FREE] - self.reserved
+
     def add(self, first: int, count: int) -> None:
-        """Make pages usable (their memory has arrived). Raises ValueError for a page that is there already."""
+        """Make pages usable (their memory has arrived). Raises LedgerBroken for a page that is there already."""
         if count < 1 or first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
-            raise ValueError(f"{self.name}: pages {first}+{count} are not new pages of this pool")
+            raise LedgerBroken(f"{self.name}: pages {first}+{count} are not new pages of this pool")
         self._added[first : first + count] = b"\x01" * count
         self.usable += count
         self.counts[FREE] += count
         self._give_back(first, count)
 
     def take(self, count: int, state: PageState) -> list[int]:
-        """``count`` free pages in as few runs as can be had cheaply. The caller has checked ``free``."""
-        if count > self.counts[FREE]:
-            raise ValueError(f"{self.name}: {count} pages wanted, {self.counts[FREE]} free")
+        """``count`` free pages in as few runs as can be had cheaply. Raises LedgerBroken where fewer are unreserved:
+        the caller has seen to it."""
+        if count > self.unreserved:
+            raise LedgerBroken(
+                f"{self.name}: {count} pages wanted, {self.counts[FREE]} free, {self.reserved} of them reserved"
+            )
         pages: list[int] = []
         while len(pages) < count:
             start, length = self._best_run(count - len(pages))
@@ -82,8 +92,14 @@ class PagePool:
     def move(self, page: int, target: PageState) -> None:
         """Change one page's state. Raises IllegalMove against the table."""
         source = self.states[page]
-        if (source, target) not in LEGAL_PAGE_MOVES or not self._added[page]:
+        if (source, target) not in LEGAL_PAGE_MOVES:
             raise IllegalMove(f"{self.name} page {page}", PageState(source), target)
+        self.shift(page, PageState(source), target)
+
+    def shift(self, page: int, source: PageState, target: PageState) -> None:
+        """``move`` for a caller with a table of its own, which says what the page is now. Raises IllegalMove."""
+        if page < 0 or self.states[page] != source or not self._added[page]:
+            raise IllegalMove(f"{self.name} page {page}", source, target)
         self.states[page] = target
         self.counts[source] -= 1
         self.counts[target] += 1
@@ -91,9 +107,21 @@ class PagePool:
             self._give_back(page, 1)
 
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
-        """``move`` for each page."""
+        """``move`` for each page; of those that become free whole runs come back at a time. Raises IllegalMove before
+        anything has moved."""
+        pages = sorted(pages)
+        states, added = self.states, self._added
+        before = None
         for page in pages:
-            self.move(page, target)
+            if (states[page], target) not in LEGAL_PAGE_MOVES or not added[page] or page == before:
+                raise IllegalMove(f"{self.name} page {page}", PageState(states[page]), target)
+            before = page
+        for page in pages:
+            self.counts[states[page]] -= 1
+            states[page] = target
+        self.counts[target] += len(pages)
+        for run in runs_of(pages) if target == FREE else ():
+            self._give_back(run.first, run.count)
 
     def owns(self, page: int, generation: int) -> bool:
         """True when ``page`` is private and still in the generation that was granted."""
@@ -110,6 +138,8 @@ class PagePool:
                 out.append(f"{self.name}: run {start}+{count} holds pages that are not free")
             if start + count in self._count_at or self._start_before.get(start + count) != start:
                 out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
+        if not 0 <= self.reserved <= self.counts[FREE]:
+            out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
         if sum(self.counts) != self.usable:
             out.append(f"{self.name}: counts {self.counts} do not add up to {self.usable}")
         for state in PageState:
@@ -152,14 +182,19 @@ class PagePool:
 
     def _best_run(self, wanted: int) -> tuple[int, int]:
         own = wanted.bit_length()
-        for start in self._buckets[own]:
+        if self._buckets[own]:
+            start = self._newest(self._buckets[own])
             if self._count_at[start] >= wanted:
                 return start, self._count_at[start]
-            break
-        for bucket in self._buckets[own + 1 :]:
-            for start in bucket:
+        for bucket in (*self._buckets[own + 1 :], *reversed(self._buckets[: own + 1])):
+            if bucket:
+                start = self._newest(bucket)
                 return start, self._count_at[start]
-        for bucket in reversed(self._buckets[: own + 1]):
-            for start in bucket:
-                return start, self._count_at[start]
-        raise ValueError(f"{self.name}: no free run")
+        raise LedgerBroken(f"{self.name}: no free run")
+
+    @staticmethod
+    def _newest(bucket: dict[int, None]) -> int:
+        """The run that came last: to find the first one, a dict would pass over all that have left before it."""
+        start, _ = bucket.popitem()
+        bucket[start] = None
+        return start

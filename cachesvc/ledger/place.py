@@ -2,19 +2,46 @@
 
 All groups without a window move together, because a hit needs all of them; the first of them (``lead``) tells the
 block's state here. Windowed groups come and go on their own.
+
+A copy and its page move in one call, by one table, so that neither can be forgotten:
+
+    call      copy                  page                    when
+    seal      ABSENT -> READY       PRIVATE -> SEALED       a private page was published
+    fill      ABSENT -> FILLING     FREE -> IN_FLIGHT       a load or a write-back towards this copy begins
+    arrive    FILLING -> READY      IN_FLIGHT -> SEALED     its bytes are here
+    fail      FILLING -> ABSENT     IN_FLIGHT -> FREE       they never came
+    drain     READY -> DRAINING     SEALED -> IN_FLIGHT     its bytes are being written back before it goes
+    keep      DRAINING -> READY     IN_FLIGHT -> SEALED     it was needed again, or the write-back failed
+    drop      READY -> ABSENT       SEALED -> FREE          evicted with nothing to save
+              DRAINING -> ABSENT    IN_FLIGHT -> FREE       evicted, and saved
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
-from cachesvc.ledger.leaves import LeafHeap
+from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, LEGAL_MOVES, NO_PAGE, READY, CopyState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
+
+FREE, PRIVATE, SEALED, IN_FLIGHT, _ = PageState
+MOVES: dict[tuple[CopyState, CopyState], tuple[PageState, PageState]] = {
+    (ABSENT, READY): (PRIVATE, SEALED),
+    (ABSENT, FILLING): (FREE, IN_FLIGHT),
+    (FILLING, READY): (IN_FLIGHT, SEALED),
+    (FILLING, ABSENT): (IN_FLIGHT, FREE),
+    (READY, DRAINING): (SEALED, IN_FLIGHT),
+    (DRAINING, READY): (IN_FLIGHT, SEALED),
+    (READY, ABSENT): (SEALED, FREE),
+    (DRAINING, ABSENT): (IN_FLIGHT, FREE),
+}
+"""Each move of a copy with that of its page; there are no others."""
 
 HOST_NUMBER = 0
 IS_WHOLE = int(READY)  # compared for every change: an enum takes thrice as long
@@ -51,9 +78,16 @@ class Place:
     ``used[row]`` is 1 once the block was used since it came here: what the deepest block of a hit tells is passed to
     its parent when it goes, as its stamp is.
 
+    ``filling`` and ``draining``: the ticket that brings a row's copies here, and the one that writes them back before
+    they go; each row has one at most. ``reservations``: calls that wait for pages here.
+
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
-    comes is the first and one that goes is the last.
+    comes is the first and one that goes is the last. ``pinned``: rows with ``pins``. ``leaves``: blocks that may go,
+    and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here.
     """
+
+    leaves: LeafOrder
+    window_leaves: dict[int, LeafOrder]
 
     def __init__(
         self,
@@ -74,13 +108,15 @@ class Place:
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
         self.pins = array("i")
+        self.pinned: set[int] = set()
         self.used = bytearray()
         self.children = array("i")
         self.pages = [array("i") for _ in layout.groups]
         self.states = [bytearray() for _ in layout.groups]
         self.window_pins = {group: array("i") for group in layout.window_groups}
-        self.leaves = LeafHeap()
-        self.window_leaves = {group: LeafHeap() for group in layout.window_groups}
+        self.filling: dict[int, int] = {}
+        self.draining: dict[int, int] = {}
+        self.reservations: dict[Reservation, None] = {}
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows."""
@@ -114,17 +150,72 @@ class Place:
         """True while a transfer brings any group's copy of the block here."""
         return any(states[row] == FILLING for states in self.states)
 
-    def move(self, group: int, row: int, target: CopyState, page: int = NO_PAGE, cause: Cause | None = None) -> None:
-        """Move one copy along the table; the one place where copy states change. Raises IllegalMove.
+    # -- moves of a copy and its page ----------------------------------------------------------------------------
 
-        Leaving ABSENT takes ``page``; coming back to it forgets the page (which the caller frees). ``cause``: why,
-        where the move does not say it.
+    def seal(self, group: int, row: int, page: int) -> None:
+        """A private page is the copy from now on. Raises IllegalMove."""
+        self._move(group, row, ABSENT, READY, page)
+
+    def fill(self, group: int, rows: Sequence[int]) -> list[int]:
+        """Copies begin to come: one page for each of ``rows``, in as few runs as can be had. There is room.
+
+        Raises IllegalMove before anything has moved.
         """
-        states = self.states[group]
-        source = states[row]
+        states, held = self.states[group], self.pages[group]
+        for row in rows:
+            if states[row] != ABSENT:
+                raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), FILLING)
+        pages = self.pools[group].take(len(rows), IN_FLIGHT)
+        for row, page in zip(rows, pages, strict=True):
+            states[row] = FILLING
+            held[row] = page
+        if group == self.lead:
+            self.counts.states[ABSENT] -= len(rows)
+            self.counts.states[FILLING] += len(rows)
+        return pages
+
+    def arrive(self, group: int, row: int) -> None:
+        """A copy's bytes are here. Raises IllegalMove."""
+        self._move(group, row, FILLING, READY)
+
+    def fail(self, group: int, row: int) -> None:
+        """A copy's bytes have not come; its page is free. Raises IllegalMove."""
+        self._move(group, row, FILLING, ABSENT)
+
+    def drain(self, group: int, row: int) -> None:
+        """A copy's bytes are being written back before it goes. Raises IllegalMove."""
+        self._move(group, row, READY, DRAINING)
+
+    def keep(self, group: int, row: int) -> None:
+        """A draining copy stays after all. Raises IllegalMove."""
+        self._move(group, row, DRAINING, READY)
+
+    def drop(self, group: int, row: int, cause: Cause | None = None) -> None:
+        """A whole copy goes; its page is free. ``cause``: why, where the move does not say it. Raises IllegalMove."""
+        draining = self.states[group][row] == DRAINING
+        self._move(group, row, DRAINING if draining else READY, ABSENT, cause=cause)
+
+    def _move(
+        self,
+        group: int,
+        row: int,
+        source: CopyState,
+        target: CopyState,
+        page: int = NO_PAGE,
+        cause: Cause | None = None,
+    ) -> None:
+        states, pages = self.states[group], self.pages[group]
+        if states[row] != source:
+            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), target)
         move = (source, target)
-        if move not in LEGAL_MOVES:
-            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(source), target)
+        page_source, page_target = MOVES[move]
+        if source == ABSENT:
+            self.pools[group].shift(page, page_source, page_target)
+            pages[row] = page
+        else:
+            self.pools[group].shift(pages[row], page_source, page_target)
+            if target == ABSENT:
+                pages[row] = NO_PAGE
         states[row] = target
         if group == self.lead:
             self.counts.states[source] -= 1
@@ -132,10 +223,6 @@ class Place:
         codes = self._told.get(move)
         if codes is not None:
             self._tell(codes, group, row, cause)
-        if source == ABSENT:
-            self.pages[group][row] = page
-        elif target == ABSENT:
-            self.pages[group][row] = NO_PAGE
 
     def _tell(self, codes: tuple[int, int], group: int, row: int, cause: Cause | None) -> None:
         """Write down that a copy came, went or failed to come."""
@@ -147,11 +234,6 @@ class Place:
         if cause is not None:
             code = with_cause(code, cause)
         self._journal.note(code | group << 9, row)
-
-    def move_full(self, row: int, target: CopyState) -> None:
-        """``move`` for all groups without a window; for moves that keep their pages."""
-        for group in self.full_groups:
-            self.move(group, row, target)
 
 
 def _told(number: int) -> dict[tuple[int, int], tuple[int, int]]:
@@ -173,4 +255,4 @@ def _told(number: int) -> dict[tuple[int, int], tuple[int, int]]:
     return out
 
 
-__all__ = ["ABSENT", "DRAINING", "NO_ROW", "READY", "Place"]
+__all__ = ["MOVES", "NO_ROW", "Place", "PlaceCounts"]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from cachesvc.ledger.index import BlockIndex
+from cachesvc.ledger.parted import PartedDict
 from cachesvc.model.keys import KEY_BYTES
 
 LEAST_REMEMBERED = 1024
@@ -38,8 +39,10 @@ class Reuse:
         self.published = 0
         self.missed = dict.fromkeys(Miss, 0)
         self.recomputed: dict[tuple[str, Miss], int] = {}
-        self._young: dict[bytes, tuple[str, Miss]] = {}
-        self._old: dict[bytes, tuple[str, Miss]] = {}
+        self._young: PartedDict[tuple[str, Miss]] = PartedDict()
+        self._old: PartedDict[tuple[str, Miss]] = PartedDict()
+        self._young_keys = 0
+        self._forgotten: list[dict[bytes, tuple[str, Miss]]] = []
 
     @property
     def remembered(self) -> int:
@@ -88,9 +91,14 @@ class Reuse:
         """Blocks left the index from a tier, children before parents. Remembers about ``limit`` at most."""
         half = max(limit, LEAST_REMEMBERED) // 2
         for key, tier in keys:
-            self._young[key] = _KNOWN[tier, cause]
-            if len(self._young) >= half:
-                self._old, self._young = self._young, {}
+            if self._forgotten:
+                self._forgotten.pop()  # a part for each key: no call frees a whole generation
+            part = self._young.parts[key[-1]]
+            self._young_keys += key not in part
+            part[key] = _KNOWN[tier, cause]
+            if self._young_keys >= half:
+                self._forgotten = self._old.parts
+                self._old, self._young, self._young_keys = self._young, PartedDict(), 0
 
 
 _KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Miss}

@@ -1,14 +1,25 @@
-"""Transfer jobs from the ledger's side: which copies are moving, and what has become of them."""
+"""Transfer jobs from the ledger's side: which copies are moving, and what has become of them.
+
+A load whose blocks lie below those of another one is linked to it. A good ticket ends after those above it, a failed
+one after those below, which fail with it: no block is ever there without its parent. Landing a ticket looks at those
+that it is linked to, however many others run.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol, TypeVar
 
 from cachesvc.ledger.evict import Drain
+from cachesvc.ledger.pins import Pin
+from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import NotFound
-from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
+from cachesvc.model.transfer import Direction, Failed, Outcome, TimelineSlot, Urgency
+
+Key = TypeVar("Key")
 
 
 class TicketState(Enum):
@@ -30,13 +41,31 @@ class PageMove:
     is_own: bool = True
 
 
-@dataclass(slots=True)
+class Waiter(Protocol):
+    """Relies on a load."""
+
+    def load_ended(self, ticket: int, reason: str) -> None:
+        """The load has ended; ``reason``: why it failed, empty where it did not."""
+
+
+class Traveller(Protocol):
+    """Whose own pages a swap moves."""
+
+    lease: str
+
+    def swap_ended(self, ticket: Ticket) -> list[list[int]]:
+        """The swap has ended. Returns, by group, device pages in flight that nobody needs any more."""
+
+
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One transfer job. ``rows`` are loads or backups of sealed blocks, ``drains`` evictions, ``moves`` private pages.
 
-    ``sequence`` is whose pages ``moves`` are; ``waiters`` are sequences that rely on a load. ``source``: the replica
-    that a load reads from instead of the host, and its deepest row there, which is pinned until the ticket ends.
-    ``after``: tickets whose blocks lie above these; this one counts as done only when they are.
+    ``traveller`` is whose pages ``moves`` are; ``waiters`` rely on a load. ``source``: the replica that a load reads
+    from instead of the host, and its deepest row there, kept by ``pin`` until the ticket ends. ``room``: for whom
+    drains free pages. ``after``: tickets whose blocks lie above these; ``below``: running ones that this one is above
+    of, and ``above`` how many above it run still. ``landed``: what became of the copy itself, None while it goes on;
+    ``failing``: why the ticket will fail, as soon as nothing below it runs.
     """
 
     id: int
@@ -44,16 +73,21 @@ class Ticket:
     replica: int
     direction: Direction
     urgency: Urgency
+    after: tuple[int, ...] = ()
+    source: tuple[int, int] | None = None
+    pin: Pin | None = None
+    room: Reservation | None = None
     rows: list[int] = field(default_factory=list)
     drains: list[Drain] = field(default_factory=list)
     moves: list[PageMove] = field(default_factory=list)
-    sequence: tuple[str, int] | None = None
-    waiters: list[tuple[str, int]] = field(default_factory=list)
-    after: list[int] = field(default_factory=list)
-    source: tuple[int, int] | None = None
+    traveller: Traveller | None = None
+    waiters: list[Waiter] = field(default_factory=list)
     slot: TimelineSlot | None = None
     size_bytes: int = 0
-    landed: str | None = None
+    below: dict[int, Ticket] = field(default_factory=dict)
+    above: int = 0
+    landed: Outcome | None = None
+    failing: str = ""
     state: TicketState = TicketState.RUNNING
     reason: str = ""
     moved_blocks: int = 0
@@ -67,6 +101,7 @@ class Ticket:
         """Keep only what is told of an ended ticket: a page each of thousands of tickets is work for the collector."""
         self.moved_blocks = self.blocks
         self.rows, self.drains, self.moves, self.waiters = [], [], [], []
+        self.traveller = self.pin = self.room = None
 
 
 class TicketBook:
@@ -75,14 +110,36 @@ class TicketBook:
     def __init__(self, keep: int) -> None:
         self.running: dict[int, Ticket] = {}
         self.ended: OrderedDict[int, Ticket] = OrderedDict()
+        self._of_replica: dict[tuple[int, int, Direction], dict[int, Ticket]] = {}
+        self._reading: dict[tuple[int, int], dict[int, Ticket]] = {}
         self._keep = keep
         self._next = 1
 
-    def open(self, model: int, replica: int, direction: Direction, urgency: Urgency = Urgency.AWAITED) -> Ticket:
-        """A new running ticket."""
-        ticket = Ticket(self._next, model, replica, direction, urgency)
+    def open(
+        self,
+        model: int,
+        replica: int,
+        direction: Direction,
+        urgency: Urgency = Urgency.AWAITED,
+        *,
+        after: Iterable[int] = (),
+        source: tuple[int, Pin] | None = None,
+    ) -> Ticket:
+        """A new running ticket, below the running tickets ``after``.
+
+        ``source``: the replica that it reads from, and what it holds there; the ticket owns the pin from now on.
+        """
+        ticket = Ticket(self._next, model, replica, direction, urgency, tuple(after))
         self._next += 1
         self.running[ticket.id] = ticket
+        self._of_replica.setdefault((model, replica, direction), {})[ticket.id] = ticket
+        if source is not None:
+            ticket.source, ticket.pin = (source[0], source[1].row), source[1]
+            self._reading.setdefault((model, source[0]), {})[ticket.id] = ticket
+        for above in ticket.after:
+            self.running[above].below[ticket.id] = ticket
+            ticket.failing = ticket.failing or self.running[above].failing
+        ticket.above = len(ticket.after)
         return ticket
 
     def get(self, ticket_id: int) -> Ticket:
@@ -98,25 +155,65 @@ class TicketBook:
 
     def of_replica(self, model: int, replica: int, direction: Direction) -> list[Ticket]:
         """Running tickets of one replica in one direction, oldest first."""
-        return [
-            ticket
-            for ticket in self.running.values()
-            if ticket.model == model and ticket.replica == replica and ticket.direction is direction
-        ]
+        return list(self._of_replica.get((model, replica, direction), {}).values())
 
     def reading(self, model: int, replica: int) -> list[Ticket]:
         """Running tickets that copy from one replica to another one."""
-        return [
-            ticket
-            for ticket in self.running.values()
-            if ticket.model == model and ticket.source is not None and ticket.source[0] == replica
-        ]
+        return list(self._reading.get((model, replica), {}).values())
 
-    def end(self, ticket: Ticket, error: str) -> None:
-        """Done when ``error`` is empty, else failed with it."""
-        ticket.state = TicketState.FAILED if error else TicketState.DONE
-        ticket.reason = error
+    def land(self, ticket_id: int, outcome: Outcome) -> list[Ticket]:
+        """The mover is through with a ticket. Ends what may end now and returns it, in the order to settle it in."""
+        ticket = self.running[ticket_id]
+        ticket.landed = outcome
+        due = [ticket]
+        if isinstance(outcome, Failed):
+            due += self._fail(ticket, outcome.reason)
+        ended: list[Ticket] = []
+        for each in due:  # grows: an end lets those end that it is linked to
+            if each.id in self.running and self._may_end(each):
+                ended.append(each)
+                due += self._end(each)
+        return ended
+
+    def _fail(self, ticket: Ticket, reason: str) -> list[Ticket]:
+        """All below fails with it. Returns those that are told so now."""
+        known = bool(ticket.failing)
+        ticket.failing = reason
+        told: list[Ticket] = []
+        due = [] if known else list(ticket.below.values())
+        for below in due:  # grows
+            if not below.failing:
+                below.failing = f"ticket {ticket.id} above it failed: {reason}"
+                told.append(below)
+                due += below.below.values()
+        return told
+
+    def _may_end(self, ticket: Ticket) -> bool:
+        return ticket.landed is not None and not (ticket.below if ticket.failing else ticket.above)
+
+    def _end(self, ticket: Ticket) -> list[Ticket]:
+        """End one; returns those that it was linked to."""
+        ticket.state = TicketState.FAILED if ticket.failing else TicketState.DONE
+        ticket.reason = ticket.failing
         del self.running[ticket.id]
+        _remove(self._of_replica, (ticket.model, ticket.replica, ticket.direction), ticket.id)
+        if ticket.source is not None:
+            _remove(self._reading, (ticket.model, ticket.source[0]), ticket.id)
         self.ended[ticket.id] = ticket
         while len(self.ended) > self._keep:
             self.ended.popitem(last=False)
+        linked = [self.running[above] for above in ticket.after if above in self.running]
+        for above in linked:
+            del above.below[ticket.id]
+        for below in ticket.below.values():
+            below.above -= 1
+            linked.append(below)
+        ticket.below = {}
+        return linked
+
+
+def _remove(index: dict[Key, dict[int, Ticket]], key: Key, ticket: int) -> None:
+    of_key = index[key]
+    del of_key[ticket]
+    if not of_key:
+        del index[key]

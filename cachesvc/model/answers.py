@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cachesvc.model.transfer import TimelineSlot
 
@@ -28,14 +28,23 @@ class TicketView(NamedTuple):
     size_bytes: int
 
 
+class Reserved(Protocol):
+    """Pages that are kept for a call while it waits."""
+
+    def release(self) -> None:
+        """The call has ended, whatever came of it. Once is enough; twice is fine."""
+
+
 class Wait(NamedTuple):
     """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller.
 
     ``seconds``: after so long ask again all the same, because the flow can do without; None where it cannot.
+    ``reserved``: what is kept for the call meanwhile; who runs the call releases it once the call has ended.
     """
 
     tickets: tuple[int, ...]
     seconds: float | None = None
+    reserved: Reserved | None = None
 
 
 class Matched(NamedTuple):

@@ -1,4 +1,4 @@
-"""A histogram in plain integers: what a hot path can afford to count. Whoever reads it makes metrics of it."""
+"""A histogram in plain integers: what a hot path can afford to count. Its readers make metrics of it."""
 
 from __future__ import annotations
 

@@ -1,22 +1,35 @@
-"""Sizes as people write them."""
+"""Sizes as people write them: one grammar for flags, files, quotas and the command line."""
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
 from cachesvc.model.errors import InvalidRequest
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
-_UNITS |= {"t": 1 << 40, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+MOST_BYTES = 1 << 60
+"""1 EiB: beyond any memory, and far below where a number of bytes no longer fits 64 bits."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b?)|b)?\s*", re.IGNORECASE | re.ASCII)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_LONGEST = 64
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of ``8GiB``, ``512MiB``, ``1e9`` is not one. Raises InvalidRequest."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS:
-        raise InvalidRequest(f"{text!r} is no size; write a number with B, KiB, MiB, GiB or TiB, e.g. 8GiB")
-    size = float(match[1]) * _UNITS[match[2].lower()]
-    if size == math.inf:
-        raise InvalidRequest(f"{str(text)[:32]}... is no size that memory can have")
+def parse_size(text: object) -> int:
+    """Bytes of a size, rounded down. Raises InvalidRequest.
+
+    ``4096`` and ``4096B`` are bytes; ``2k``, ``2Ki`` (as in Kubernetes) and ``2KiB`` are 2048, ``2KB`` 2000 of them;
+    likewise M, G and T. A fraction may come before a unit, and capitals do not matter.
+    """
+    written = str(text)
+    match = _SIZE.fullmatch(written) if len(written) <= _LONGEST else None
+    if match is None:
+        shown = repr(text if len(written) <= _LONGEST else f"{written[:_LONGEST]}...")
+        raise InvalidRequest(
+            f"{shown} is not a size; write a number of bytes, or one with KiB, MiB, GiB or TiB, e.g. 8GiB"
+        )
+    base = 1000 if (match[3] or "").lower() == "b" else 1024
+    size = Fraction(match[1]) * base ** _POWERS.get((match[2] or "").lower(), 0)
+    if size > MOST_BYTES:
+        raise InvalidRequest(f"{written} is more than memory can have: at most {MOST_BYTES} bytes (1 EiB)")
     return int(size)

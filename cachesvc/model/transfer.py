@@ -21,6 +21,22 @@ class Urgency(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """A transfer has ended: every byte has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A transfer has ended, and nothing that it was to bring can be relied on. ``reason``: never empty."""
+
+    reason: str
+
+
+DONE = Done()
+Outcome = Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
 class PagePairs:
     """Pages of one group: ``device_pages[i]`` and ``host_pages[i]`` hold the same block.
 

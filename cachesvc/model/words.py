@@ -7,6 +7,8 @@ from enum import Enum, IntEnum
 
 NO_PAGE = -1
 """A cell of a block table that holds no page: behind a window, or not granted yet."""
+STAMP_BITS = 48
+"""Numbers of accesses have no more bits: nine years of a million a second."""
 
 
 class Tier(Enum):
@@ -27,19 +29,6 @@ class CopyState(IntEnum):
 
 
 ABSENT, FILLING, READY, DRAINING = CopyState
-
-LEGAL_MOVES = frozenset(
-    {
-        (ABSENT, FILLING),  # a load or a write-back was started towards this copy
-        (ABSENT, READY),  # a private page was published: it was filled before it was known
-        (FILLING, READY),
-        (FILLING, ABSENT),  # the transfer failed
-        (READY, DRAINING),  # its bytes are being written back before it goes
-        (READY, ABSENT),  # evicted with nothing to save
-        (DRAINING, ABSENT),
-        (DRAINING, READY),  # pinned again, or the write-back failed
-    }
-)
 
 
 class PageState(IntEnum):

@@ -1,4 +1,4 @@
-"""A model's index as columns of one moment, parents before children: for study elsewhere."""
+"""A model's index as columns of one moment, parents before children: for tools that need no daemon."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import numpy as np
 
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.model.errors import NotFound
 from cachesvc.model.words import NO_PAGE
 from cachesvc.questions.snapshot import int32s, int64s, live_rows, place_states, uint16s
+from cachesvc.questions.steps import Question, off_loop
+from cachesvc.questions.view import View
 
 
 class PoolRoom(NamedTuple):
@@ -46,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Columns:
-    """Copied in one go when made; ``put_in_order`` and ``rows`` need the ledger no more."""
+    """Copied in one go when made; ``put_in_order`` and ``rows`` no longer need the ledger."""
 
     def __init__(self, model: Model) -> None:
         index = model.blocks.index
@@ -96,3 +99,34 @@ class Columns:
             pins.tolist(),
             copies,
         )
+
+
+class Dump(NamedTuple):
+    """A model's index, to be read by ``columns.rows``, and what its columns mean."""
+
+    model: int
+    model_name: str
+    namespace: bytes
+    block_tokens: int
+    groups: list[str]
+    full_groups: tuple[int, ...]
+    columns: Columns
+
+
+def dump(view: View, model_id: int) -> Question[Dump]:
+    """The index of a model, or (0) of the only one. Raises NotFound, InvalidRequest."""
+    model = view.model_or_only(model_id)
+    if model is None:
+        raise NotFound("model", model_id, "there is none to dump yet")
+    columns = Columns(model)
+    yield from off_loop(columns.put_in_order)
+    layout = model.layout
+    return Dump(
+        model.id,
+        model.name,
+        view.namespace_of(model),
+        layout.block_tokens,
+        [group.name for group in layout.groups],
+        tuple(layout.full_groups),
+        columns,
+    )

@@ -1,17 +1,32 @@
-"""What became of a block: where its copies are, who keeps them there, what happened last. Looks only."""
+"""What became of a block: where its copies are, who keeps them there, what happened last."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from cachesvc.flows.core import Core
+from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.journal import Cause, Event
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
-from cachesvc.ledger.sequences import Sequence
-from cachesvc.questions.query import BlockLine, block_line
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.questions.query import BlockLine, block_line, keys_beginning
+from cachesvc.questions.steps import Question
+from cachesvc.questions.view import Listed, View
 
 HOLDERS_LISTED = 64
+CLIMBED_MAX = 8192
+"""Blocks that are walked up for one explanation, some 0.4 ms."""
+PREFETCH = -1
+"""What stands for the number of a sequence."""
+PREFIX_BYTES_MIN = 2
+EVENTS_MAX = 256
+EVENTS_DEFAULT = 16
+EXPLAINED_MAX = 16
+EVENTS_A_STEP = 2048
+"""Events that are compared before others may run: some 0.3 ms."""
 
 REASONS = {
     Cause.PUBLISHED: "an engine published it",
@@ -26,86 +41,168 @@ REASONS = {
 
 
 class Holder(NamedTuple):
-    """A sequence that keeps a block on a place. ``blocks_below``: how much deeper it reaches through it."""
+    """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place.
 
-    lease: str
+    ``blocks_below``: how much deeper it reaches through it.
+    """
+
+    lease_id: str
     engine: str
     sequence: int
     place: int
     blocks_below: int
 
 
-class Story(NamedTuple):
+class EventLine(NamedTuple):
+    """One change of a block's copies. ``age_seconds``: how long ago."""
+
+    number: int
+    age_seconds: float
+    kind: str
+    present: bool
+    place: str
+    group: str
+    cause: str
+
+
+class BlockExplanation(NamedTuple):
     """All that is known of one key. ``block`` is None where no copy is left. ``events``: the newest first."""
 
-    model: Model
+    model: int
+    model_name: str
     key: bytes
     block: BlockLine | None
     holders: list[Holder]
     holders_truncated: bool
     tickets: list[int]
-    events: list[Event]
+    events: list[EventLine]
     accesses_since: int
-    verdict: str
+    conclusion: str
 
 
-def story(core: Core, model: Model, key: bytes, events: list[Event], now: float) -> Story:
-    """Tell one key's story; ``events`` are what its model's journal knows of it, oldest first."""
+class Explanation(NamedTuple):
+    """What is known of the keys that begin alike. ``forgotten_before_seconds``: how far back the events reach."""
+
+    blocks: list[BlockExplanation]
+    truncated: bool
+    forgotten_before_seconds: float
+
+
+def explain(view: View, model_id: int, prefix: bytes, events: int = 0) -> Question[Explanation]:
+    """Up to ``EXPLAINED_MAX`` blocks whose keys begin with ``prefix``, of one model or (0) of all. ``events``: of each
+    block, 0: ``EVENTS_DEFAULT``, at most ``EVENTS_MAX``. Raises InvalidRequest, NotFound (the model)."""
+    if not PREFIX_BYTES_MIN <= len(prefix) <= KEY_BYTES:
+        raise InvalidRequest(f"a key has {KEY_BYTES} bytes; name at least the first {PREFIX_BYTES_MIN} bytes of it")
+    models = [view.model(model_id)] if model_id else view.models()
+    limit = min(events or EVENTS_DEFAULT, EVENTS_MAX)
+    blocks: list[BlockExplanation] = []
+    truncated = False
+    forgotten = 0.0
+    for model in models:
+        found = yield from _events_of(model, prefix)
+        for key in (yield from keys_beginning(model, prefix.hex(), EXPLAINED_MAX)):
+            found.setdefault(key, [])
+        if not found and len(prefix) == KEY_BYTES and len(models) == 1:
+            found = {prefix: []}
+        journal = model.blocks.journal
+        if journal.first > 1:
+            age = view.now() - journal.seconds_of(journal.first)
+            forgotten = min(forgotten, age) if forgotten else age
+        room = EXPLAINED_MAX - len(blocks)
+        truncated = truncated or len(found) > room
+        blocks += [explain_block(view, model, key, found[key][-limit:]) for key in list(found)[:room]]
+    return Explanation(blocks, truncated, forgotten)
+
+
+def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> BlockExplanation:
+    """All that is known of one key; ``events`` are what its model's journal knows of it, oldest first."""
     index = model.blocks.index
     row = index.rows.get(key, NO_ROW)
     newest_first = events[::-1]
+    lines = [_line(view, model, event) for event in newest_first]
     if row == NO_ROW:
-        return Story(model, key, None, [], False, [], newest_first, 0, _why_not(model, newest_first, now))
-    holders = holders_of(core, model, row)
+        why = _why_not(model, newest_first, view.now())
+        return BlockExplanation(model.id, model.name, key, None, [], False, [], lines, 0, why)
+    holders = holders_of(view, model, row)
     tickets = [
         ticket.id
-        for ticket in core.ledger.tickets.running.values()
+        for ticket in view.running()
         if ticket.model == model.id and (row in ticket.rows or any(drain.row == row for drain in ticket.drains))
     ]
-    return Story(
-        model,
+    return BlockExplanation(
+        model.id,
+        model.name,
         key,
         block_line(model, row),
-        holders[:HOLDERS_LISTED],
-        len(holders) > HOLDERS_LISTED,
+        holders.lines,
+        holders.truncated,
         tickets,
-        newest_first,
-        core.ledger.last_stamp - index.stamp[row],
-        _why_here(model, row, holders, tickets),
+        lines,
+        view.last_access - index.stamp[row],
+        _why_here(model, row, holders.lines, tickets),
     )
 
 
-def holders_of(core: Core, model: Model, row: int) -> list[Holder]:
-    """Sequences that keep ``row`` where it is, by themselves or through a block below it; a few more than are listed.
+def holders_of(view: View, model: Model, row: int) -> Listed[Holder]:
+    """Sequences and prefetches that keep ``row`` where it is, by themselves or through a block below it.
 
-    A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth.
+    A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth. A
+    prefetch keeps no keys: the way up from its deepest block is walked, ``CLIMBED_MAX`` blocks in all.
     """
     index = model.blocks.index
     depth, key = index.depth[row], index.keys[row]
     found: list[Holder] = []
-    for lease in core.ledger.leases.values():
+    left = CLIMBED_MAX
+    for lease in view.leases():
         if lease.model != model.id:
             continue
+        holder = partial(Holder, view.lease_id(lease), lease.engine)
         for sequence in lease.sequences.values():
+            if sequence.known_keys > depth and sequence.key(depth) == key:
+                found += [holder(sequence.id, place, below) for place, _, below in _ends(model, sequence, depth)]
             if len(found) > HOLDERS_LISTED:
-                return found
-            if sequence.known_keys <= depth or sequence.key(depth) != key:
-                continue
-            for place, anchor in _anchors(sequence):
-                below = index.depth[anchor] - depth
-                if below >= 0:
-                    found.append(Holder(lease.id, lease.engine, sequence.id, place, below))
+                return Listed(found[:HOLDERS_LISTED], truncated=True)
+        for prefetch in lease.prefetches:
+            for place, anchor, below in _ends(model, prefetch, depth):
+                left -= below
+                if left < 0 or len(found) >= HOLDERS_LISTED:
+                    return Listed(found[:HOLDERS_LISTED], truncated=True)
+                above = anchor
+                for _ in range(below):
+                    above = index.parent[above]
+                if above == row:
+                    found.append(holder(PREFETCH, place, below))
+    return Listed(found, truncated=False)
+
+
+def _ends(model: Model, hold: Hold, depth: int) -> Iterator[tuple[int, int, int]]:
+    """Place, row, and blocks below ``depth`` of each end that a hold has pinned at that depth or deeper."""
+    for place, anchor in ((hold.place.number, hold.anchor), (model.blocks.host.number, hold.host_anchor)):
+        if anchor != NO_ROW and (below := model.blocks.index.depth[anchor] - depth) >= 0:
+            yield place, anchor, below
+
+
+def _events_of(model: Model, prefix: bytes) -> Question[dict[bytes, list[Event]]]:
+    """What the journal knows of the keys that begin with ``prefix``, oldest first."""
+    journal = model.blocks.journal
+    found: dict[bytes, list[Event]] = {}
+    for start in range(journal.first, journal.last + 1, EVENTS_A_STEP):
+        for event in journal.about(prefix, range(start, start + EVENTS_A_STEP)):
+            found.setdefault(event.key, []).append(event)
+        yield None
     return found
 
 
-def _anchors(sequence: Sequence) -> list[tuple[int, int]]:
-    """The rows that a sequence has pinned, with the number of their place."""
-    out: list[tuple[int, int]] = []
-    if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
-        out.append((sequence.replica + 1, sequence.anchor))
-    if sequence.host_anchor != NO_ROW:
-        out.append((0, sequence.host_anchor))
-    return out
+def _line(view: View, model: Model, event: Event) -> EventLine:
+    return EventLine(
+        event.number,
+        view.now() - event.seconds,
+        event.kind.name.lower(),
+        event.present,
+        model.blocks.index.places[event.place].name,
+        model.layout.groups[event.group].name,
+        event.cause.name.lower(),
+    )
 
 
 def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int]) -> str:

@@ -1,27 +1,32 @@
-"""What operators see of the index: blocks, trees, dumps. Captures are of one moment; the thinking is done elsewhere.
+"""What operators see of the index: blocks and trees.
 
-Every question is two or three steps: ``capture`` on the thread of truth copies columns, a pure step computes which rows
-to show, and ``lines`` looks these few up again; rows that have gone meanwhile are passed over.
+Each question copies the columns that it needs in one go, computes off the loop which rows to show, and looks these few
+up again; rows that have gone meanwhile are passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.flows.core import Core
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import CopyState, Tier
 from cachesvc.questions.snapshot import Ints, Shape, int32s, int64s, live_now
+from cachesvc.questions.steps import Question, off_loop
+from cachesvc.questions.view import Listed, View
 
+BLOCKS_LISTED = 64
+NODES_LISTED = 256
+TREE_DEPTH = 8
 MAX_LISTED = 4096
 PREFIX_DIGITS_MIN = 4
-ROWS_A_STEP = 8192
+ROWS_A_STEP = 4096
 MOST_NAMED = 4
 
 
@@ -67,44 +72,92 @@ class TreeRow(NamedTuple):
     descendants: int
 
 
-def find_keys(core: Core, model_id: int, digits: str) -> Iterator[bytes | None]:
-    """Steps of a search for the one block whose key begins with these hexadecimal digits; the last gives its key.
+def blocks(
+    view: View, model_id: int, *, keys: bytes = b"", digits: Seq[str] = (), by_hits: bool = False, limit: int = 0
+) -> Question[Listed[BlockLine]]:
+    """Blocks of a model: those of packed ``keys`` and those whose keys begin with ``digits``; where neither is given,
+    the most recently used, or ``by_hits`` the most often hit. ``limit`` 0: ``BLOCKS_LISTED``; at most ``MAX_LISTED``.
 
-    Raises InvalidRequest for what is no such text or names several blocks, NotFound.
+    ``model_id`` 0 names the only model there is, and nothing where there is none. Raises NotFound, InvalidRequest.
+    """
+    model = view.model_or_only(model_id)
+    if model is None:
+        return Listed([], truncated=False)
+    limit = min(limit or BLOCKS_LISTED, MAX_LISTED)
+    if keys or digits:
+        if len(keys) % KEY_BYTES:
+            raise InvalidRequest(f"keys has {len(keys)} bytes, which is not a multiple of {KEY_BYTES}")
+        wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        for text in digits[:MAX_LISTED]:
+            key = yield from one_key(model, text)
+            wanted.append(key)
+        known = model.blocks.index.rows
+        rows = [known[key] for key in wanted if key in known]
+    else:
+        rows = yield from off_loop(partial(Ranking(model, by_hits=by_hits).first, limit + 1))
+    return Listed(block_lines(model, rows[:limit]), len(rows) > limit)
+
+
+def tree(
+    view: View, model_id: int, *, key: bytes = b"", digits: str = "", depth: int = 0, limit: int = 0
+) -> Question[Listed[TreeLine]]:
+    """The index below a block, named by its key or by how that begins, or below the root. ``depth`` 0: ``TREE_DEPTH``;
+    ``limit`` 0: ``NODES_LISTED``, at most ``MAX_LISTED``.
+
+    ``model_id`` 0 names the only model there is, and nothing where there is none. Raises NotFound, InvalidRequest.
+    """
+    model = view.model_or_only(model_id)
+    if model is None:
+        return Listed([], truncated=False)
+    if digits:
+        key = yield from one_key(model, digits)
+    nodes = partial(Tree(model, key).nodes, depth or TREE_DEPTH, min(limit or NODES_LISTED, MAX_LISTED))
+    rows, truncated = yield from off_loop(nodes)
+    return Listed(tree_lines(model, rows), truncated)
+
+
+def one_key(model: Model, digits: str) -> Question[bytes]:
+    """The key of the one block whose key begins with these hexadecimal digits.
+
+    Raises InvalidRequest for what is not such text or names several blocks, NotFound.
     """
     text = digits.strip().lower()
     if len(text) < PREFIX_DIGITS_MIN or len(text) > 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
         raise InvalidRequest(
             f"{digits!r} is not {PREFIX_DIGITS_MIN} to {2 * KEY_BYTES} hexadecimal digits of a key; see ListBlocks"
         )
-    index = core.ledger.model(model_id).blocks.index
-    if len(text) == 2 * KEY_BYTES:
-        key = bytes.fromhex(text)
-        if key not in index.rows:
-            raise NotFound("block", text, "it is not resident, or belongs to another model")
-        yield key
-        return
-    start, odd = bytes.fromhex(text[: len(text) // 2 * 2]), len(text) % 2
-    found: list[bytes] = []
-    for first in range(0, len(index.keys), ROWS_A_STEP):
-        few = [key for key in index.keys[first : first + ROWS_A_STEP] if key is not None and key.startswith(start)]
-        found += [key for key in few if not odd or key.hex().startswith(text)]
-        if len(found) > MOST_NAMED:
-            break
-        yield None
+    found = yield from keys_beginning(model, text, MOST_NAMED)
+    if not found and len(text) == 2 * KEY_BYTES:
+        raise NotFound("block", text, "it is not resident, or belongs to another model")
     if not found:
         raise NotFound("block", text, "no resident block's key begins so; see ListBlocks")
     if len(found) > 1:
         named = ", ".join(key.hex()[: len(text) + 8] for key in found[:MOST_NAMED])
         raise InvalidRequest(f"{text} names several blocks ({named}, ...); give more digits")
-    yield found[0]
+    return found[0]
+
+
+def keys_beginning(model: Model, digits: str, limit: int) -> Question[list[bytes]]:
+    """Resident keys that begin with these hexadecimal digits; the search ends once it has more than ``limit``."""
+    index = model.blocks.index
+    start = bytes.fromhex(digits[: len(digits) // 2 * 2])
+    if len(start) == KEY_BYTES:
+        return [start] if start in index.rows else []
+    found: list[bytes] = []
+    for first in range(0, len(index.keys), ROWS_A_STEP):
+        few = [key for key in index.keys[first : first + ROWS_A_STEP] if key is not None and key.startswith(start)]
+        found += [key for key in few if key.hex().startswith(digits)]
+        if len(found) > limit:
+            break
+        yield None
+    return found
 
 
 class Ranking:
     """Which blocks come first: by last access, or by hits. ``first`` is pure."""
 
-    def __init__(self, core: Core, model_id: int, *, by_hits: bool) -> None:
-        index = core.ledger.model(model_id).blocks.index
+    def __init__(self, model: Model, *, by_hits: bool) -> None:
+        index = model.blocks.index
         self._stamp, self._depth = int64s(index.stamp), int32s(index.depth)
         self._hits = int32s(index.hits) if by_hits else None
         self._live = live_now(index)
@@ -123,23 +176,14 @@ class Ranking:
         return [int(row) for row in rows[order][:count]]
 
 
-def rows_of(core: Core, model_id: int, keys: bytes) -> list[int]:
-    """Rows of those of the packed ``keys`` that are resident. Raises InvalidRequest, NotFound."""
-    if len(keys) % KEY_BYTES:
-        raise InvalidRequest(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
-    rows = core.ledger.model(model_id).blocks.index.rows
-    wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-    return [rows[key] for key in wanted if key in rows]
-
-
-def block_lines(core: Core, model_id: int, rows: list[int]) -> list[BlockLine]:
+def block_lines(model: Model, rows: list[int]) -> list[BlockLine]:
     """The rows that still hold a block."""
-    model = core.ledger.model(model_id)
     keys = model.blocks.index.keys
     return [block_line(model, row) for row in rows if keys[row] is not None]
 
 
 def block_line(model: Model, row: int) -> BlockLine:
+    """What is known of a row that holds a block."""
     index = model.blocks.index
     copies = tuple(
         CopyLine(place.name, model.layout.groups[group].name, CopyState(states[row]).name, place.pages[group][row])
@@ -163,9 +207,9 @@ def block_line(model: Model, row: int) -> BlockLine:
 class Tree:
     """The index below one block or the root, of one moment. ``nodes`` is pure."""
 
-    def __init__(self, core: Core, model_id: int, key: bytes) -> None:
+    def __init__(self, model: Model, key: bytes) -> None:
         """``key``: empty for the root. Raises NotFound for a key that is not resident."""
-        index = core.ledger.model(model_id).blocks.index
+        index = model.blocks.index
         if key and key not in index.rows:
             raise NotFound("block", key.hex(), "it is not resident, or belongs to another model")
         self._top = index.rows[key] if key else NO_ROW
@@ -195,9 +239,8 @@ class Tree:
         return out, truncated
 
 
-def tree_lines(core: Core, model_id: int, rows: list[TreeRow]) -> list[TreeLine]:
+def tree_lines(model: Model, rows: list[TreeRow]) -> list[TreeLine]:
     """The nodes that still hold a block."""
-    model = core.ledger.model(model_id)
     index = model.blocks.index
     return [
         TreeLine(

@@ -1,70 +1,126 @@
-"""Conservation of a large ledger, checked while it goes on: the same truths as ``conservation.audit``, in parts.
+"""Conservation of a large ledger, checked while it goes on, in parts that engines do not notice.
 
-Each part is two steps. ``capture`` copies what the part compares, in one go, so that all of it is of one moment;
-``recount`` compares the copies and may run on another thread. Parts are taken at different moments, which is sound
-because each stands by itself: a part that holds at its moment holds whatever the moments of the others are.
+A part takes one of two forms. ``capture`` copies the columns that the part compares, in one go, so that all of it is of
+one moment; ``recount`` compares the copies and may run on another thread. Or ``walk`` looks at the ledger itself, a
+little at a time, and each step holds at its moment. Parts are taken at different moments, which is sound because each
+stands by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cachesvc.ledger.index import BlockIndex
-from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK, LeafOrder
+from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.words import DRAINING, FILLING, READY
-from cachesvc.questions.recount_leaves import leaf_parts
-from cachesvc.questions.recount_pages import capture_pages, recount_pages
-from cachesvc.questions.snapshot import Mask, int32s, live_now, live_rows, place_states, uint16s
+from cachesvc.questions.snapshot import Mask, int32s, live_now, live_rows, place_states, states, uint16s
+from cachesvc.questions.steps import Question, off_loop
 
 MOST_TOLD = 256
 """Problems that one part tells; the rest are counted."""
+ROWS_A_STEP = 1024
 
 
 class Part(NamedTuple):
-    """``capture()`` is called where the ledger is changed; ``recount`` of what it returned, anywhere."""
+    """One thing to look at: ``look()`` gives what is wrong with it."""
 
     name: str
-    capture: Callable[[], Any]
-    recount: Callable[[Any], list[str]]
+    look: Callable[[], Question[list[str]]]
 
 
-def parts(ledger: Ledger, model: Model) -> list[Part]:
-    """Every part of one model but those that ``walks`` holds. Its places must not change until all are captured."""
+def captured(name: str, capture: Callable[[], Any], recount: Callable[[Any], list[str]]) -> Part:
+    """A part that copies columns in one go, and compares the copies off the loop."""
+
+    def look() -> Question[list[str]]:
+        return (yield from off_loop(partial(recount, capture())))
+
+    return Part(name, look)
+
+
+def walked(name: str, walk: Callable[[], Iterator[list[str]]]) -> Part:
+    """A part that looks at the ledger itself, a little at a time."""
+
+    def look() -> Question[list[str]]:
+        out: list[str] = []
+        for problems in walk():
+            out += problems
+            yield None
+        return out
+
+    return Part(name, look)
+
+
+def block_parts(model: Model) -> list[Part]:
+    """What is to be said of blocks alone: keys, tree, closures, and candidates for eviction."""
     index = model.blocks.index
     where = f"model {model.id}"
-    out = [Part(f"{where}: parents, depths, children", partial(_Tree, model), partial(recount_tree, where))]
-    out += [
-        Part(f"{where}: closure of {place.name}", partial(_Closure, model, place), recount_closure)
-        for place in index.places
+    out = [
+        walked(f"{where}: keys", partial(walk_keys, model)),
+        captured(f"{where}: parents, depths, children", partial(_Tree, model), partial(recount_tree, where)),
     ]
-    out += [
-        Part(f"{where}: pages of {place.name}", partial(capture_pages, ledger, model, place, at), recount_pages)
-        for at, place in enumerate(index.places)
-    ]
-    out.append(Part(f"{where}: pins and transfers", partial(_Holds, ledger, model), recount_holds))
-    out += [Part(f"{where}: {name}", capture, recount) for name, capture, recount in leaf_parts(model)]
+    for place in index.places:
+        out.append(captured(f"{where}: closure of {place.name}", partial(_Closure, model, place), recount_closure))
+        orders: list[tuple[str, LeafOrder, int | None]] = [(place.name, place.leaves, None)]
+        orders += [(f"{place.name} group {group}", order, group) for group, order in place.window_leaves.items()]
+        for name, order, group in orders:
+            capture = partial(_Candidates, name, model, place, order, group)
+            out.append(captured(f"{where}: candidates of {name}", capture, recount_candidates))
+            out.append(walked(f"{where}: order of {name}", partial(walk_order, name, order)))
     return out
+
+
+def told(rows: Any, say: Callable[[int], str]) -> list[str]:
+    """A line for each row, up to ``MOST_TOLD``, and how many more there are."""
+    out = [say(int(row)) for row in rows[:MOST_TOLD]]
+    if len(rows) > MOST_TOLD:
+        out.append(f"{say(int(rows[MOST_TOLD]))} (and {len(rows) - MOST_TOLD - 1} more like it)")
+    return out
+
+
+def walk_keys(model: Model) -> Iterator[list[str]]:
+    """Every key's row has that key and a copy, and every row without a key has none. A step looks at 1,024 rows."""
+    index = model.blocks.index
+    keys, rows = index.keys, index.rows
+    first = 0
+    while first < len(keys):
+        out: list[str] = []
+        for row in range(first, min(first + ROWS_A_STEP, len(keys))):
+            key = keys[row]
+            if key is None:
+                if index.has_copy(row):
+                    out.append(f"model {model.id} row {row}: a copy without a key")
+            elif rows.get(key) != row:
+                out.append(f"model {model.id} row {row}: key and row do not agree")
+            elif not index.has_copy(row):
+                out.append(f"model {model.id} row {row}: no copy anywhere")
+        first += ROWS_A_STEP
+        yield out
 
 
 class _Tree:
     def __init__(self, model: Model) -> None:
         index: BlockIndex = model.blocks.index
         self.parent, self.depth, self.children = int32s(index.parent), int32s(index.depth), int32s(index.children)
+        self.head, self.continued = int32s(index.head), states(index.continued)
         self.live = live_now(index)
         self.known = len(index.rows)
+        self.spare = np.array(index.spare_rows, np.int64)
 
 
 def recount_tree(where: str, tree: _Tree) -> list[str]:
-    """Parents are there, depths follow, children add up, and every key has a copy."""
+    """Parents are there, depths follow, children and chains add up, and every key has a copy."""
     out: list[str] = []
     live = int(tree.live.sum())
     if live != tree.known:
         out.append(f"{where}: {tree.known} keys are known, {live} rows have a copy")
+    if not np.array_equal(np.sort(tree.spare), np.flatnonzero(~tree.live)):
+        out.append(f"{where}: {len(tree.spare)} rows are spare, {len(tree.live) - live} have no copy")
     rows = np.flatnonzero(tree.live)
     parent = tree.parent[rows]
     rooted = parent == NO_ROW
@@ -75,9 +131,19 @@ def recount_tree(where: str, tree: _Tree) -> list[str]:
     out += told(rows[wrong], lambda row: f"{where} row {row}: depth {tree.depth[row]} does not follow its parent's")
     counted = np.bincount(parent[~rooted], minlength=len(tree.parent))
     off = rows[counted[rows] != tree.children[rows]]
-    return out + told(
-        off, lambda row: f"{where} row {row}: {tree.children[row]} children counted, {counted[row]} there"
-    )
+    out += told(off, lambda row: f"{where} row {row}: {tree.children[row]} children counted, {counted[row]} there")
+    return out + _chains(where, tree, rows)
+
+
+def _chains(where: str, tree: _Tree, rows: Any) -> list[str]:
+    """At most one child goes on with its parent's chain, and the others begin one."""
+    on = rows[tree.head[rows] != rows]
+    above = tree.parent[on]
+    alien = on[(above == NO_ROW) | (tree.head[on] != tree.head[above])]
+    out = told(alien, lambda row: f"{where} row {row}: of chain {tree.head[row]}, but its parent is not")
+    counted = np.bincount(above[above != NO_ROW], minlength=len(tree.parent))
+    off = rows[counted[rows] != tree.continued[rows]]
+    return out + told(off, lambda row: f"{where} row {row}: {counted[row]} children go on with its chain")
 
 
 class _Closure:
@@ -119,62 +185,41 @@ def recount_closure(seen: _Closure) -> list[str]:
     )
 
 
-class _Holds:
-    """Pins and transfers as counted by row, and everybody who holds one."""
+class _Candidates:
+    """Who is filed in one order, and the columns that say who should be; ``group`` is None for whole blocks."""
 
-    def __init__(self, ledger: Ledger, model: Model) -> None:
+    def __init__(self, name: str, model: Model, place: Place, order: LeafOrder, group: int | None) -> None:
         index = model.blocks.index
-        self.where = f"model {model.id}"
-        self.names = [place.name for place in index.places]
-        self.pins = [int32s(place.pins) for place in index.places]
-        self.windows = [{group: int32s(pins) for group, pins in place.window_pins.items()} for place in index.places]
-        self.depth = int32s(index.depth)
-        self.counted = [place.counts.pinned for place in index.places]
-        self.flights: Any = uint16s(index.flights)
-        self.pinned: list[list[int]] = [[] for _ in index.places]
-        self.windowed: dict[tuple[int, int], list[int]] = {}
-        self.flying: list[int] = []
-        for lease in ledger.leases.values():
-            for sequence in lease.sequences.values() if lease.model == model.id else ():
-                at = sequence.replica + 1
-                if sequence.anchor != NO_ROW and (not sequence.swapped_out or sequence.swap_ticket):
-                    self.pinned[at].append(sequence.anchor)
-                if sequence.host_anchor != NO_ROW:
-                    self.pinned[0].append(sequence.host_anchor)
-                for group, held in sequence.window_rows.items():
-                    self.windowed.setdefault((at, group), []).extend(held.values())
-        for ticket in ledger.tickets.running.values():
-            if ticket.model == model.id:
-                self.flying += ticket.rows
-                self.flying += [drain.row for drain in ticket.drains]
-                if ticket.source is not None:
-                    self.pinned[ticket.source[0] + 1].append(ticket.source[1])
+        self.name = name
+        self.filed = states(order.filed)
+        self.counted = len(order)
+        self.states = states(place.states[place.lead if group is None else group])
+        self.pins = int32s(place.pins if group is None else place.window_pins[group])
+        self.children = int32s(place.children) if group is None else np.zeros(len(self.states), np.int32)
+        self.flights = uint16s(index.flights)
 
 
-def recount_holds(seen: _Holds) -> list[str]:
-    """Every pin has its holder and every transfer its ticket, and operators are told as many pins as there are."""
-    out: list[str] = []
-    rows = len(seen.flights)
-    for at, name in enumerate(seen.names):
-        out += _compare(f"{name} row", "pins", seen.pins[at], seen.pinned[at], rows)
-        pinned = int((seen.pins[at].astype(np.int64) * (seen.depth + 1)).sum())
-        if pinned != seen.counted[at]:
-            out.append(f"{seen.where} {name}: {pinned} blocks are pinned, {seen.counted[at]} are counted")
-        for group, pins in seen.windows[at].items():
-            held = seen.windowed.get((at, group), [])
-            out += _compare(f"{name} group {group} row", "window pins", pins, held, rows)
-    return out + _compare(f"{seen.where} row", "transfers", seen.flights, seen.flying, rows)
-
-
-def _compare(where: str, what: str, counted: Any, holders: list[int], rows: int) -> list[str]:
-    there = np.bincount(np.array(holders, np.int64), minlength=rows)
-    off = np.flatnonzero(there != counted)
-    return told(off, lambda row: f"{where} {row}: {counted[row]} {what} counted, {there[row]} holders")
-
-
-def told(rows: Any, say: Callable[[int], str]) -> list[str]:
-    """A line for each row, up to ``MOST_TOLD``, and how many more there are."""
-    out = [say(int(row)) for row in rows[:MOST_TOLD]]
-    if len(rows) > MOST_TOLD:
-        out.append(f"{say(int(rows[MOST_TOLD]))} (and {len(rows) - MOST_TOLD - 1} more like it)")
+def recount_candidates(seen: _Candidates) -> list[str]:
+    """Who may go is filed, and nobody else."""
+    idle = (seen.states == READY) & (seen.pins == 0) & (seen.children == 0) & (seen.flights == 0)
+    out = told(np.flatnonzero(idle & (seen.filed == 0)), lambda row: f"{seen.name} row {row}: may go, but is not filed")
+    out += told(np.flatnonzero(~idle & (seen.filed != 0)), lambda row: f"{seen.name} row {row}: filed, but may not go")
+    if int(seen.filed.sum()) != seen.counted:
+        out.append(f"{seen.name}: {seen.counted} candidates are counted, {int(seen.filed.sum())} are filed")
     return out
+
+
+def walk_order(name: str, order: LeafOrder) -> Iterator[list[str]]:
+    """Candidates stand in the order of the ranks that they have now. A step looks at a few hundred."""
+    last: int | None = None
+    while entries := order.entries_after(last):
+        out = [
+            f"{name} row {entry & ROW_MASK}: stands under rank {entry >> ROW_BITS}, which is not its own"
+            for entry in entries
+            if not order.filed[entry & ROW_MASK] or order.rank(entry & ROW_MASK) != entry >> ROW_BITS
+        ]
+        if entries != sorted(entries) or (last is not None and entries[0] <= last):
+            yield [*out, f"{name}: candidates from row {entries[0] & ROW_MASK} on are not in their order"]
+            return
+        last = entries[-1]
+        yield out

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import Place
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.questions.recount import MOST_TOLD, Part, captured
 from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states
-
-MOST_TOLD = 256
 
 
 @dataclass
 class PoolColumns:
-    """One pool of one moment."""
+    """One pool of one moment. ``kept``: pages that reservations have there."""
 
     name: str
     capacity: int
     usable: int
+    reserved: int
+    kept: int
     counts: list[int]
     states: Bytes
     added: Bytes
@@ -51,10 +52,23 @@ class PlacePages:
     held: list[Held] = field(default_factory=list)
 
 
+def page_parts(ledger: Ledger, model: Model) -> list[Part]:
+    """A part for each place."""
+    return [
+        captured(
+            f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place, at), recount_pages
+        )
+        for at, place in enumerate(model.blocks.index.places)
+    ]
+
+
 def capture_pages(ledger: Ledger, model: Model, place: Place, position: int) -> PlacePages:
     """What ``recount_pages`` compares; ``position``: of the place in the index."""
     seen = PlacePages(
-        place.name, place_states(place), [int32s(pages) for pages in place.pages], [_pool(p) for p in place.pools]
+        place.name,
+        place_states(place),
+        [int32s(pages) for pages in place.pages],
+        [_pool(place, g) for g in range(len(place.pools))],
     )
     if position == 0:
         _host_holders(ledger, model, seen)
@@ -63,12 +77,15 @@ def capture_pages(ledger: Ledger, model: Model, place: Place, position: int) -> 
     return seen
 
 
-def _pool(pool: PagePool) -> PoolColumns:
+def _pool(place: Place, group: int) -> PoolColumns:
+    pool = place.pools[group]
     starts, counts = pool.free_runs()
     return PoolColumns(
         pool.name,
         pool.capacity,
         pool.usable,
+        pool.reserved,
+        sum(reservation.held[group] for reservation in place.reservations),
         list(pool.counts),
         states(pool.states),
         states(pool.added),
@@ -167,6 +184,8 @@ def _counts(pool: PoolColumns) -> list[str]:
     out: list[str] = []
     if sum(pool.counts) != pool.usable or int(pool.added.sum()) != pool.usable:
         out.append(f"{pool.name}: counts {pool.counts} do not add up to {pool.usable}")
+    if pool.reserved != pool.kept or not 0 <= pool.reserved <= pool.counts[PageState.FREE]:
+        out.append(f"{pool.name}: {pool.reserved} pages are counted reserved, {pool.kept} are, of the free ones")
     seen = np.bincount(pool.states, minlength=len(PageState))
     for state in PageState:
         expected = pool.counts[state] + (pool.capacity - pool.usable if state is PageState.FREE else 0)

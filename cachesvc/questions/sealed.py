@@ -39,6 +39,12 @@ def lately_sealed(core: Core, model_id: int, tip: int, count: int) -> list[bytes
     return out
 
 
+def is_resident(core: Core, model_id: int, key: bytes) -> bool:
+    """True for a block of which a copy is anywhere."""
+    model = core.ledger.models.get(model_id)
+    return model is not None and key in model.blocks.index.rows
+
+
 def pages_of(core: Core, model_id: int, key: bytes, places: Iterator[int] | None = None) -> list[SealedPage]:
     """The sealed pages of a block, in some places or all; none once it has gone."""
     model = core.ledger.models.get(model_id)

@@ -1,8 +1,8 @@
-"""Copies of the index's arrays, taken in one go: a moment of the ledger that can be studied while the ledger goes on.
+"""Copies of the index's arrays, taken in one go: one moment of the ledger, while the ledger goes on.
 
-Copying a column of a million blocks is some megabytes of memory; walking it in Python is a second. So whoever wants to
-see everything copies the columns that it needs within one turn, and thinks elsewhere. A view of an array is never
-kept: an array that is exported cannot grow.
+Copying a column of a million blocks is some megabytes of memory; walking it in Python is a second. So a question about
+everything copies the columns that it needs in one go, and computes off the loop. A view of an array is never kept: an
+array that is exported cannot grow.
 """
 
 from __future__ import annotations

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from cachesvc.flows.core import Core
-from cachesvc.ledger.leases import Lease, LeaseState
+from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import PageState
+from cachesvc.questions.owned import private_pages
+from cachesvc.questions.view import SHOWN_LETTERS, View
 
 MOST_LISTED = 16
 HELD_SHARE = 0.8
 """A pool whose pages are so far in use by sequences, transfers or quarantine has little left to evict."""
 
 SILENT_SHARE = 0.5
-"""Of what a lease survives: beats come several times as often."""
+"""Of what a lease survives: heartbeats come several times as often."""
 
 
 class PoolLine(NamedTuple):
@@ -79,6 +80,65 @@ class TransferLine(NamedTuple):
     peer_bytes: int
 
 
+class Status(NamedTuple):
+    """Everything at a glance, of one moment. ``holders``, ``silent``: of the leases, at most ``MOST_LISTED`` each."""
+
+    draining: bool
+    blocks: int
+    pools: list[PoolLine]
+    leases: list[LeaseLine]
+    holders: list[LeaseLine]
+    silent: list[LeaseLine]
+    hits: HitLine
+    transfers: TransferLine
+    running: int
+    counters: Mapping[str, int]
+    attention: list[str]
+
+
+def status(view: View, silence_limit_seconds: float) -> Status:
+    """What the caller may see at a glance. ``silence_limit_seconds``: after which a lease is lost."""
+    models, leases, running = view.models(), lease_lines(view), view.running()
+    quiet, full = silent(leases, silence_limit_seconds), pools(models)
+    held = sorted(
+        (line for line in leases if line.private_pages or line.pinned_blocks),
+        key=lambda line: (-line.private_pages, -line.pinned_blocks),
+    )
+    return Status(
+        view.is_draining,
+        sum(len(model.blocks.index) for model in models),
+        full,
+        leases,
+        held[:MOST_LISTED],
+        quiet,
+        hits(models),
+        transfers(running, view.counters),
+        len(running),
+        view.counters,
+        _attention(view, full, held, quiet, silence_limit_seconds),
+    )
+
+
+def lease_lines(view: View) -> list[LeaseLine]:
+    """Every lease and what it holds."""
+    out: list[LeaseLine] = []
+    for lease in view.leases():
+        line = LeaseLine(
+            view.lease_id(lease),
+            lease.engine,
+            lease.model,
+            lease.replica,
+            lease.state.value,
+            view.now() - lease.last_heard,
+            len(lease.sequences),
+            private_pages(lease),
+            view.process_ids(lease),
+            sum(sequence.sealed for sequence in lease.sequences.values() if not sequence.swapped_out),
+        )
+        out.append(line)
+    return out
+
+
 def pools(models: Collection[Model]) -> list[PoolLine]:
     """Every pool of the models."""
     out: list[PoolLine] = []
@@ -91,37 +151,12 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
     return out
 
 
-def lease_line(core: Core, lease: Lease, shown_id: str, now: float) -> LeaseLine:
-    """A lease under the name that its reader may see."""
-    private = sum(len(own) for sequence in lease.sequences.values() for own in sequence.own)
-    private += sum(len(pages) for pages in lease.stock) + len(lease.quarantine)
-    processes = core.ledger.processes
-    return LeaseLine(
-        shown_id,
-        lease.engine,
-        lease.model,
-        lease.replica,
-        lease.state.value,
-        now - lease.last_heard,
-        len(lease.sequences),
-        private,
-        tuple(sorted(processes[token].pid for token in lease.processes if token in processes)),
-        sum(sequence.sealed for sequence in lease.sequences.values() if not sequence.swapped_out),
-    )
-
-
-def holders(lines: list[LeaseLine]) -> list[LeaseLine]:
-    """Those that hold most, private pages before pins."""
-    held = [line for line in lines if line.private_pages or line.pinned_blocks]
-    return sorted(held, key=lambda line: (-line.private_pages, -line.pinned_blocks))[:MOST_LISTED]
-
-
-def silent(lines: list[LeaseLine], lease_seconds: float) -> list[LeaseLine]:
+def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLine]:
     """Live leases that have not been heard for long, the longest first."""
     late = [
         line
         for line in lines
-        if line.state == LeaseState.LIVE.value and line.silent_seconds > SILENT_SHARE * lease_seconds
+        if line.state == LeaseState.LIVE.value and line.silent_seconds > SILENT_SHARE * silence_limit_seconds
     ]
     return sorted(late, key=lambda line: -line.silent_seconds)[:MOST_LISTED]
 
@@ -150,15 +185,22 @@ def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> Trans
     )
 
 
-def attention(core: Core, models: Collection[Model], lines: list[LeaseLine], lease_seconds: float) -> list[str]:
-    """Sentences about what stands out of the models and their leases; empty when nothing does."""
-    out = ["the daemon is draining: it opens no new leases or sequences"] if core.ledger.draining else []
-    by_lease = holders(lines)
-    for pool in pools(models):
+def _attention(
+    view: View, full: list[PoolLine], held: list[LeaseLine], quiet: list[LeaseLine], silence_limit_seconds: float
+) -> list[str]:
+    """Sentences about what stands out; empty when nothing does."""
+    out = ["the daemon is draining: it opens no new leases or sequences"] if view.is_draining else []
+    out += [
+        f"model {model.id} ({model.name}) is out of service since a call met a defect ({model.suspect}); a Verify that "
+        "finds it sound puts it back"
+        for model in view.models()
+        if model.suspect
+    ]
+    for pool in full:
         usable = sum(pool.counts.values())
         if usable and pool.held >= HELD_SHARE * usable:
-            mine = [line for line in by_lease if line.model_id == pool.model and line.private_pages]
-            most = f"; most is held by {mine[0].engine} (lease {mine[0].lease_id[:12]})" if mine else ""
+            mine = [line for line in held if line.model_id == pool.model and line.private_pages]
+            most = f"; most is held by {mine[0].engine} (lease {mine[0].lease_id[:SHOWN_LETTERS]})" if mine else ""
             out.append(
                 f"model {pool.model}, {pool.place}, group {pool.group}: {pool.held} of {usable} pages are in use and "
                 f"cannot be evicted{most}"
@@ -169,8 +211,10 @@ def attention(core: Core, models: Collection[Model], lines: list[LeaseLine], lea
                 "in quarantine until the processes of their lost lease are gone"
             )
     out += [
-        f"{line.engine} (lease {line.lease_id[:12]}) is silent for {line.silent_seconds:.1f} s; its lease is lost "
-        f"after {lease_seconds:g} s"
-        for line in silent(lines, lease_seconds)
+        f"{line.engine} (lease {line.lease_id[:SHOWN_LETTERS]}) is silent for {line.silent_seconds:.1f} s; "
+        f"its lease is lost after {silence_limit_seconds:g} s"
+        for line in quiet
     ]
+    if failed := view.counters.get("tickets_failed", 0):
+        out.append(f"{failed} transfers have failed since the start; see ListTickets and the log")
     return out

@@ -1,63 +1,63 @@
-"""Verify: everything that ``conservation.audit`` looks at, in pieces short enough that engines do not notice.
+"""Verify: does everything add up? Each page is in exactly one place, each pin has its holder, each count is right.
 
-A piece copies columns of one moment and compares the copies elsewhere, or walks a few rows. Which pieces there are is
-decided anew for every model, and a model that has gone since is passed over.
+Which parts there are is decided anew for every model, and a model that was evicted since is passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cachesvc.flows.core import Core
-from cachesvc.ledger.ledger import Model
-from cachesvc.questions.recount import parts
-from cachesvc.questions.recount_walks import walk_computing, walk_keys, walk_tables
+from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.questions.recount import Part, block_parts
+from cachesvc.questions.recount_holds import hold_parts
+from cachesvc.questions.recount_pages import page_parts
+from cachesvc.questions.steps import Question, answer_at_once
+from cachesvc.questions.view import View
+
+MOST_PROBLEMS = 1024
 
 
-class Piece(NamedTuple):
-    """``capture`` runs in one turn and ``recount(captured)`` anywhere; or ``walk`` gives steps, each in a turn."""
+class Verified(NamedTuple):
+    """What was looked at, and at most ``MOST_PROBLEMS`` things that are wrong. ``sound``: those of the ``models`` with
+    nothing wrong."""
 
-    name: str
-    capture: Callable[[], Any] | None
-    recount: Callable[[Any], list[str]] | None
-    walk: Callable[[], Iterator[list[str]]] | None
-
-
-def pieces(core: Core, model_id: int) -> list[Piece]:
-    """What is to be looked at of one model; empty when it has gone."""
-    model = core.ledger.models.get(model_id)
-    if model is None:
-        return []
-    where = f"model {model.id}"
-    out = [Piece(name, capture, recount, None) for name, capture, recount in parts(core.ledger, model)]
-    out.append(Piece(f"{where}: keys", None, None, lambda: walk_keys(model)))
-    out.append(Piece(f"{where}: block tables", None, None, lambda: walk_tables(core.ledger, model)))
-    out.append(Piece(f"{where}: keys being computed", None, None, lambda: walk_computing(core.ledger, model)))
-    return out
+    problems: list[str]
+    checks: list[str]
+    pages: int
+    blocks: int
+    models: list[int]
+    sound: list[int]
 
 
-def is_known(core: Core, model_id: int) -> bool:
-    """False when a model has given way since."""
-    return model_id in core.ledger.models
+def verify(view: View, model_id: int) -> Question[Verified]:
+    """Recount one model, or (0) every one. Raises NotFound."""
+    models = [view.model(model_id)] if model_id else view.models()
+    problems: list[str] = []
+    checks: list[str] = []
+    sound: list[int] = []
+    pages = blocks = 0
+    for model in models:
+        before = len(problems)
+        for part in parts(view.ledger_of(model), model) if view.has(model) else ():
+            if not view.has(model):
+                break
+            problems += yield from part.look()
+            checks.append(part.name)
+        if view.has(model):
+            pages += sum(pool.usable for place in model.blocks.index.places for pool in place.pools)
+            blocks += len(model.blocks.index)
+        if len(problems) == before:
+            sound.append(model.id)
+    return Verified(problems[:MOST_PROBLEMS], checks, pages, blocks, [model.id for model in models], sound)
 
 
-def sizes(core: Core, model_id: int) -> tuple[int, int]:
-    """Usable pages in all pools, and blocks."""
-    model: Model | None = core.ledger.models.get(model_id)
-    if model is None:
-        return 0, 0
-    return sum(pool.usable for place in model.blocks.index.places for pool in place.pools), len(model.blocks.index)
+def parts(ledger: Ledger, model: Model) -> list[Part]:
+    """What is to be looked at of one model. Its places must not change until all are taken."""
+    return [*block_parts(model), *page_parts(ledger, model), *hold_parts(ledger, model)]
 
 
 def verify_at_once(core: Core) -> list[str]:
-    """All pieces in one go: what is wrong. For tests and tools that own the ledger."""
-    out: list[str] = []
-    for model_id in list(core.ledger.models):
-        for piece in pieces(core, model_id):
-            if piece.walk is not None:
-                for problems in piece.walk():
-                    out += problems
-            elif piece.capture is not None and piece.recount is not None:
-                out += piece.recount(piece.capture())
-    return out
+    """All parts in one go: what is wrong. For tests and tools that own the ledger."""
+    every = [part for model in core.ledger.models.values() for part in parts(core.ledger, model)]
+    return [problem for part in every for problem in answer_at_once(part.look())]

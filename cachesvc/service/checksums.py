@@ -19,7 +19,7 @@ from cachesvc.model.errors import CacheError
 from cachesvc.questions import sealed
 from cachesvc.questions.sealed import SealedPage
 from cachesvc.service.node import Node
-from cachesvc.service.time_slices import Turns
+from cachesvc.service.time_slices import TimeSlices
 from cachesvc.telemetry import events
 
 ReadPage = Callable[[int, int | None, int, int, int], bytes]
@@ -151,31 +151,30 @@ class Checksums:
 
     def _prune(self) -> None:
         """Forget what has left the index once that is the larger part."""
-        models = self._node.core.ledger.models
-        resident = sum(len(model.blocks.index) for model in models.values())
+        resident = sum(len(model.blocks.index) for model in self._node.view().models())
         self._forget_models()
         if len(self._known) > 2 * resident + WAITING_MAX:
-            kept = {at: sums for at, sums in self._known.items() if at[1] in models[at[0]].blocks.index.rows}
-            self._known = kept
+            core = self._node.core
+            self._known = {at: sums for at, sums in self._known.items() if sealed.is_resident(core, *at)}
 
     def _forget_models(self) -> None:
-        """Forget models that have given way; numbers are not used again."""
-        models = self._node.core.ledger.models
+        """Forget models that were evicted; numbers are not used again."""
+        models = {model.id for model in self._node.view().models()}
         if any(model not in models for model in {at[0] for at in self._known} | self._passed_over.keys()):
             self._known = {at: sums for at, sums in self._known.items() if at[0] in models}
             self._passed_over = {model: count for model, count in self._passed_over.items() if model in models}
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    async def compare(self, turns: Turns, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
+    async def compare(self, slices: TimeSlices, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
         """Read every page of the models whose checksum is known and compare; nothing is told of other models."""
         answer = inspect_pb2.ChecksumStatus(mode=self.mode)
         await self._catch_up()
         self._forget_models()
         keys = [at for at in self._known if at[0] in models]
         for first in range(0, len(keys), PAGES_AT_ONCE):
-            pages = turns.take(partial(self._pages, keys[first : first + PAGES_AT_ONCE]))
-            for sums in await turns.aside(partial(self._sums, pages)):
+            pages = slices.take(partial(self._pages, keys[first : first + PAGES_AT_ONCE]))
+            for sums in await slices.off_loop(partial(self._sums, pages)):
                 self._judge(answer, sums)
         answer.known_blocks = sum(model in models for model, _ in self._known)
         answer.waiting_blocks = sum(count for model, _, _, count in self._waiting if model in models)
@@ -197,8 +196,7 @@ class Checksums:
         for model, key in keys:
             pages = sealed.pages_of(core, model, key)
             out += [(page, sealed.ranks_of(core, page)) for page in pages]
-            held = core.ledger.models.get(model)
-            if held is None or key not in held.blocks.index.rows:
+            if not sealed.is_resident(core, model, key):
                 self._known.pop((model, key), None)
         return out
 

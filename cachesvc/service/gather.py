@@ -1,4 +1,4 @@
-"""Reads what the daemon's parts have counted into metrics, on the event loop, at the price of models, pools and leases.
+"""Reads what the daemon's parts have counted into metrics, on the event loop, at the cost of models, pools and leases.
 
 Nothing here walks blocks: a scrape must not be felt by an engine.
 """
@@ -9,14 +9,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cachesvc.flows.counters import LEASES_ENDED
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Miss
-from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
-from cachesvc.service.calls import CallGate
+from cachesvc.questions.view import View
+from cachesvc.service.access.admission import Admission
+from cachesvc.service.host.facts import Facts
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.watch import CallWatch
@@ -26,19 +28,7 @@ from cachesvc.telemetry import events
 from cachesvc.telemetry.metric_reader import Reading
 
 SUBSCRIBERS = "event_subscribers"
-LEASE_ENDS = ("closed", "silent", "process_ended", "other")
 BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What does not change while the daemon runs."""
-
-    version: str
-    backend: str
-    device_pool_bytes: int
-    host_pool_bytes: int
-    host_chunk_bytes: int
 
 
 class Sizes(NamedTuple):
@@ -55,36 +45,36 @@ class Gatherer:
     facts: Facts
     node: Node
     engine: SwapEngine
-    gate: CallGate
+    admission: Admission
     watch: CallWatch
     cache: CacheService
-    host_pool: HostPool
     _sizes: dict[int, Sizes] = field(default_factory=dict)
 
     def __call__(self, reading: Reading) -> None:
-        self._daemon(reading)
+        view = self.node.view()
+        self._daemon(reading, view)
         self._memory(reading)
         sequences: Counter[int] = Counter()
-        self._leases(reading, sequences)
-        for model in self.node.core.ledger.models.values():
+        self._leases(reading, view, sequences)
+        models = view.models()
+        for model in models:
             reading.put("sequences", sequences[model.id], model.name, model.id)
             _reuse(reading, model)
             if model.id not in self._sizes:
                 self._sizes[model.id] = _sizes(model.layout)
             _blocks(reading, model, self._sizes[model.id])
-        for gone in self._sizes.keys() - self.node.core.ledger.models.keys():
+        for gone in self._sizes.keys() - {model.id for model in models}:
             del self._sizes[gone]
         self._transfers(reading)
         self._calls(reading)
 
-    def _daemon(self, reading: Reading) -> None:
-        core = self.node.core
+    def _daemon(self, reading: Reading, view: View) -> None:
         reading.put("info", 1, self.facts.version, self.facts.backend)
-        reading.put("uptime_seconds", self.node.now() - self.node.started)
-        reading.put("draining", int(core.ledger.draining))
+        reading.put("uptime_seconds", self.facts.uptime_seconds)
+        reading.put("draining", int(view.is_draining))
         reading.put("log_lines_lost", events.lost_lines())
-        reading.put("event_subscribers", core.counters.get(SUBSCRIBERS, 0))
-        for name, count in core.counters.items():
+        reading.put("event_subscribers", view.counters.get(SUBSCRIBERS, 0))
+        for name, count in view.counters.items():
             if name != SUBSCRIBERS:  # it falls too, and a counter that falls reads as a restart
                 reading.put("events", count, name)
 
@@ -94,14 +84,12 @@ class Gatherer:
             reading.put("device_pool_bytes", facts.device_pool_bytes, device)
             reading.put("device_pool_free_bytes", self.node.vault.device_free_bytes(device), device)
         reading.put("host_pool_bytes", facts.host_pool_bytes)
-        ready = min(facts.host_pool_bytes, self.host_pool.ready_chunks * facts.host_chunk_bytes)
-        reading.put("host_pool_ready_bytes", ready)
+        reading.put("host_pool_ready_bytes", facts.host_pool_ready_bytes)
 
-    def _leases(self, reading: Reading, sequences: Counter[int]) -> None:
-        ledger, now = self.node.core.ledger, self.node.now()
-        silence = 0.0
+    def _leases(self, reading: Reading, view: View, sequences: Counter[int]) -> None:
+        now, silence = view.now(), 0.0
         states = dict.fromkeys(LeaseState, 0)
-        for lease in ledger.leases.values():
+        for lease in view.leases():
             states[lease.state] += 1
             sequences[lease.model] += len(lease.sequences)
             if lease.state is LeaseState.LIVE:
@@ -109,10 +97,10 @@ class Gatherer:
         for state, count in states.items():
             reading.put("leases", count, state.value)
         reading.put("lease_silence_seconds", silence)
-        reading.put("lease_silence_limit_seconds", self.node.lease_seconds)
-        reading.put("processes", len(ledger.processes))
-        for cause in LEASE_ENDS:
-            reading.put("leases_ended", self.node.core.counters.get(f"leases_ended_{cause}", 0), cause)
+        reading.put("lease_silence_limit_seconds", self.facts.lease_seconds)
+        reading.put("processes", view.processes)
+        for cause, count_name in LEASES_ENDED.items():
+            reading.put("leases_ended", view.counters.get(count_name, 0), cause.value)
 
     def _transfers(self, reading: Reading) -> None:
         counts = self.engine.transfers
@@ -137,8 +125,11 @@ class Gatherer:
             reading.put("rpc_calls", count, method, code)
         for (operation, code), count in self.cache.operations.items():
             reading.put("step_operations", count, operation, code)
-        reading.put("calls_in_flight", self.gate.in_flight)
-        reading.put("calls_in_flight_limit", self.gate.limit)
+        work, waits = self.admission.work, self.admission.waits
+        reading.put("calls_in_flight", work.held)
+        reading.put("calls_in_flight_limit", work.limit)
+        reading.put("waiting_calls", waits.held)
+        reading.put("waiting_calls_limit", waits.limit)
 
 
 def _reuse(reading: Reading, model: Model) -> None:

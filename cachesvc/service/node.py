@@ -1,24 +1,38 @@
-"""The daemon's one thread of truth: runs flows on the event loop, lands transfers, and lets callers wait."""
+"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-from cachesvc.flows.call import Call, resolve
+from cachesvc.flows.admin import distrust, trust
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import DeadlineExceeded, Unavailable
+from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
+from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
+from cachesvc.questions.view import EVERYTHING, Sight, View
+from cachesvc.service.access.owners import shown_id
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
+P = ParamSpec("P")
+Flow = Callable[[Core, Call], Answer | Wait]
+"""Answers, or says what to wait for and is run again with a new Call."""
+
+
+def end_wait(wait: Wait) -> None:
+    """Nobody waits any more: what was kept for the call can be taken. Twice is fine."""
+    if wait.reserved is not None:
+        wait.reserved.release()
 
 
 class Node:
@@ -37,8 +51,9 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sweeper: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self._is_stopping = False
         self._vault: Vault | None = None
+        core.on_refused = _log_failure
 
     @property
     def vault(self) -> Vault:
@@ -52,9 +67,17 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
 
+    def stop_waiting(self) -> None:
+        """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
+        self._is_stopping = True
+        for waiting in self._waiters.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
     async def close(self) -> None:
-        """Stop sweeping; calls that still wait are refused at their next turn."""
-        self._is_closed = True
+        """Stop sweeping, and let nobody wait."""
+        self.stop_waiting()
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -63,11 +86,16 @@ class Node:
         """Monotonic seconds: what flows call time."""
         return time.monotonic()
 
+    def view(self, sight: Sight = EVERYTHING) -> View:
+        """What ``sight`` covers of the ledger."""
+        return View(self.core, sight, self.now)
+
     # -- from other threads ------------------------------------------------------------------------------------
 
     def on_transfer_done(self, ticket: int, error: Exception | None) -> None:
         """A transfer has ended; called by the swap engine's threads."""
-        self._soon(self._land, ticket, "" if error is None else str(error) or type(error).__name__)
+        outcome = DONE if error is None else Failed(str(error) or type(error).__name__)
+        self._soon(self._land, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
         """More host pages are usable; called by the host pool's threads."""
@@ -80,48 +108,87 @@ class Node:
 
     # -- on the loop -------------------------------------------------------------------------------------------
 
-    def run(self, flow: Callable[[], Answer]) -> Answer:
-        """Run one flow to its end; tickets that could not be started are landed as failed right after."""
+    def run(self, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Run one flow to its end."""
         self.core.ledger.moment.seconds = self.now()
         try:
-            return flow()
+            return flow(*args, **kwargs)
         finally:
-            while self.core.stillborn:
-                self._land(*self.core.stillborn.pop(0))
             if self.on_change is not None:
                 self.on_change()
 
-    async def run_call(
-        self, lease_id: str, flow: Callable[[Core, Call], Answer | Wait], seconds: float | None
-    ) -> Answer:
-        """``run_waiting`` under a lease, which is looked up anew for each run. Raises LeaseLost, NotFound."""
-        core = self.core
-        return await self.run_waiting(lambda: flow(core, resolve(core.ledger, lease_id, self.now())), seconds)
+    def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
+        half-done is not served. Raises what it raises."""
+        try:
+            return self.run(flow, *args, **kwargs)
+        except CacheError:
+            raise
+        except Exception as broken:
+            if model:
+                self.distrust(model, f"{type(broken).__name__}: {broken}")
+            raise
 
-    async def run_waiting(self, flow: Callable[[], Answer | Wait], seconds: float | None) -> Answer:
-        """Run a flow again whenever tickets that it waits for have ended, or its patience has, until it answers.
+    def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
+        """``run_of`` for a call's flow."""
+        return self.run_of(call.model.id, flow, self.core, call)
 
-        ``seconds``: what is left of the caller's deadline. Raises DeadlineExceeded.
+    def distrust(self, model: int, why: str) -> None:
+        """Serve no calls of a model any more, until it is verified: a defect may have left its accounting wrong."""
+        known = self.core.ledger.models.get(model)
+        if known is not None:
+            distrust(known, why)
+        self.core.count(Count.MODELS_DISTRUSTED)
+        events.warning("model_distrusted", model=model, reason=why)
+
+    def trust(self, model: int) -> None:
+        """A model was verified and found sound: serve it again."""
+        if self.core.ledger.model(model).suspect:
+            trust(self.core, model)
+            events.event("model_trusted", model=model)
+
+    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
+        """Run again whenever tickets that it waits for have ended, or its patience has, until it answers.
+
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlineExceeded, Unavailable.
         """
-        until = self.now() + min(self.wait_seconds, seconds if seconds is not None else self.wait_seconds)
-        while True:
-            answer = self.run(flow)
-            if not isinstance(answer, Wait):
-                return answer
-            left = until - self.now()
-            if self._is_closed:
-                raise Unavailable("the daemon stops; go on without the cache")
-            if left <= 0:  # tickets may end for ever without bringing what the flow needs
-                raise DeadlineExceeded(
-                    "the transfers that this call needs did not help in time; try again or recompute"
-                )
-            patience = left if answer.seconds is None else min(left, answer.seconds)
-            if not await self.wait_any(answer.tickets, patience) and answer.seconds is None:
-                raise DeadlineExceeded("the transfers that this call needs did not end in time; try again or recompute")
+        reserved = wait.reserved
+        try:
+            while True:
+                left = until - self.now()
+                if left <= 0:  # tickets may end forever without bringing what the flow needs
+                    raise DeadlineExceeded(
+                        "the transfers that this call needs did not help in time; try again, or recompute"
+                    )
+                patience = left if wait.seconds is None else min(left, wait.seconds)
+                if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
+                    raise DeadlineExceeded(
+                        "the transfers that this call needs did not end in time; try again, or recompute"
+                    )
+                answer = run()
+                if not isinstance(answer, Wait):
+                    return answer
+                wait = answer
+                reserved = wait.reserved or reserved
+        finally:
+            if reserved is not None:
+                reserved.release()
+
+    def running(self, tickets: Iterable[int]) -> list[int]:
+        """Those of the tickets that have not ended."""
+        return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+
+    def knows(self, token: bytes) -> bool:
+        """True for the life-socket token of a process that is there."""
+        return token in self.core.ledger.processes
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
-        """True as soon as one of the tickets has ended; False when the time is up first."""
-        running = [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+        """True as soon as one of the tickets has ended; False when the time is up first.
+
+        Raises Unavailable when the daemon stops.
+        """
+        running = self.running(tickets)
+        self._require_going_on()
         if not running:
             await asyncio.sleep(0)
             return True
@@ -140,25 +207,54 @@ class Node:
                     waiting.remove(future)
                     if not waiting:
                         del self._waiters[ticket]
+        self._require_going_on()
         return True
 
-    def _land(self, ticket: int, error: str) -> None:
+    def _require_going_on(self) -> None:
+        if self._is_stopping:
+            raise Unavailable("the daemon stops; go on without the cache")
+
+    def _land(self, ticket: int, outcome: Outcome) -> None:
+        """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
         self.core.ledger.moment.seconds = self.now()
-        if error:
-            events.warning("transfer_failed", ticket=ticket, reason=error)
-        for ended in land(self.core, ticket, error):
-            for future in self._waiters.pop(ended, ()):
+        if isinstance(outcome, Failed):
+            _log_failure(ticket, outcome.reason)
+        landing = self.core.ledger.tickets.running.get(ticket)
+        try:
+            ended: Iterable[int] = land(self.core, ticket, outcome)
+        except Exception as broken:  # noqa: BLE001 - the root of a callback: calls that wait must be woken
+            events.failure("landing_broke", ticket=ticket)
+            if landing is not None:
+                self.distrust(landing.model, f"{type(broken).__name__}: {broken}")
+            ended = (ticket,)
+        for each in ended:
+            for future in self._waiters.pop(each, ()):
                 if not future.done():
                     future.set_result(None)
         if self.on_change is not None:
             self.on_change()
 
     async def _sweep(self) -> None:
+        pause = min(1.0, self.lease_seconds / 4)
         while True:
-            await asyncio.sleep(min(1.0, self.lease_seconds / 4))
+            asleep = self.now()
+            await asyncio.sleep(pause)
             try:
+                self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
-                for lease in self.run(lambda: lose_silent(self.core, self.lease_seconds, self.now())):
-                    events.warning("lease_silent", lease=lease, seconds=self.lease_seconds)
+                for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
+                    events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
+
+    def excuse(self, late: float, pause: float) -> None:
+        """Silence counts only while the daemon listens: where it was held up (by a long flow, a stopped process), what
+        was said meanwhile has yet to be read."""
+        if late > pause:
+            now = self.now()
+            for lease in self.core.ledger.leases.values():
+                lease.heard(min(now, lease.last_heard + late))
+
+
+def _log_failure(ticket: int, reason: str) -> None:
+    events.warning("transfer_failed", ticket=ticket, reason=reason)

@@ -1,19 +1,22 @@
-"""Long work between calls: turns on the event loop that are short, and a thread for what needs no ledger."""
+"""Long work between calls: short slices of the event loop, and a thread for what needs no ledger."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-TURN_SECONDS = 0.002
-"""How long a walk goes on before calls get their turn."""
+from cachesvc.questions.steps import Question
+
+SLICE_SECONDS = 0.0005
+"""How long a question goes on before calls get their turn, and how long they get."""
 
 Result = TypeVar("Result")
 
 
-class Turns:
+class TimeSlices:
     """One long call's share of the loop; ``longest_seconds`` is the longest that it kept others waiting at a time."""
 
     def __init__(self) -> None:
@@ -27,26 +30,32 @@ class Turns:
         finally:
             self.longest_seconds = max(self.longest_seconds, time.perf_counter() - began)
 
-    async def aside(self, work: Callable[[], Result]) -> Result:
+    async def off_loop(self, work: Callable[[], Result]) -> Result:
         """Do a piece that touches nothing of the ledger on a thread."""
         return await asyncio.to_thread(work)
 
-    async def walk(self, steps: Iterator[Result]) -> list[Result]:
-        """Take all steps, some at a time, with turns for others between them."""
-        out: list[Result] = []
-        is_more = self._some(steps, out)
-        while is_more:
-            await asyncio.sleep(TURN_SECONDS)  # as long again for others
-            is_more = self._some(steps, out)
-        return out
+    async def answer(self, question: Question[Result]) -> Result:
+        """Drive a question to its end, some steps at a time. Raises what it raises."""
+        result: Any = None
+        try:
+            while True:
+                work = self.take(partial(_slice, question, result))
+                result = None
+                if work is None:
+                    await asyncio.sleep(SLICE_SECONDS)  # as long again for others
+                else:
+                    result = await self.off_loop(work)
+        except StopIteration as ended:
+            answer: Result = ended.value
+            return answer
+        finally:
+            question.close()
 
-    def _some(self, steps: Iterator[Result], out: list[Result]) -> bool:
-        def some() -> bool:
-            until = time.perf_counter() + TURN_SECONDS
-            for step in steps:
-                out.append(step)
-                if time.perf_counter() > until:
-                    return True
-            return False
 
-        return self.take(some)
+def _slice(question: Question[Any], result: Any) -> Callable[[], Any] | None:
+    """Go on until there is work for a thread, or (None) the slice is over. Raises StopIteration at the end."""
+    until = time.perf_counter() + SLICE_SECONDS
+    work = question.send(result)
+    while work is None and time.perf_counter() < until:
+        work = question.send(None)
+    return work

@@ -1,124 +1,74 @@
-"""Watches calls from outside: their times, their outcomes, and spans for those that are traced.
-
-A watched servicer is handed to gRPC in place of the real one, so services know nothing of it and an unwatched daemon
-pays nothing. Of a stream both ways each message is watched: its request comes, and the answer to it is the next one.
-"""
+"""Counts calls as the dispatcher carries them out: their times, their outcomes, and spans for those that are traced."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from cachesvc.model.histogram import Histogram
-from cachesvc.service.calls import Context
 from cachesvc.telemetry.tracing import Span, Tracer, current_span
-from cachesvc.wire.status import ERROR_METADATA_KEY
 
 OK = "OK"
 OTHER = "other"
+CANCELLED = "CANCELLED"
 Parent = dict[str, str] | None
+"""Headers that say whose child a call's span is; None: the call is not traced."""
 
 
 class CallWatch:
-    """Counts by method; used on the event loop alone. ``tracer``: None traces nothing."""
+    """Counts by ``Service/Method``; used on the event loop alone. ``tracer``: None traces nothing."""
 
     def __init__(self, tracer: Tracer | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, Histogram] = {}
         self.codes: dict[tuple[str, str], int] = {}
-        self._names: set[str] = set()
-        self._tracer = tracer
+        self.tracer = tracer
         self._clock = clock
 
-    def watched(self, service: Any, servicer: Any) -> Any:
-        """A servicer that behaves like ``servicer``, whose ``service`` descriptor says which methods it has."""
-        wrapped = {}
-        for method in service.methods:
-            name = f"{service.name}/{method.name}"
-            self._names.add(name)
-            serve = getattr(servicer, method.name)
-            self.seconds[name] = Histogram()
-            if method.client_streaming and method.server_streaming:
-                wrapped[method.name] = self._stream(name, serve, "error" in method.output_type.fields_by_name)
-            elif not method.server_streaming:
-                wrapped[method.name] = self._unary(name, serve)
-            else:
-                wrapped[method.name] = serve  # lives as long as its subscriber does
-        return SimpleNamespace(**wrapped)
+    def know(self, names: Iterable[str]) -> None:
+        """Methods that there are: shown before their first call, and told apart where a call is let past to none."""
+        for name in names:
+            self.seconds.setdefault(name, Histogram())
 
     def refused(self, path: str, code: str) -> None:
-        """A call that was let past to no service. Whoever sends it chooses ``path``: only known ones are told apart."""
+        """A call that was let past to no service. Its caller chooses ``path``: only known ones are told apart."""
         name = path.removeprefix("/kvcache.v1.")
-        key = (name if name in self._names else OTHER, code)
-        self.codes[key] = self.codes.get(key, 0) + 1
+        self._count(name if name in self.seconds else OTHER, code)
 
-    def _unary(self, name: str, serve: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(request: Any, context: Context) -> Any:
-            began = self._clock()
-            span = self._begin(name, self._parent(context))
-            code = OK
-            try:
-                return await serve(request, context)
-            except BaseException as error:
-                code = _code_of(error, context)
-                raise
-            finally:
-                self._end(name, began, span, code)
+    def begin(self, name: str, parent: Parent) -> Watched:
+        """A call begins; the running task works for it until ``leave`` or ``end``."""
+        span = None if self.tracer is None or parent is None else self.tracer.begin_call(name, parent)
+        if span is not None:
+            current_span.set(span)
+        return Watched(self, name, self._clock(), span)
 
-        return call
+    def end(self, watched: Watched, code: str) -> None:
+        """The call is answered, refused, or given up."""
+        self.seconds[watched.name].observe(self._clock() - watched.began)
+        self._count(watched.name, code)
+        if watched.span is not None:
+            watched.span.end(code)
 
-    def _stream(self, name: str, serve: Callable[..., Any], tells_errors: bool) -> Callable[..., Any]:
-        async def call(request_iterator: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            parent = self._parent(context)
-            began: float | None = None
-            span: Span | None = None
-
-            async def requests() -> AsyncIterator[Any]:
-                nonlocal began, span
-                async for request in request_iterator:
-                    began = self._clock()
-                    span = self._begin(name, parent)
-                    yield request
-
-            try:
-                async for answer in serve(requests(), context):
-                    code = answer.error.code if tells_errors and answer.HasField("error") else OK
-                    self._end(name, began or self._clock(), span, code)
-                    began = None
-                    yield answer
-            except BaseException as error:
-                if began is not None:
-                    self._end(name, began, span, _code_of(error, context))
-                raise
-
-        return call
-
-    def _parent(self, context: Context) -> Parent:
-        return None if self._tracer is None else self._tracer.parent_of(context.invocation_metadata())
-
-    def _begin(self, name: str, parent: Parent) -> Span | None:
-        if self._tracer is None or parent is None:
-            return None
-        span = self._tracer.begin_call(name, parent)
-        current_span.set(span)
-        return span
-
-    def _end(self, name: str, began: float, span: Span | None, code: str) -> None:
-        self.seconds[name].observe(self._clock() - began)
+    def _count(self, name: str, code: str) -> None:
         key = (name, code)
         self.codes[key] = self.codes.get(key, 0) + 1
-        if span is not None:
+
+
+class Watched:
+    """One call that is being watched."""
+
+    __slots__ = ("_watch", "began", "name", "span")
+
+    def __init__(self, watch: CallWatch, name: str, began: float, span: Span | None) -> None:
+        self._watch = watch
+        self.name = name
+        self.began = began
+        self.span = span
+
+    def leave(self) -> None:
+        """The running task turns to other calls; a task of this call's own keeps its span."""
+        if self.span is not None:
             current_span.set(None)
-            span.end(code)
 
-
-def _code_of(error: BaseException, context: Context) -> str:
-    """What the caller was told: the daemon's own code, or gRPC's words for what is no refusal."""
-    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        return "CANCELLED"
-    for key, value in context.trailing_metadata() or ():
-        if key == ERROR_METADATA_KEY:
-            return str(value)
-    return "INTERNAL"
+    def end(self, code: str) -> None:
+        """The call is over."""
+        self._watch.end(self, code)

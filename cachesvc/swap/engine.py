@@ -107,6 +107,10 @@ class SwapEngine:
         self._tracer = tracer
         self._clock = clock
 
+    def plan_by(self, costs: LinkCosts) -> None:
+        """Plan what is submitted from now on by these costs: those of links that were measured since."""
+        self._costs = costs
+
     def start(self) -> None:
         """Begin to take transfers. The backend runs already, and its timelines are this engine's alone."""
         self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}
@@ -215,6 +219,10 @@ class SwapEngine:
             lambda error: self._launch(flight, error),
         )
         return slot
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - all replicas share the words
+        """How many transfers of a replica could be submitted now; ends only make more of them."""
+        return self._slots.free if self._is_open else 0
 
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""

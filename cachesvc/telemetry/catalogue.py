@@ -150,8 +150,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "Calls (of Step and KeepAlive: messages) by outcome, those refused at the door too; see ERRORS.md.",
         ),
         _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
-        _gauge("calls_in_flight", (), "Calls being served."),
+        _gauge("calls_in_flight", (), "Calls being served for more than a turn of the event loop, without waiting."),
         _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),
+        _gauge("waiting_calls", (), "Calls that wait for transfers."),
+        _gauge("waiting_calls_limit", (), "Waiting calls above which more are refused."),
         _gauge("loop_lag_seconds", (), "How long this reading waited for the event loop: what a call waits at least."),
     ),
     "The daemon itself": (

@@ -34,10 +34,10 @@ class Otlp:
         self._provider: Any = None
         self._push: _Push | None = None
 
-    def start_tracing(self) -> Tracer | None:
-        """A tracer whose spans go to the collector; None where the environment wants none. Raises Unavailable."""
+    def start_tracing(self, tracer: Tracer) -> None:
+        """Send the spans of ``tracer`` to the collector, unless the environment wants none. Raises Unavailable."""
         if self._environment.get("OTEL_TRACES_EXPORTER") == "none":
-            return None
+            return
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace import TracerProvider
@@ -50,7 +50,7 @@ class Otlp:
         provider = TracerProvider(sampler=sampler, resource=self._resource(), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=self._endpoint)))
         self._provider = provider
-        return Tracer(provider.get_tracer(SCOPE, self._version), begins_traces=chosen)
+        tracer.trace_with(provider.get_tracer(SCOPE, self._version), begins_traces=chosen)
 
     def start_metrics(self, reader: Reader) -> None:
         """Push readings from now on, unless the environment wants none. Raises Unavailable."""

@@ -26,6 +26,7 @@ VOCABULARY: dict[str, Event] = {
         ("socket", "port", "metrics_port", "web_port", "backend", "devices", "epoch", "pid", "seconds"),
     ),
     "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
+    "start_refused": Event("error", "The daemon could not start, and why: a taken socket or port, say.", ("reason",)),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
     "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),
@@ -100,7 +101,19 @@ VOCABULARY: dict[str, Event] = {
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
     "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),
-    "call_broke": Event("error", "A defect: a call failed inside the daemon; the traceback says where."),
+    "device_look_broke": Event("error", "A defect: the devices could not be looked at; it is tried again."),
+    "call_broke": Event(
+        "error",
+        "A defect: a call failed inside the daemon; the traceback says where. `model` 0: of none.",
+        ("method", "model"),
+    ),
+    "landing_broke": Event("error", "A defect: the end of a transfer could not be carried through.", ("ticket",)),
+    "model_distrusted": Event(
+        "warning",
+        "A defect was met in a call of the model: it is out of service until Verify finds it sound.",
+        ("model", "reason"),
+    ),
+    "model_trusted": Event("info", "The model was found sound and is served again.", ("model",)),
     # telemetry itself
     "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),
     "log_lines_lost": Event("warning", "Lines that standard error did not take: it was full or closed.", ("lines",)),

@@ -7,7 +7,7 @@ limit is configured, or because reading it twice would cost), ``Where.CUT`` is s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -93,8 +93,9 @@ LIMITS: dict[str, Bound] = {
 _APART = frozenset({"StepRequest.operations"})
 """Messages that are checked one by one as they are served."""
 
-_Check = Callable[[Any], None]
-_CHECKS: dict[Any, tuple[tuple[str, Bound, str, str], ...]] = {}
+_Row = tuple[str, Bound, str, str]
+_CHECKS: dict[Any, tuple[tuple[_Row, ...], int]] = {}
+"""By message: its rows, and how many bytes of it cannot exceed any of them (0: there is nothing within it to walk)."""
 
 
 def has_length(field: FieldDescriptor) -> bool:
@@ -105,9 +106,12 @@ def has_length(field: FieldDescriptor) -> bool:
 def check_fields(message: Any) -> None:
     """Raises LimitExceeded for a field of the message, or of one within it, that is longer than the table says."""
     kind = message.DESCRIPTOR
-    rows = _CHECKS.get(kind)
-    if rows is None:
-        rows = _CHECKS[kind] = _rows(kind)
+    known = _CHECKS.get(kind)
+    if known is None:
+        known = _CHECKS[kind] = _rows(kind), _harmless_bytes(kind)
+    rows, harmless = known
+    if harmless and message.ByteSize() <= harmless:
+        return  # no field of a message is longer than the message
     for name, bound, shape, full_name in rows:
         if shape == "one":
             if message.HasField(name):
@@ -125,7 +129,23 @@ def check_fields(message: Any) -> None:
                 check_fields(each)
 
 
-def _rows(kind: Descriptor) -> tuple[tuple[str, Bound, str, str], ...]:
+def _harmless_bytes(kind: Descriptor) -> int:
+    """The least that any limit within allows; 0 for a message without others to look into."""
+    if not any(shape in ("one", "messages") for _, _, shape, _ in _rows(kind)):
+        return 0
+    return min(_bounds(kind))
+
+
+def _bounds(kind: Descriptor) -> Iterator[int]:
+    for name, bound, shape, _ in _rows(kind):
+        if bound.where is Where.EDGE and shape != "one":
+            yield min(bound.most, bound.each or bound.most)
+        within = kind.fields_by_name[name].message_type if shape in ("one", "messages") else None
+        if within is not None:
+            yield from _bounds(within)
+
+
+def _rows(kind: Descriptor) -> tuple[_Row, ...]:
     """What is to be looked at in a message: name, bound, shape (length, texts, messages, one), and its whole name."""
     rows = []
     for field in kind.fields:

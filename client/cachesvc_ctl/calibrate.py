@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
-from typing import Any
 
 from cachesvc_client.errors import NotSupported
 
-from cachesvc_ctl.inspect import table
+from cachesvc_ctl.command import Command, flag
+from cachesvc_ctl.text import table
 from gpu_ops.calibration import LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, driver_version, find_gpus, started
@@ -18,28 +17,27 @@ WIDTHS = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 128 << 10)
 PLANES = 64
 
 
-def add_command(commands: Any) -> None:
-    """Add it to the parser."""
-    text = "measure what bytes and copies between host and GPUs cost"
-    parser = commands.add_parser("calibrate", help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.set_defaults(command=_run)
+class Calibrate(Command):
+    """No daemon is asked: the GPUs here are measured."""
 
+    name = "calibrate"
+    about = "measure what bytes and copies between host and GPUs cost"
+    flags = (flag("--json", action="store_true", help="print the figures as JSON"),)
 
-def _run(arguments: argparse.Namespace) -> int:
-    """Exit code 0; raises NotSupported where there is no GPU that can be measured."""
-    try:
-        found = [(gpu, _measure(gpu)) for gpu in find_gpus()]
-        release = ".".join(map(str, driver_version()))
-    except (CudaMissing, CudaError) as error:
-        raise NotSupported(str(error)) from error
-    if arguments.json:
-        rows = [{"uuid": gpu.uuid, "name": gpu.facts.name, **asdict(figures)} for gpu, figures in found]
-        print(json.dumps({"cuda": release, "gpus": rows}, indent=1))
+    def run(self) -> int:
+        """Raises NotSupported where there is no GPU that can be measured."""
+        try:
+            found = [(gpu, _measure(gpu)) for gpu in find_gpus()]
+            release = ".".join(map(str, driver_version()))
+        except (CudaMissing, CudaError) as error:
+            raise NotSupported(str(error)) from error
+        if self.arguments.json:
+            rows = [{"uuid": gpu.uuid, "name": gpu.facts.name, **asdict(figures)} for gpu, figures in found]
+            print(json.dumps({"cuda": release, "gpus": rows}, indent=1))
+            return 0
+        for gpu, figures in found:
+            print(describe(gpu.facts.name, gpu.uuid, release, figures))
         return 0
-    for gpu, figures in found:
-        print(describe(gpu.facts.name, gpu.uuid, release, figures))
-    return 0
 
 
 def _measure(gpu: Gpu) -> LinkFigures:

@@ -54,9 +54,9 @@ class DaemonProcess:
             if self._process.poll() is not None or time.monotonic() > until:
                 self._process.kill()
                 self._process.wait()
-                said = self.log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+                said = self.log.read_text(encoding="utf-8", errors="replace").strip()
                 self._clean_up()
-                raise DaemonFailed(f"the daemon did not start: {said or 'it said nothing'}")
+                raise DaemonFailed(f"the daemon did not start: {reason_of(said) or said[-2000:] or 'it said nothing'}")
             time.sleep(LOOK_SECONDS)  # the log is a file, so that a daemon never blocks on a pipe nobody reads
 
     def _is_ready(self, began: int) -> bool:
@@ -90,3 +90,11 @@ class DaemonProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def reason_of(log: str) -> str:
+    """Why a daemon refused to start, by its log's last line; empty where that says nothing of it."""
+    last = log.rpartition("\n")[2]
+    if '"event": "start_refused"' not in last:
+        return ""
+    return str(json.loads(last)["reason"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
+from cachesvc_ctl.command import DaemonCommand, flag
 from cachesvc_ctl.extras import MissingExtraError
-from cachesvc_ctl.target import add_target, target_of
 
 TYPES = {getattr(FieldDescriptor, name): name[5:].lower() for name in dir(FieldDescriptor) if name.startswith("TYPE_")}
 
@@ -26,29 +25,33 @@ class UnknownSymbol(Exception):
         return f"the daemon knows no {self.symbol}; cachesvc describe lists its services"
 
 
-def add_command(commands: Any) -> None:
-    """Add it to the parser."""
-    text = "services and messages as the running daemon describes them"
-    parser = commands.add_parser("describe", help=text, description=text)
-    parser.add_argument(
-        "symbol", nargs="?", default="", help="such as kvcache.v1.AdminService (default: list services)"
+class Describe(DaemonCommand):
+    """Server reflection."""
+
+    name = "describe"
+    about = "services and messages as the running daemon describes them"
+    flags = (
+        flag(
+            "symbol",
+            nargs="?",
+            default="",
+            help="such as kvcache.v1.AdminService (default: list services)",
+        ),
     )
-    add_target(parser)
-    parser.set_defaults(command=_describe)
 
-
-def _describe(arguments: argparse.Namespace) -> int:
-    try:
-        from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-    except ImportError as error:
-        raise MissingExtraError("grpc_reflection", "server", "cachesvc describe") from error
-    with target_of(arguments).open() as channel:
-        database = ProtoReflectionDescriptorDatabase(channel)
-        if arguments.symbol:
-            print("\n".join(describe(DescriptorPool(database), arguments.symbol)))
-        else:
-            print("\n".join(sorted(database.get_services())))
-    return 0
+    def run(self) -> int:
+        """Raises MissingExtraError, UnknownSymbol."""
+        try:
+            from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+        except ImportError as error:
+            raise MissingExtraError("grpc_reflection", "server", "cachesvc describe") from error
+        with self.target.open() as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            if self.arguments.symbol:
+                print("\n".join(describe(DescriptorPool(database), self.arguments.symbol)))
+            else:
+                print("\n".join(sorted(database.get_services())))
+        return 0
 
 
 def describe(pool: DescriptorPool, symbol: str) -> Iterator[str]:

@@ -5,40 +5,53 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from cachesvc_client.adapters.bridge import KvEventBridge
 from cachesvc_client.adapters.kv_events import MEDIA, Event, Form, KvEventMapper, wire_batch
 from cachesvc_client.adapters.zmq_events import ZmqPublisher
-from cachesvc_client.errors import InvalidRequest, NotFound
+from cachesvc_client.errors import InvalidRequest
 from cachesvc_client.events import EventSubscriber
 from cachesvc_client.records.event_batch import Batch, Part, Run
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc.wire.convert import layout_from_proto
-from cachesvc_ctl.inspect import DEADLINE_SECONDS
-from cachesvc_ctl.target import Target, add_target, count, target_of
+from cachesvc_ctl.command import DaemonCommand, count, flag
+from cachesvc_ctl.questions.models import model_flag, require_model
+from cachesvc_ctl.target import Target, target_of
 
-TEXT = "follow what happens to the blocks of a model"
 Say = Callable[[str], None]
 
 
-def add_command(commands: Any) -> None:
-    """Add it to the parser."""
-    parser = commands.add_parser("events", help=TEXT, description=TEXT)
-    add = parser.add_argument
-    add("--model", type=count, default=1, metavar="ID", help="default 1")
-    add("--no-snapshot", action="store_true", help="begin with what happens next, not with what is there")
-    add("--count", type=count, default=0, metavar="N", help="end after so many changes (default 0: never)")
-    add("--format", choices=("text", "json", "vllm"), default="text", help="vllm: the KV events that routers read")
-    add("--zmq", default="", metavar="ENDPOINT", help="publish there instead, e.g. tcp://*:5557 (with --format vllm)")
-    add("--replay", default="", metavar="ENDPOINT", help="where subscribers fetch what they missed (with --zmq)")
-    add("--topic", default="", metavar="TEXT", help="llm-d: kv@POD@MODEL (with --zmq)")
-    add("--replica", type=count, default=0, metavar="N", help="whose device is GPU (with --format vllm; default 0)")
-    add("--host-medium", default=MEDIA["host"], metavar="WORD", help="older Dynamo: CPU_PINNED (default CPU)")
-    add("--event-form", choices=[form.value for form in Form], default="map", help="array: vLLM before mid-2026")
-    add_target(parser)
-    parser.set_defaults(command=follow)
+class Events(DaemonCommand):
+    """EventService: for people, for scripts, or in the form that routers read."""
+
+    name = "events"
+    about = "follow what happens to the blocks of a model"
+    flags = (
+        model_flag(),
+        flag("--no-snapshot", action="store_true", help="begin with what happens next, not with what is there"),
+        flag("--count", type=count, default=0, metavar="N", help="end after so many changes (default 0: never)"),
+        flag(
+            "--format", choices=("text", "json", "vllm"), default="text", help="vllm: the KV events that routers read"
+        ),
+        flag(
+            "--zmq",
+            default="",
+            metavar="ENDPOINT",
+            help="publish there instead, e.g. tcp://*:5557 (with --format vllm)",
+        ),
+        flag("--replay", default="", metavar="ENDPOINT", help="where subscribers fetch what they missed (with --zmq)"),
+        flag("--topic", default="", metavar="TEXT", help="llm-d: kv@POD@MODEL (with --zmq)"),
+        flag(
+            "--replica", type=count, default=0, metavar="N", help="whose device is GPU (with --format vllm; default 0)"
+        ),
+        flag("--host-medium", default=MEDIA["host"], metavar="WORD", help="older Dynamo: CPU_PINNED (default CPU)"),
+        flag("--event-form", choices=[form.value for form in Form], default="map", help="array: vLLM before mid-2026"),
+    )
+
+    def run(self) -> int:
+        """Until interrupted."""
+        return follow(self.arguments)
 
 
 def follow(arguments: argparse.Namespace, say: Say = print) -> int:
@@ -86,15 +99,10 @@ def _for_routers(
     return 0
 
 
-def _model(target: Target, model_id: int) -> admin_pb2.ModelStatus:
-    """The model's namespace and layout, which operators may know. Raises NotFound."""
+def _model(target: Target, wanted: str | None) -> admin_pb2.ModelStatus:
+    """The model's namespace and layout, which operators may know. Raises UnknownModel, InvalidRequest."""
     with target.open() as channel:
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
-        models = admin.ListModels(admin_pb2.ListModelsRequest(), timeout=DEADLINE_SECONDS).models
-    for model in models:
-        if model.model_id == model_id:
-            return model
-    raise NotFound.from_message(f"there is no model {model_id}; cachesvc models lists those that are")
+        return require_model(admin_pb2_grpc.AdminServiceStub(channel), wanted)
 
 
 def _lines(batch: Batch, *, as_json: bool) -> Iterator[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -17,11 +15,10 @@ from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_confi
 
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
-from cachesvc_ctl.inspect import table
-from cachesvc_ctl.lab.report import describe_bytes
+from cachesvc.model.sizes import parse_size
+from cachesvc_ctl.command import Command, flag
+from cachesvc_ctl.text import describe_bytes, table
 
-UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-MAX_MEMORY_BYTES = 1 << 60
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -61,54 +58,60 @@ class Fit:
     used_bytes: int
 
 
-def add_command(commands: Any) -> None:
-    """Add it to the parser."""
-    text = "what a model's cache takes and what fits, from its config.json"
-    parser = commands.add_parser("layout", help=text, description=text)
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="a config.json, or the folder that has it")
-    add("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism (default 1)")
-    add("--block-tokens", type=int, default=64, metavar="N", help="tokens of a block (default 64)")
-    add("--kv-dtype", default=AUTO, metavar="D", help="bfloat16, float16, fp8, int8, ... (default: the model's own)")
-    add("--scale-dtype", metavar="D", help="a scale for each head and token beside values of one byte")
-    add("--mtp", action="store_true", help="with the model's next-token-prediction layers")
-    add("--window-heads", metavar="FILE", help="JSON: for each layer true or false for each kv head, its window")
-    add("--window-tokens", type=int, metavar="N", help="window of --window-heads")
-    add("--sink-tokens", type=int, default=0, metavar="N", help="first tokens that --window-heads keep (default 0)")
-    add("--memory", metavar="SIZE", help="device memory of one rank for the cache, e.g. 40GiB")
-    add("--sequence-tokens", type=int, metavar="N", help="length of the sequences that are to fit into --memory")
-    add("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(command=_run)
+class LayoutOfModel(Command):
+    """No daemon is asked: a config.json says it all."""
 
-
-def _run(arguments: argparse.Namespace) -> int:
-    """Exit code 0. Raises LayoutRejected (of hf_config) and InvalidRequest."""
-    memory_bytes = None if arguments.memory is None else parse_size(arguments.memory)
-    tokens = arguments.sequence_tokens
-    if tokens is not None and not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
-        raise InvalidRequest(f"--sequence-tokens must be in 1..{MAX_SEQUENCE_TOKENS}, got {tokens}")
-    if tokens is not None and memory_bytes is None:
-        raise InvalidRequest("--sequence-tokens says how many sequences fit: give --memory too")
-    config = read_config(Path(arguments.config))
-    heads = read_heads(arguments.window_heads, arguments.window_tokens, arguments.sink_tokens)
-    layout = layout_of_config(
-        config,
-        block_tokens=arguments.block_tokens,
-        tensor_parallel=arguments.tp,
-        kv_dtype=arguments.kv_dtype,
-        scale_dtype=arguments.scale_dtype,
-        mtp=arguments.mtp,
-        heads=heads,
+    name = "layout"
+    about = "what a model's cache takes and what fits, from its config.json"
+    flags = (
+        flag("config", metavar="CONFIG", help="a config.json, or the folder that has it"),
+        flag("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism (default 1)"),
+        flag("--block-tokens", type=int, default=64, metavar="N", help="tokens of a block (default 64)"),
+        flag(
+            "--kv-dtype", default=AUTO, metavar="D", help="bfloat16, float16, fp8, int8, ... (default: the model's own)"
+        ),
+        flag("--scale-dtype", metavar="D", help="a scale for each head and token beside values of one byte"),
+        flag("--mtp", action="store_true", help="with the model's next-token-prediction layers"),
+        flag("--window-heads", metavar="FILE", help="JSON: for each layer true or false for each kv head, its window"),
+        flag("--window-tokens", type=int, metavar="N", help="window of --window-heads"),
+        flag(
+            "--sink-tokens", type=int, default=0, metavar="N", help="first tokens that --window-heads keep (default 0)"
+        ),
+        flag("--memory", metavar="SIZE", help="device memory of one rank for the cache, e.g. 40GiB"),
+        flag("--sequence-tokens", type=int, metavar="N", help="length of the sequences that are to fit into --memory"),
+        flag("--json", action="store_true", help="print everything as JSON"),
     )
-    padding = padding_bytes(layout, heads.marks) if heads is not None else (0,) * len(layout.groups)
-    if memory_bytes is not None and fit(layout, block_pages(layout), memory_bytes).count == 0:
-        needed = device_bytes(layout, block_pages(layout))
-        raise InvalidRequest(f"--memory {arguments.memory} holds no block: one takes {needed:,} bytes on each rank")
-    if arguments.json:
-        print(json.dumps(as_json(config["model_type"], layout, padding, memory_bytes, tokens), indent=2))
-    else:
-        print(describe(config["model_type"], layout, padding, memory_bytes, tokens))
-    return 0
+
+    def run(self) -> int:
+        """Raises LayoutRejected (of hf_config) and InvalidRequest."""
+        memory_bytes = None if self.arguments.memory is None else parse_size(self.arguments.memory)
+        tokens = self.arguments.sequence_tokens
+        if tokens is not None and not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
+            raise InvalidRequest(f"--sequence-tokens must be in 1..{MAX_SEQUENCE_TOKENS}, got {tokens}")
+        if tokens is not None and memory_bytes is None:
+            raise InvalidRequest("--sequence-tokens says how many sequences fit: give --memory too")
+        config = read_config(Path(self.arguments.config))
+        heads = read_heads(self.arguments.window_heads, self.arguments.window_tokens, self.arguments.sink_tokens)
+        layout = layout_of_config(
+            config,
+            block_tokens=self.arguments.block_tokens,
+            tensor_parallel=self.arguments.tp,
+            kv_dtype=self.arguments.kv_dtype,
+            scale_dtype=self.arguments.scale_dtype,
+            mtp=self.arguments.mtp,
+            heads=heads,
+        )
+        padding = padding_bytes(layout, heads.marks) if heads is not None else (0,) * len(layout.groups)
+        if memory_bytes is not None and fit(layout, block_pages(layout), memory_bytes).count == 0:
+            needed = device_bytes(layout, block_pages(layout))
+            raise InvalidRequest(
+                f"--memory {self.arguments.memory} holds no block: one takes {needed:,} bytes on each rank"
+            )
+        if self.arguments.json:
+            print(json.dumps(as_json(config["model_type"], layout, padding, memory_bytes, tokens), indent=2))
+        else:
+            print(describe(config["model_type"], layout, padding, memory_bytes, tokens))
+        return 0
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -145,15 +148,6 @@ def read_heads(path: str | None, window_tokens: int | None, sink_tokens: int) ->
     ):
         raise InvalidRequest(f"{path} must hold a list for each layer, of true or false for each kv head")
     return HeadWindows(marks, window_tokens, sink_tokens)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``40GiB`` or ``512 MiB``. Raises InvalidRequest."""
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
-    size = None if match is None else UNITS.get(match[2].lower() or "b")
-    if match is None or size is None or float(match[1]) * size > MAX_MEMORY_BYTES:
-        raise InvalidRequest(f"{text!r} is no size; write a number with B, KiB, MiB, GiB or TiB, e.g. 40GiB")
-    return int(float(match[1]) * size)
 
 
 def plane_rows(layout: Layout) -> list[PlaneRow]:

@@ -5,34 +5,57 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 
 import grpc
 from cachesvc_client.errors import CacheClientError, DaemonUnavailable, Unauthenticated, error_of, is_refusal
 
 from cachesvc import __version__
+from cachesvc.command_line import Parser
 from cachesvc.model.errors import CacheError
-from cachesvc_ctl import calibrate, describe, events, inspect, layout, top, why
-from cachesvc_ctl import dump as dumping
+from cachesvc.model.nearest import did_you_mean
+from cachesvc_ctl.calibrate import Calibrate
+from cachesvc_ctl.command import Command
 from cachesvc_ctl.daemon_process import DaemonFailed
-from cachesvc_ctl.describe import UnknownSymbol
+from cachesvc_ctl.describe import Describe, UnknownSymbol
+from cachesvc_ctl.events import Events
 from cachesvc_ctl.extras import MissingExtraError
-from cachesvc_ctl.index_file import IndexFileError
-from cachesvc_ctl.lab import commands as replaying
+from cachesvc_ctl.lab.commands import Replay, Synth
 from cachesvc_ctl.lab.replay import ReplayFailed
 from cachesvc_ctl.lab.trace import TraceError
+from cachesvc_ctl.layout import LayoutOfModel
+from cachesvc_ctl.offline.commands import Dump, Load
+from cachesvc_ctl.offline.index_file import IndexFileError
+from cachesvc_ctl.questions.actions import Drain, Evict, Reload
+from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
+from cachesvc_ctl.questions.index import Blocks, Tree
+from cachesvc_ctl.questions.models import Models, UnknownModel
+from cachesvc_ctl.questions.status import Status
+from cachesvc_ctl.questions.verify import Verify
+from cachesvc_ctl.questions.why import Why
 from cachesvc_ctl.target import no_answer
+from cachesvc_ctl.top.command import Top
+from cachesvc_ctl.wait import Wait
 
-Command = Callable[[argparse.Namespace], int]
-FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol)
+FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol, UnknownModel)
+INTERRUPTED = 130
+"""What shells say of a command that Ctrl-C ended."""
+
+COMMANDS: tuple[type[Command], ...] = (
+    *(Status, Top, Wait),
+    *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Verify),
+    *(Evict, Drain, Reload),
+    *(Dump, Load, Describe),
+    *(LayoutOfModel, Calibrate, Replay, Synth),
+)
+"""In the order of the list of commands."""
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 well, 1 a check failed, 2 the call could not be carried out."""
-    arguments = _parser().parse_args()
-    command: Command = arguments.command
+    """Entry point. Exit codes: 0 well, 1 a check found something, 2 the call could not be carried out."""
+    arguments = parse(sys.argv[1:])
+    command: type[Command] = arguments.command
     try:
-        code = command(arguments)
+        code = command(arguments).run()
         sys.stdout.flush()
         sys.exit(code)
     except BrokenPipeError:  # its reader has seen enough
@@ -45,7 +68,21 @@ def main() -> None:
     except (*FAILURES, CacheError, OSError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
-        _fail("stopped")
+        sys.exit(INTERRUPTED)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """What was typed. Exits with 0 after help, with 2 after a line that says what is wrong."""
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        parser.exit()
+    if not words[0].startswith("-") and words[0] not in {command.name for command in COMMANDS}:
+        hint = did_you_mean(words[0], [command.name for command in COMMANDS], "")
+        parser.error(f"there is no command {words[0]!r}{hint and ', '}{hint}")
+    return parser.parse_args(words)
 
 
 class _Columns(argparse.HelpFormatter):
@@ -56,25 +93,18 @@ class _Columns(argparse.HelpFormatter):
         self._action_max_length = 14
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="cachesvc",
         description="Looks into a cache daemon, and plans and replays without one.",
-        epilog="cachesvc COMMAND --help says more. Exit codes: 0 well, 1 a check failed, 2 it was not carried out.",
+        epilog="cachesvc COMMAND --help says more. Exit codes: 0 well, 1 a check found something, 2 it was not carried "
+        "out. CACHESVC_SOCKET or CACHESVC_ADDRESS names the daemon, CACHESVC_TOKEN_FILE the token.",
         formatter_class=_Columns,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    top.add_command(commands)
-    inspect.add_commands(commands)
-    why.add_command(commands)
-    events.add_command(commands)
-    inspect.add_actions(commands)
-    dumping.add_commands(commands)
-    describe.add_command(commands)
-    layout.add_command(commands)
-    calibrate.add_command(commands)
-    replaying.add_commands(commands)
+    for command in COMMANDS:
+        command.add_to(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Which daemon a command asks, what proves who asks, and what is said where none answers."""
+"""Which daemon a command asks, by which credentials, and the message where none answers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 from cachesvc_client.wire.credentials import PATIENT_OPTIONS, Credentials, credentials_from, open_remote
-from cachesvc_client.wire.settings import ChannelOptions
-
-DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
-MOST = 2**31 - 1
-NO_WAY = "failed to connect to all addresses; last error: "
+from cachesvc_client.wire.settings import DEFAULT_SOCKET, ChannelOptions, as_path, default_target
 
 
 @dataclass(frozen=True)
@@ -26,35 +22,34 @@ class Target:
         return open_remote(self.address, self.credentials)
 
     def make_channel(self, socket_path: str, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
-        """The same for whoever makes channels by path and options."""
+        """The same for callers that make channels by path and options."""
         return open_remote(socket_path, self.credentials, options)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name the daemon, and those by which an operator proves who calls."""
-    add = parser.add_argument_group("which daemon, and who asks").add_argument
-    add("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    add("--address", default="", metavar="HOST:PORT", help="over TCP instead of the socket")
+    group = parser.add_argument_group("the daemon, and credentials")
+    one = group.add_mutually_exclusive_group().add_argument
+    one("--socket", metavar="PATH", help=f"its unix socket (else CACHESVC_SOCKET, else {DEFAULT_SOCKET})")
+    one("--address", metavar="HOST:PORT", help="over TCP instead (else CACHESVC_ADDRESS)")
+    add = group.add_argument
     add("--token-file", metavar="FILE", help="file with the token (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
-    add("--tls-ca", default="", metavar="FILE", help="PEM roots that sign the daemon's certificate: TLS for --address")
+    add("--tls-ca", default="", metavar="FILE", help="PEM roots that sign the daemon's certificate: TLS for TCP")
     add("--tls-certificate", default="", metavar="FILE", help="PEM certificate of one's own")
     add("--tls-key", default="", metavar="FILE", help="its key")
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
-    """What those flags, or the environment, say. Raises InvalidRequest for a socket that is no path."""
+    """What those flags, or the environment, say. Raises InvalidRequest for files that do not go together."""
     found = credentials_from(None, arguments.token_file)
     proof = replace(found, root_ca=arguments.tls_ca, certificate=arguments.tls_certificate, key=arguments.tls_key)
-    # A path without a slash in it would read as HOST:PORT.
-    path = arguments.socket if arguments.socket.startswith(("/", ".")) else f"./{arguments.socket}"
-    return Target(arguments.address or path, proof)
+    return Target(address_of(arguments), proof)
 
 
-def count(text: str) -> int:
-    """A number of lines, levels or blocks, or the number of a model, for argparse: 0 or more."""
-    if not text.isdecimal() or int(text) > MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MOST}")
-    return int(text)
+def address_of(arguments: argparse.Namespace) -> str:
+    """HOST:PORT or the path of a socket: as typed, else as the environment says."""
+    address, path = getattr(arguments, "address", None), getattr(arguments, "socket", None)
+    return str(address or (as_path(path) if path else default_target()))
 
 
 def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
@@ -63,11 +58,25 @@ def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
     reason = str(told() if told is not None else failure).removeprefix(
         "failed to connect to all addresses; last error: "
     )
-    flag = "address" if getattr(arguments, "address", "") else "socket"
-    if flag == "socket" and "Permission denied" in reason:
-        hint = "that socket is closed to this user: be the daemon's user, or in its --socket-group"
-    elif "ssl" in reason.lower() or "certificate" in reason.lower():
-        hint = "see --tls-ca, --tls-certificate and --tls-key"
-    else:
-        hint = f"is the daemon running on that --{flag}?"
-    return f"no answer from {getattr(arguments, flag, None) or 'the daemon'} ({reason}); {hint}"
+    address = address_of(arguments)
+    is_tls = bool(getattr(arguments, "tls_ca", "") or getattr(arguments, "tls_certificate", ""))
+    hint = _socket_hint(reason) if address.startswith(("/", ".")) else _address_hint(reason, is_tls)
+    return f"no answer from {address} ({reason}); {hint}"
+
+
+def _socket_hint(reason: str) -> str:
+    if "Permission denied" in reason:
+        return "that socket is closed to this user: be the daemon's user, or in its --socket-group"
+    return "is the daemon running on that --socket?"
+
+
+def _address_hint(reason: str, is_tls: bool) -> str:
+    said = reason.lower()
+    if "ssl" in said or "tls" in said or "verification" in said:
+        return "does it speak TLS, for that name, by a certificate of --tls-ca? see also --tls-certificate, --tls-key"
+    if "socket closed" not in said and "reset" not in said:
+        return "is the daemon running with that --listen?"
+    # Something took the connection and hung up: what a TLS port does with plain text, and without a certificate.
+    if is_tls:
+        return "it hung up: does it ask for a client's TLS certificate (--tls-certificate, --tls-key)?"
+    return "it hung up: a TLS port wants --tls-ca, and where it asks for them --tls-certificate and --tls-key"

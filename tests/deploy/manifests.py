@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from cachesvc.__main__ import _parser
+from cachesvc.__main__ import read_flags
 from cachesvc.config import Config, load_config
 from tools.k8s_render import RENDERED
 
@@ -81,15 +81,16 @@ def config_of(documents: list[Doc], pod: Pod, folder: Path) -> Config:
     Raises InvalidRequest as the daemon would; SystemExit for a flag that it does not know.
     """
     (container,) = pod.spec["containers"]
-    flags = vars(_parser().parse_args(container["args"]))
-    path = flags.pop("config")
-    mount = mounts(container)[path]
+    path, flags, _ = read_flags(container["args"])
+    assert path is not None
+    mount = mounts(container)[str(Path(path).parent)]
+    assert "subPath" not in mount, "a file mounted alone never changes"
     volume = next(volume for volume in pod.spec["volumes"] if volume["name"] == mount["name"])
     (config_map,) = [
         each for each in of_kind(documents, "ConfigMap") if each["metadata"]["name"] == volume["configMap"]["name"]
     ]
     file = folder / "config.toml"
-    file.write_text(config_map["data"][mount["subPath"]], encoding="utf-8")
+    file.write_text(config_map["data"][Path(path).name], encoding="utf-8")
     return load_config(str(file), flags)
 
 

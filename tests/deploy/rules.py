@@ -5,9 +5,13 @@ Schemas pass a selector that selects nothing, a probe of a port that nobody serv
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from cachesvc_ctl.main import parse
+from cachesvc_ctl.wait import Wait
 
 from cachesvc.config import Config
 from cachesvc.hardware import check_shm_memory
@@ -230,6 +234,35 @@ def _engine(pod: Pod) -> Iterator[str]:
             yield f"{container['name']} is not told where the socket is"
 
 
+def waiting(documents: list[Doc]) -> Iterator[str]:
+    """What runs before an engine waits for the daemon to take work, and gives up in the end."""
+    for pod in pods(documents):
+        for container in pod.spec.get("initContainers", ()):
+            program, *words = container["command"]
+            if program != "cachesvc":
+                continue
+            if words[:1] != ["wait"]:
+                yield f"{container['name']} runs cachesvc {words[0]}, which wants a token and does not wait"
+            elif parse(words).command is not Wait:
+                yield f"{container['name']} does not wait"
+        if pod.owner["kind"] == "Deployment" and not pod.spec.get("initContainers"):
+            yield f"{pod.owner['metadata']['name']} does not wait for the daemon"
+
+
+def live(documents: list[Doc]) -> Iterator[str]:
+    """A changed setting reaches the running daemon: its file's folder is mounted, under a name that stays."""
+    pod = daemon_pod(documents)
+    if pod is None:
+        return
+    (container,) = pod.spec["containers"]
+    for path, mount in mounts(container).items():
+        if "subPath" in mount:
+            yield f"{path} is a file mounted alone, which never changes"
+    for volume in pod.spec["volumes"]:
+        if re.search(r"-[a-z0-9]{10}$", volume.get("configMap", {}).get("name", "")):
+            yield f"{volume['name']} has a name of its content: every change would roll the daemons"
+
+
 def unclaimed(documents: list[Doc]) -> Iterator[str]:
     """The daemon claims no GPU; where it uses them, it sees all."""
     pod = daemon_pod(documents)
@@ -247,7 +280,7 @@ def unclaimed(documents: list[Doc]) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[list[Doc]], Iterator[str]], ...] = (
-    confined, powerless, pinned, selected, probed, fenced, patient, sized, shared, unclaimed,
+    confined, powerless, pinned, selected, probed, fenced, patient, sized, shared, waiting, live, unclaimed,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cachesvc_ctl.main import parse
+from cachesvc_ctl.wait import Wait
 
 from tests.deploy.manifests import daemon_pod, load
 from tests.style.tree import ROOT, list_files
@@ -115,7 +118,16 @@ def test_the_user_is_the_manifests_user_and_the_programs_are_those_that_they_sta
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert [step.text for step in of("ENTRYPOINT")] == ['["cachesvcd"]']
     assert {"cachesvcd", "cachesvc"} <= set(scripts)
-    assert 'CMD ["cachesvc", "status"]' in of("HEALTHCHECK")[0].text
+
+
+def test_the_health_check_is_a_command_that_ends_in_time() -> None:
+    text = of("HEALTHCHECK")[0].text
+    program, *words = json.loads(text.partition("CMD ")[2])
+    assert program == "cachesvc"
+    arguments = parse(words)
+    assert arguments.command is Wait
+    (limit,) = re.findall(r"--timeout=(\d+)s", text)
+    assert arguments.timeout < int(limit)
 
 
 @pytest.mark.parametrize(

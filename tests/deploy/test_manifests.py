@@ -57,6 +57,12 @@ def configure(old: str, new: str) -> Change:
     return change
 
 
+def rename_config(documents: list[Doc], name: str) -> None:
+    """The ConfigMap under another name, on both sides."""
+    named_by = next(volume for volume in spec(documents)["volumes"] if volume["name"] == "config")
+    of_kind(documents, "ConfigMap")[0]["metadata"]["name"] = named_by["configMap"]["name"] = name
+
+
 BREAKS: dict[str, tuple[str, Change, str]] = {
     "hostIPC": ("gpu", lambda docs: spec(docs).update(hostIPC=True), "hostIPC is on"),
     "hostPID": ("gpu", lambda docs: spec(docs).update(hostPID=True), "hostPID is on"),
@@ -141,6 +147,22 @@ BREAKS: dict[str, tuple[str, Change, str]] = {
         "engine",
         lambda docs: engine(docs)["volumes"][0]["hostPath"].update(type="DirectoryOrCreate"),
         "would make the folder",
+    ),
+    "status": (
+        "trial",
+        lambda docs: engine(docs)["initContainers"][0].update(command=["cachesvc", "status"]),
+        "runs cachesvc status, which wants a token",
+    ),
+    "no gate": ("engine", lambda docs: engine(docs).pop("initContainers"), "does not wait for the daemon"),
+    "a file alone": (
+        "gpu",
+        lambda docs: daemon(docs)["volumeMounts"].append({"name": "x", "mountPath": "/etc/x", "subPath": "x"}),
+        "is a file mounted alone",
+    ),
+    "digest": (
+        "gpu",
+        lambda docs: rename_config(docs, "cachesvc-config-7f2k9m4t8c"),
+        "every change would roll the daemons",
     ),
     "claims": ("gpu", lambda docs: daemon(docs)["resources"]["limits"].update({"nvidia.com/gpu": 1}), "claims nvidia"),
     "one GPU": ("gpu", lambda docs: daemon(docs)["env"][0].update(value="0"), "does not see every GPU"),

@@ -331,8 +331,8 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
         (["top", "--once"], "nothing was looked up yet"),
         (["why", "abcd"], "no block that begins with abcd"),
         (["describe"], "kvcache.v1.AdminService"),
-        (["dump", "index.jsonl"], "unknown model 1"),
-        (["events"], "there is no model 1"),
+        (["dump", "index.jsonl"], "no model is registered yet"),
+        (["events"], "no model is registered yet"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc import __version__
-from cachesvc.config import Config
+from cachesvc.config import LIVE, Config
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import BOUND_SECONDS, Node, running_node, wait_until
@@ -43,8 +43,8 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--device-pool", "many"], "'many' is no size; write a number with B, KiB, MiB, GiB or TiB"),
-        (["--host-pool", "-1"], "'-1' is no size"),
+        (["--device-pool", "many"], "'many' is not a size; write a number of bytes"),
+        (["--host-pool", "-1"], "'-1' is not a size"),
         (["--device-pool", "0"], "device_pool must be positive and finite, got 0"),
         (["--shm-devices", "0"], "shm_devices must be positive and finite, got 0"),
         (["--lease-seconds", "0"], "lease_seconds must be positive"),
@@ -73,6 +73,8 @@ def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None
     ("text", "words"),
     [
         ("devise_pool = '1GiB'\n", "did you mean 'device_pool'?"),
+        ("bad = 1\n", "unknown key 'bad' in "),
+        ("bad = 1\n", "; cachesvcd --help lists them"),
         ("eviction = 'newest'\n", "'newest'"),
         ("lease_seconds = 'long'\n", "lease_seconds: 'long' is not a number"),
         ("lease_seconds = true\n", "lease_seconds: True is not a number"),
@@ -83,8 +85,8 @@ def test_a_bad_flag_is_named(folder: Path, flags: list[str], words: str) -> None
         ("allow_gids = [1.5]\n", "allow_gids: [1.5] is not a list of numbers, such as"),
         ("leases = 1.5\n", "leases: 1.5 is not a whole number"),
         ("tls_key = 'k'\n", "are for listen, which is not set"),
-        ("device_pool = [1]\n", "is no size"),
-        ("device_pool = '" + "9" * 400 + "'\n", "is no size that memory can have"),
+        ("device_pool = [1]\n", "is not a size"),
+        ("device_pool = '" + "9" * 400 + "'\n", "is not a size"),
         ("leases = inf\n", "leases: inf is not a whole number"),
         ("= 3\n", "cannot read the configuration"),
     ],
@@ -154,7 +156,7 @@ def test_a_file_in_a_sockets_place_is_left_alone(folder: Path, name: str) -> Non
     path.write_text("mine", encoding="utf-8")
     ended = run("cachesvc", "--socket", str(folder / "s"))
     assert ended.returncode == BAD_START
-    assert f"{path} exists and is no socket; move it away" in ended.stderr
+    assert f"{path} exists and is not a socket; move it away" in ended.stderr
     assert path.read_text(encoding="utf-8") == "mine"
     assert [entry.name for entry in folder.iterdir()] == [name]
 
@@ -172,7 +174,64 @@ def test_a_port_in_use_is_named(folder: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"cannot listen on {listen}" in refuse_to_start(folder, "--listen", listen)
+        for flag, words in (("--listen", "cannot listen on"), ("--health-listen", "cannot answer probes on")):
+            said = refuse_to_start(folder, flag, listen)
+            *_, last = [json.loads(line) for line in said.splitlines()]
+            assert (last["event"], last["level"]) == ("start_refused", "error"), "and every line is JSON"
+            assert f"{words} {listen}" in last["reason"]
+
+
+def test_a_bad_flag_gets_one_line() -> None:
+    for flags, words in (
+        (["--evicton", "lru"], "unknown argument --evicton, did you mean '--eviction'? see cachesvcd --help\n"),
+        (["--eviction", "newest"], "(choose from 'deepest_first', 'lfu', 'lru'); see cachesvcd --help\n"),
+        (["--leases", "few"], "argument --leases: invalid int value: 'few'; see cachesvcd --help\n"),
+    ):
+        ended = run("cachesvc", *flags)
+        assert ended.returncode == BAD_START
+        assert ended.stderr.startswith("cachesvcd: ")
+        assert ended.stderr.endswith(words)
+        assert ended.stderr.count("\n") == 1
+
+
+def test_a_configuration_is_checked_without_a_start(folder: Path, node: Node) -> None:
+    config = folder / "cachesvc.toml"
+    config.write_text(f"socket = '{node.socket}'\nleases = 7\nhost_pool = '16Gi'\n", encoding="utf-8")
+    checked = run("cachesvc", "--check-config", "--config", str(config), "--lease-seconds", "3")
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert checked.stdout.splitlines() == [
+        "the configuration is valid; it differs from the defaults by",
+        f"socket = {node.socket}",
+        f"host_pool = {16 << 30}",
+        "lease_seconds = 3.0",
+        "leases = 7",
+    ]
+    assert run("cachesvc", "--check-config").stdout.endswith("differs from the defaults by\nnothing\n")
+    listen = "listen = '127.0.0.1:0'\n"
+    for text, words in (
+        ("leases = 0\n", "leases must be positive"),
+        ("socket_group = 'nobody-is-in-it'\n", "there is no group 'nobody-is-in-it' here"),
+        ("tokens = '/no/such/file'\n", "cannot read the tokens' file /no/such/file"),
+        (f"{listen}tls_certificate = '/a'\ntls_key = '/b'\ntls_client_ca = '/c'\n", "the certificate cannot be used"),
+    ):
+        config.write_text(text, encoding="utf-8")
+        ended = run("cachesvc", "--check-config", "--config", str(config))
+        assert (ended.returncode, ended.stdout) == (BAD_START, "")
+        assert words in ended.stderr
+    assert [path.name for path in folder.iterdir()] == ["cachesvc.toml"]
+
+
+def test_too_few_files_are_said_before_anything_breaks(folder: Path) -> None:
+    start = [sys.executable, "-m", "cachesvc", "--socket", str(folder / "s")]
+    ended = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *start],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ended.returncode == BAD_START
+    assert "this process may open 20 files; raise the limit (ulimit -n) to 128 or more" in ended.stderr
 
 
 def test_the_configuration_is_read_and_flags_win(folder: Path) -> None:
@@ -232,7 +291,7 @@ def test_a_broken_line_of_a_trace_is_named(folder: Path) -> None:
         (["--device-blocks", "0"], "--device-blocks must be at least 1"),
         (["--block-bytes", "12"], "must be a multiple of 8 times --layers 1"),
         (["--eviction", "newest"], "newest"),
-        (["--engines", "0"], "is not a positive number"),
+        (["--engines", "0"], "is not a number from 1 to"),
         (["--device-blocks", "900000000000"], "leaves"),
         (["--socket", "/nobody/listens.sock"], "is the daemon running on that --socket?"),
     ],
@@ -258,7 +317,7 @@ def test_every_setting_is_a_flag_that_the_help_lists_with_its_default() -> None:
     plural = {"allow_uids": "allow-uid", "allow_gids": "allow-gid"}
     settings = {field.name for field in fields(Config)} - {"fault_copies"}
     flags = {f"--{plural.get(name, name.replace('_', '-'))}" for name in settings}
-    assert flags | {"--config", "--help", "--version"} == set(
+    assert flags | {"--config", "--check-config", "--help", "--version"} == set(
         re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)
     )
     assert run("cachesvc", "--version").stdout == f"cachesvcd {__version__}\n"
@@ -268,6 +327,9 @@ def test_every_setting_is_a_flag_that_the_help_lists_with_its_default() -> None:
     defaults = Config()
     assert told == {name: getattr(defaults, name.replace("-", "_")) for name in told}
     assert len(told) == 11
+    listed = shown.partition("Sizes are bytes")[0]
+    marked = re.findall(r"^  --([\w-]+)(?:(?!^  --).)*?\[live\]", listed, re.MULTILINE | re.DOTALL)
+    assert {name.replace("-", "_") for name in marked} == LIVE
 
 
 def test_a_daemon_without_its_extra_says_which_one(folder: Path) -> None:

@@ -64,8 +64,8 @@ def test_why_a_block_is_here(run: Run, node: Node) -> None:
             code, raw = run("why", keys[2][:10], "--socket", node.socket, "--json")
             (story,) = json.loads(raw)["stories"]
             assert [holder["engine"] for holder in story["holders"]] == ["asker"]
-            assert int(story["holders"][0]["sequence_id"]) == sequence.id
-            assert "blocks_below" not in story["holders"][0]
+            assert story["holders"][0]["sequence_id"] == sequence.id
+            assert story["holders"][0]["blocks_below"] == 0
             assert story["block"]["copies"] == [{"place": "replica 0", "group": "full", "state": "READY", "page": 2}]
         code, text = run("why", keys[2], "--socket", node.socket)
         assert "nothing keeps it" in text

@@ -25,6 +25,7 @@ from tests.unit.tiny_rig import make_prompt, with_blocks
 WINDOWED = ("gqa-fp8", "window", "sinks", "mla-window", "mla-swa", "head-wise")
 VARIANTS = ("gqa", "mla", "dsa", "mtp", *WINDOWED)
 NEW_TOKENS = 24
+BLOCK_TOKENS = 16
 LIMITS = BatchLimits(requests=4, token_budget=40, chunk_tokens=24, stock_blocks=2)
 
 
@@ -138,6 +139,35 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(shared: Node) -> Non
                 assert outcome(engine.run([prompt], NEW_TOKENS)[0]) == alone(model, prompt)
                 assert engine.counters.hit_tokens - before == found
                 assert CachedEngine(model, lease, pool).answer(prompt, NEW_TOKENS).device_tokens == length - 16
+
+
+@pytest.mark.parametrize("beyond", [0, 1, BLOCK_TOKENS - 1])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_second_turn_hits_the_blocks_of_prompt_and_answer_that_were_computed(
+    shared: Node, name: str, beyond: int
+) -> None:
+    """All of them and no other: nobody asks what follows the last token of an answer, so it has no keys and values."""
+    model = build_model(with_blocks(name, BLOCK_TOKENS, max_positions=256))
+    total = 3 * BLOCK_TOKENS + beyond
+    computed_tokens = (total - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    with leased(shared, model, f"turns {name} {beyond}", pages=24) as lease, lease.attach() as pool:
+        alone_engine, batch = CachedEngine(model, lease, pool), BatchEngine(PoolWorker(model, pool), lease, LIMITS)
+
+        def in_batch(prompt: Tokens, new_tokens: int) -> tuple[list[int], tuple[int, int], int]:
+            before = batch.counters.hit_tokens
+            return (*outcome(batch.run([prompt], new_tokens)[0]), batch.counters.hit_tokens - before)
+
+        def by_itself(prompt: Tokens, new_tokens: int) -> tuple[list[int], tuple[int, int], int]:
+            answer = alone_engine.answer(prompt, new_tokens)
+            assert (answer.host_tokens, answer.went_alone) == (0, "")
+            return answer.tokens, (answer.proposed, answer.accepted), answer.device_tokens
+
+        for seed, serve_one in enumerate((in_batch, by_itself)):
+            prompt = make_prompt(BLOCK_TOKENS + 5, seed=seed)
+            first = serve_one(prompt, total - len(prompt))
+            assert first == (*alone(model, prompt, total - len(prompt)), 0)
+            turn = np.concatenate((prompt, np.array(first[0], np.int32), make_prompt(BLOCK_TOKENS, seed=9)))
+            assert serve_one(turn, NEW_TOKENS) == (*alone(model, turn), computed_tokens)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_ctl.index_file import IndexFileError, read_index
-from cachesvc_ctl.offline import hottest, next_out
+from cachesvc_ctl.offline.index_file import IndexFileError, read_index
+from cachesvc_ctl.offline.study import hottest, next_out
 from kvcache.v1 import admin_pb2, inspect_pb2
 
 from tests.e2e.engine import PLAIN, WINDOWED, Engine, prompt
@@ -193,7 +193,7 @@ def test_a_broken_dump_is_told_by_its_line(folder: Path, node: Node) -> None:
 
 def test_dumping_an_unknown_model_leaves_no_file(node: Node, folder: Path) -> None:
     code, text = ctl("dump", str(folder / "x.jsonl"), "--socket", node.socket, "--model", "9")
-    assert (code, text) == (2, "cachesvc: unknown model 9; register it first\n")
+    assert (code, text) == (2, "cachesvc: there is no model 9; cachesvc models lists those that are\n")
     assert [path.name for path in folder.iterdir() if "x.jsonl" in path.name] == []
 
 
@@ -334,7 +334,7 @@ async def test_top_shows_a_live_daemon_survives_its_restart_and_obeys_keys(folde
     pytest.importorskip("textual")
     from cachesvc_client.wire.credentials import Credentials
     from cachesvc_ctl.target import Target
-    from cachesvc_ctl.top_app import TopApp
+    from cachesvc_ctl.top.app import TopApp
     from textual.widgets import DataTable, Static
 
     def text(app: TopApp, name: str) -> str:

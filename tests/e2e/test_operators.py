@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import grpc
 import pytest
 from cachesvc_client import DaemonUnavailable
 from cachesvc_ctl.main import main
+from cachesvc_ctl.questions.status import SIZE_ENDINGS
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cachesvc.config import SIZES, Config
 from tests.e2e.engine import BLOCK_TOKENS, LAYERS, Engine, prompt
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import Node, running_node, wait_until
@@ -72,16 +76,31 @@ def test_status(run: Run, node: Node, busy: Engine) -> None:
     text, answer = ask(run, node, "status")
     assert "backend shm" in text
     assert "host pool: 64.00 MiB of 64.00 MiB ready" in text
-    assert int(answer["epoch"]) == busy.client.epoch
+    assert answer["epoch"] == busy.client.epoch
     places = {pool["place"]: pool for pool in answer["pools"]}
     assert set(places) == {"host", "replica 0"}
-    assert places["replica 0"]["capacity"] == "8"
-    assert places["replica 0"]["private"] == "2"
-    assert int(places["host"]["sealed"]) >= 4
+    assert (places["replica 0"]["capacity"], places["replica 0"]["private"]) == (8, 2)
+    assert places["replica 0"]["quarantined"] == 0
+    assert places["host"]["sealed"] >= 4
     assert answer["config"]["socket"] == node.socket
-    assert int(answer["counters"]["published_blocks"]) == 13
-    for word in ("replica 0", "published_blocks", "lease_seconds"):
-        assert word in text
+    assert answer["counters"]["published_blocks"] == 13
+    assert "replica 0" in text
+    assert len(text.splitlines()) < 12, "a screen, and no more"
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_status_shows_counters_and_settings_on_demand(run: Run, node: Node, busy: Engine) -> None:
+    short = run("status", "--socket", node.socket)[1]
+    counters = run("status", "--socket", node.socket, "--counters")[1]
+    settings = run("status", "--socket", node.socket, "--config")[1]
+    for word, where in (("published_blocks", counters), ("lease_seconds", settings)):
+        assert [word in text for text in (short, counters, settings)] == [
+            text is where for text in (short, counters, settings)
+        ]
+    assert re.search(r"^device_pool +67108864 \(64.00 MiB\)$", settings, re.MULTILINE)
+    assert re.search(r"^leases +1024$", settings, re.MULTILINE)
+    sizes = {name for name in (field.name for field in fields(Config)) if name.endswith(SIZE_ENDINGS)}
+    assert sizes == set(SIZES), "what is shown with a unit is what is read with one"
 
 
 def test_models(run: Run, node: Node, busy: Engine) -> None:
@@ -89,7 +108,7 @@ def test_models(run: Run, node: Node, busy: Engine) -> None:
     (model,) = answer["models"]
     assert (model["model"], model["device_pages"], model["host_pages"]) == ("model@1", [8], [16])
     assert (model["layout"]["block_tokens"], len(model["layout"]["planes"])) == (BLOCK_TOKENS, LAYERS)
-    assert model["replicas"] == [{"devices": ["shm-0"], "leases": 1}]
+    assert model["replicas"] == [{"replica": 0, "devices": ["shm-0"], "leases": 1}]
     assert busy.registration.namespace.hex()[:12] in text
 
 
@@ -97,7 +116,7 @@ def test_leases(run: Run, node: Node, busy: Engine) -> None:
     text, answer = ask(run, node, "leases")
     (lease,) = answer["leases"]
     assert (lease["lease_id"], lease["engine"], lease["state"]) == (busy.lease.id, "busy", "live")
-    assert (lease["sequences"], lease["private_pages"]) == (1, "2")
+    assert (lease["sequences"], lease["private_pages"], lease["replica"]) == (1, 2, 0)
     assert len(lease["process_ids"]) == 1
     assert busy.lease.id[:12] in text
     assert "live" in text
@@ -108,7 +127,7 @@ def test_sequences(run: Run, node: Node, busy: Engine) -> None:
     (sequence,) = answer["sequences"]
     assert (sequence["blocks"], sequence["sealed_blocks"], sequence["private_pages"]) == (3, 1, 2)
     assert "device" in text
-    assert answer.get("truncated", False) is False
+    assert answer["truncated"] is False
 
 
 def test_blocks(run: Run, node: Node, busy: Engine) -> None:
@@ -132,9 +151,9 @@ def test_tickets(run: Run, node: Node, busy: Engine) -> None:
 
 def test_tree(run: Run, node: Node, busy: Engine) -> None:
     text, answer = ask(run, node, "tree")
-    roots = [n for n in answer["nodes"] if "depth" not in n]
+    roots = [n for n in answer["nodes"] if n["depth"] == 0]
     assert len(roots) == 4
-    assert roots[0]["descendants"] == "3"
+    assert roots[0]["descendants"] == 3
     assert {n["tiers"] for n in answer["nodes"]} <= {"device", "host", "device+host"}
     root = busy.keys(prompt(2, 1))
     below_text, below = ask(run, node, "tree", "--key", root.hex(), "--depth", "2")
@@ -144,16 +163,39 @@ def test_tree(run: Run, node: Node, busy: Engine) -> None:
     assert root.hex()[:16] in below_text
 
 
+def test_a_tree_says_which_flag_held_something_back(run: Run, node: Node, busy: Engine) -> None:
+    whole, _ = ask(run, node, "tree")
+    assert len(whole.splitlines()) == 13
+    for flags, lines, hint in (
+        (("--depth", "2"), 7, "(more are there; raise --depth)"),
+        (("--limit", "12"), 12, "(more are there; raise --limit)"),
+        (("--limit", "13"), 13, ""),
+        (("--limit", "3", "--depth", "2"), 3, "(more are there; raise --depth and --limit)"),
+        (("--limit", "7", "--depth", "2"), 7, "(more are there; raise --depth)"),
+    ):
+        text, answer = ask(run, node, "tree", *flags)
+        assert len(answer["nodes"]) == lines
+        assert answer["truncated"] is bool(hint)
+        assert text.splitlines()[lines:] == ([hint] if hint else [])
+
+
 def test_evict(run: Run, node: Node, busy: Engine) -> None:
     sealed = node.pages("sealed", "host")
-    code, text = run("evict", "--socket", node.socket, "--tier", "host", "--blocks", "2")
+    code, text = run("evict", "--socket", node.socket)
+    assert (code, text) == (
+        2,
+        "cachesvc evict: one of the arguments --model --all is required; see cachesvc evict --help\n",
+    )
+    assert node.pages("sealed", "host") == sealed, "nobody drops a cache by mistake"
+    code, text = run("evict", "--socket", node.socket, "--model", "model@1", "--tier", "host", "--blocks", "2")
     assert (code, text.strip()) == (0, "evicted 2 blocks")
     assert node.pages("sealed", "host") == sealed - 2
-    _, answer = ask(run, node, "evict", "--tier", "device")
-    assert answer.get("evicted", "0") == "0", "the second of two finds nothing"
+    _, answer = ask(run, node, "evict", "--model", "1", "--tier", "device")
+    assert answer == {"evicted": 0}, "the second of two finds nothing"
+    assert run("evict", "--socket", node.socket, "--all") == (0, "evicted none\n")
     assert node.pages("sealed", "replica 0") == 2, "what is pinned stays, and what is the parent of host blocks"
-    ask(run, node, "evict", "--tier", "host")
-    ask(run, node, "evict")
+    ask(run, node, "evict", "--all", "--tier", "host")
+    ask(run, node, "evict", "--all")
     assert (node.pages("sealed", "host"), node.pages("sealed", "replica 0")) == (0, 1)
     assert busy.serve(prompt(9, 2)).bad == []
 
@@ -162,8 +204,10 @@ def test_verify(run: Run, node: Node, busy: Engine) -> None:
     text, answer = ask(run, node, "verify")
     assert text.startswith("ok: ")
     assert answer["ok"] is True
-    assert int(answer["pages_checked"]) == 8 + 16
-    assert int(answer["blocks_checked"]) >= 5
+    assert answer["pages_checked"] == 8 + 16
+    assert answer["blocks_checked"] >= 5
+    assert answer["checksums"] is None, "they were not asked for"
+    assert ask(run, node, "verify", "--model", "model@1")[1]["pages_checked"] == 8 + 16
 
 
 def test_drain_lets_work_end_and_opens_nothing(run: Run, node: Node, busy: Engine) -> None:
@@ -185,14 +229,38 @@ def test_drain_lets_work_end_and_opens_nothing(run: Run, node: Node, busy: Engin
 
 
 def test_an_idle_daemon_says_none(run: Run, node: Node) -> None:
-    for name in ("models", "leases", "sequences", "tickets"):
+    for name in ("models", "leases", "sequences", "tickets", "blocks", "tree"):
         text, answer = ask(run, node, name)
         assert text.strip() == "none"
-        assert answer == {}
-    assert run("blocks", "--socket", node.socket) == (2, "cachesvc: unknown model 1; register it first\n")
+        assert answer == {**({"truncated": False} if "truncated" in answer else {}), name.replace("tree", "nodes"): []}
+    assert "no pools: no model is registered yet" in ask(run, node, "status")[0]
+    text, answer = ask(run, node, "evict", "--all")
+    assert (text.strip(), answer) == ("evicted none", {"evicted": 0})
+    _, answer = ask(run, node, "verify")
+    assert (answer["ok"], answer["pages_checked"], answer["problems"]) == (True, 0, [])
     code, said = run("tree", "--socket", node.socket, "--key", "zz")
     assert code == 2
     assert "argument --key: 'zz' is not hexadecimal" in said
+
+
+@pytest.mark.parametrize("model", ["7", "nobody@1"])
+def test_a_model_that_was_named_and_is_not_there_is_an_error(run: Run, node: Node, model: str) -> None:
+    said = (2, f"cachesvc: there is no model {model}; cachesvc models lists those that are\n")
+    for line in (["blocks"], ["tree"], ["evict"], ["verify"], ["why", "abcd"], ["dump", "x.jsonl"], ["events"]):
+        assert run(*line, "--socket", node.socket, "--model", model) == said
+
+
+def test_models_go_by_name_and_number_and_several_are_asked_about(run: Run, node: Node, busy: Engine) -> None:
+    by_name = ask(run, node, "blocks", "--model", "model@1")[1]
+    assert by_name == ask(run, node, "blocks", "--model", "1")[1] == ask(run, node, "blocks")[1]
+    with Engine(node.socket, model="other@2", device_pages=8):
+        code, text = run("blocks", "--socket", node.socket)
+        assert (code, text) == (
+            2,
+            "cachesvc: which of 2 models? say --model with a number: 1 (model@1), 2 (other@2)\n",
+        )
+        assert ask(run, node, "blocks", "--model", "other@2")[1]["blocks"] == []
+        assert ask(run, node, "blocks", "--model", "model@1")[1] == by_name
 
 
 def test_without_a_daemon_the_command_line_says_so(run: Run, folder: Path) -> None:
@@ -247,13 +315,13 @@ def test_tcp_on_loopback_serves_the_same() -> None:
 
 
 def test_numbers_that_cannot_be_are_refused_and_a_reader_may_leave(run: Run, node: Node) -> None:
-    for flags in (("blocks", "--limit", "-1"), ("tree", "--depth", "many"), ("evict", "--blocks", str(2**40))):
+    for flags in (("blocks", "--limit", "-1"), ("tree", "--depth", "0"), ("why", "--events", str(2**40))):
         code, said = run(*flags, "--socket", node.socket)
         assert code == 2
-        assert f"{flags[2]!r} is not a number from 0 to" in said
+        assert f"{flags[2]!r} is not a number from " in said
     for line, words in (
         (("replay", "t", "--device-blocks", "few"), "'few' is not a number of blocks, such as 5000, or a share"),
-        (("replay", "t", "--engines", "0"), "'0' is not a positive number"),
+        (("replay", "t", "--engines", "0"), "'0' is not a number from 1 to"),
         (("top", "--every", "often"), "'often' is not between 0.1 and 3600 seconds"),
     ):
         code, said = run(*line)

@@ -1,16 +1,21 @@
-"""Runs to be made in processes of their own: handlers called directly, and a daemon behind its socket."""
+"""Runs: handlers called directly, in a process each, and one daemon behind its socket with several client processes."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
+import grpc
 from cachesvc_ctl.daemon_process import DaemonProcess
 
 from cachesvc.telemetry.events import start_logging
+from tests.e2e.rig import short_folder
+from tests.e2e.test_access import entry
 from tests.fuzz.fuzzer import Findings, Fuzzer
 from tests.fuzz.target import Target
-from tests.fuzz.wire import RemoteTarget, throw_garbage
+from tests.fuzz.wire import RemoteTarget, Tokens, throw_garbage
 
 FLAGS = (
     "--backend",
@@ -23,6 +28,15 @@ FLAGS = (
     "8MiB",
     "--drain-seconds",
     "0",
+)
+
+
+TENANTS, VIEWER, OPERATOR = ("secret of a", "secret of b"), "sees a", "sees all"
+TOKENS_FILE = (
+    entry(TENANTS[0], "engines of a", '["engine"]', 'tenant = "a"')
+    + entry(TENANTS[1], "engines of b", '["engine"]', 'tenant = "b"')
+    + entry(VIEWER, "viewer of a", '["read-only"]', 'tenant = "a"')
+    + entry(OPERATOR, "operator", '["admin"]')
 )
 
 
@@ -41,27 +55,75 @@ def fuzz_in_process(messages: int, seed: int) -> Findings:
     return asyncio.run(run())
 
 
-def fuzz_socket(messages: int, seed: int) -> tuple[Findings, list[str]]:
-    """A daemon of its own, and garbage on its sockets; also what its log says of calls that broke."""
-    with DaemonProcess(FLAGS) as daemon:
-
-        async def run() -> Findings:
-            target = RemoteTarget(daemon.socket, daemon.process.pid)
-            await target.start()
-            try:
-                found = await Fuzzer(target, seed, frozenset({"Drain"})).run(messages)
-                await asyncio.to_thread(throw_garbage, daemon.socket, random.Random(seed), max(20, messages // 100))
-                found.problems += await target.problems()
-            finally:
-                await target.close()
-            return found
-
-        found = asyncio.run(run())
-        if daemon.process.poll() is not None:
-            found.crashes.append(f"the daemon ended with code {daemon.process.poll()}")
-        log = daemon.log.read_text(encoding="utf-8").splitlines()
+def fuzz_socket(messages: int, seed: int, clients: int = 1, *, guarded: bool = False) -> tuple[Findings, list[str]]:
+    """A daemon of its own under several client processes, with garbage on its sockets meanwhile; also what its log says
+    of calls that broke. ``guarded``: it knows tokens, of two tenants and an operator, and clients show what they have,
+    what others have, or nothing. When all have left, nobody may hold anything and accounting must be right."""
+    with short_folder() as folder:
+        flags = [*FLAGS]
+        if guarded:
+            path = folder / "tokens.toml"
+            path.write_text(TOKENS_FILE, encoding="utf-8")
+            path.chmod(0o600)
+            flags += ["--tokens", str(path)]
+        with DaemonProcess(flags, folder=str(folder)) as daemon:
+            found = asyncio.run(_with_clients(daemon, messages, seed, clients, guarded=guarded))
+            if daemon.process.poll() is not None:
+                found.crashes.append(f"the daemon ended with code {daemon.process.poll()}")
+            log = daemon.log.read_text(encoding="utf-8").splitlines()
     # gRPC logs an ExecuteBatchError where it cannot send a status because the caller hung up: no handler broke.
     return found, [line for line in log if "Traceback" in line and "ExecuteBatchError raised in core" not in line]
+
+
+async def _with_clients(daemon: DaemonProcess, messages: int, seed: int, clients: int, *, guarded: bool) -> Findings:
+    looking = RemoteTarget(daemon.socket, daemon.process.pid, _tokens_of(0) if guarded else None)
+    await looking.start()
+    before = looking.usage()
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
+        runs = [
+            loop.run_in_executor(
+                pool, be_client, daemon.socket, daemon.process.pid, messages // clients, seed * 1000 + i, i, guarded
+            )
+            for i in range(clients)
+        ]
+        await asyncio.to_thread(throw_garbage, daemon.socket, random.Random(seed), max(20, messages // 100))
+        found, *others = await asyncio.gather(*runs)
+    for other in others:
+        found.add(other)
+    try:
+        found.left = await looking.rest()
+        found.problems += await looking.problems()
+        after = looking.usage()
+    except (grpc.aio.AioRpcError, OSError) as gone:
+        found.crashes.append(f"the daemon does not answer any more: {gone!r}")
+        return found
+    finally:
+        await looking.close()
+    found.grown_kib, found.descriptors_more, found.threads_more = (
+        now - then for now, then in zip(after, before, strict=True)
+    )
+    return found
+
+
+def be_client(socket: str, pid: int, messages: int, seed: int, number: int, guarded: bool) -> Findings:
+    """One client process of several."""
+
+    async def run() -> Findings:
+        target = RemoteTarget(socket, pid, _tokens_of(number) if guarded else None, seed)
+        await target.start()
+        try:
+            return await Fuzzer(target, seed, frozenset({"Drain"}), is_alone=False).run(messages)
+        finally:
+            await target.close()
+
+    return asyncio.run(run())
+
+
+def _tokens_of(number: int) -> Tokens:
+    """The tenants in turn."""
+    own = TENANTS[number % len(TENANTS)]
+    return Tokens(own, (*TENANTS, VIEWER, OPERATOR), OPERATOR)
 
 
 def verdict(found: Findings, broken: list[str]) -> list[str]:

@@ -20,27 +20,33 @@ from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_gone
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.words import PageState, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.auth import EVERYONE, set_caller
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.quota import NO_QUOTA, Quotas
+from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
-from cachesvc.service.host.device_health import DeviceHealth, Serving
+from cachesvc.service.dispatch import Dispatcher
+from cachesvc.service.host.device_health import DeviceHealth
+from cachesvc.service.host.facts import Facts
+from cachesvc.service.host.health import Serving
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.admin_service import AdminService
 from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
 from cachesvc.swap.vault import Vault
+from tests.conservation import audit
 from tests.fuzz.workload import registers
 
 DEVICE_BYTES = 16 << 20
@@ -130,7 +136,7 @@ class Target:
         )
         self.node = Node(self.core, epoch=7, wait_seconds=WAIT_SECONDS, lease_seconds=3600.0)
         self.host_pool = HostPool(HOST_BYTES, 4 << 20, 1, None, self.backend)
-        self.gate = CallGate(64)
+        self.dispatcher = Dispatcher(self.node, Admission(64, 256, 128))
         self.statuses: Counter[str] = Counter()
         self.crashes: list[str] = []
         self._servicers: dict[str, Any] = {}
@@ -141,19 +147,37 @@ class Target:
         self.engine.start()
         self.node.start(Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages))
         self.host_pool.start()
-        node, gate = self.node, self.gate
-        shown = {"backend": "shm", "host_pool": str(HOST_BYTES), "host_chunk": str(4 << 20)}
-        health = DeviceHealth(self.backend, node, self._told)
-        inspection = Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1), "lru")
+        node, edge = self.node, Edge(self.dispatcher)
+        health = DeviceHealth(self.backend, node, self.tell)
+        sizes = {"device_pool_bytes": DEVICE_BYTES, "host_pool_bytes": HOST_BYTES, "host_chunk_bytes": 4 << 20}
+        facts = Facts(
+            version="fuzzed",
+            backend="shm",
+            epoch=node.epoch,
+            started=node.started,
+            lease_seconds=node.lease_seconds,
+            **sizes,
+            eviction="lru",
+            settings={},
+            devices=[],
+            host_pool=self.host_pool,
+            health=health,
+        )
+        quotas = Quotas(self.core, lambda _: NO_QUOTA)
         self._following = EventService(node, 64)
         self._following.start()
         self._servicers = {
-            "EngineService": EngineService(node, gate, self.backend),
-            "LeaseService": LeaseService(node, gate),
-            "CacheService": CacheService(node, gate, 256),
+            "EngineService": EngineService(edge, self.backend),
+            "LeaseService": LeaseService(edge),
+            "CacheService": CacheService(edge, 256),
             "EventService": self._following,
             "AdminService": AdminService(
-                node, gate, self.host_pool, inspection, shown, [], self._drained, health, list
+                edge,
+                Inspection(node, Checksums(node, self.engine.page_bytes, "off", 1)),
+                Administration(node, health, 0.0),
+                facts,
+                quotas,
+                list,
             ),
         }
 
@@ -168,12 +192,9 @@ class Target:
     def _landed(self, ticket: int, error: Exception | None) -> None:
         self.node.on_transfer_done(ticket, error)
 
-    async def _drained(self) -> None:
-        """A fuzzed Drain shall not end the run: the next messages want new sequences."""
+    async def tell(self, serving: Serving) -> None:
+        """A fuzzed Drain must not end the run: the next messages want new sequences."""
         asyncio.get_running_loop().call_soon(setattr, self.core.ledger, "draining", False)
-
-    async def _told(self, serving: Serving) -> None:
-        """Nobody asks a fuzzed daemon for its health."""
 
     async def new_process(self) -> bytes:
         """A process as the life socket would tell it."""
@@ -185,7 +206,9 @@ class Target:
         """Its end."""
         self.node.run(partial(process_gone, self.core, token))
 
-    async def call(self, rpc: Rpc, raw: list[bytes], seconds: float | None = None) -> tuple[grpc.StatusCode, list[Any]]:
+    async def call(
+        self, rpc: Rpc, raw: list[bytes], seconds: float | None = None, *, as_itself: bool = False
+    ) -> tuple[grpc.StatusCode, list[Any]]:
         """Parse and serve; messages that do not parse never reach a handler, as on the wire. Returns what came back."""
         try:
             requests = [rpc.request.FromString(one) for one in raw]

@@ -8,13 +8,13 @@ import socket
 import sys
 from asyncio.subprocess import PIPE
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from cachesvc.wire.status import LIFE_SUFFIX
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, LIFE_SUFFIX
 from tests.fuzz.target import ANSWERS_READ, Rpc, list_rpcs, usage_of
 
 LONGEST_SECONDS = 5.0
@@ -30,12 +30,32 @@ sys.stdin.read()
 HELD = ("private", "in_flight", "quarantined")
 LOOK_SECONDS = 0.02
 BOUND_SECONDS = 60.0
+Metadata = tuple[tuple[str, str], ...]
+
+
+class Tokens(NamedTuple):
+    """What a client shows: its ``own``, at times one of ``others``, a wrong one, or none; ``admin`` to look."""
+
+    own: str
+    others: tuple[str, ...]
+    admin: str
+
+    def draw(self, rng: random.Random, service: str) -> str:
+        """For one call of a fuzzer. An engine's own token opens nothing of AdminService."""
+        kind = rng.random()
+        if kind < 0.03:
+            return rng.choice(("", "guess", "x" * 5000))
+        if kind < (0.7 if service.endswith("AdminService") else 0.06):
+            return rng.choice(self.others)
+        return self.own
 
 
 class RemoteTarget:
     """A daemon's process by its socket."""
 
-    def __init__(self, socket_path: str, pid: int) -> None:
+    def __init__(self, socket_path: str, pid: int, tokens: Tokens | None = None, seed: int = 0) -> None:
+        self._tokens = tokens
+        self._rng = random.Random(f"tokens of {seed}")
         self.statuses: Counter[str] = Counter()
         self.crashes: list[str] = []
         self._path = socket_path
@@ -56,17 +76,21 @@ class RemoteTarget:
         if self._channel is not None:
             await self._channel.close()
 
-    async def call(self, rpc: Rpc, raw: list[bytes], seconds: float | None = None) -> tuple[grpc.StatusCode, list[Any]]:
+    async def call(
+        self, rpc: Rpc, raw: list[bytes], seconds: float | None = None, *, as_itself: bool = False
+    ) -> tuple[grpc.StatusCode, list[Any]]:
         """Send bytes as they are."""
         assert self._channel is not None
         limit = seconds or LONGEST_SECONDS
+        metadata = self._shown(rpc, as_itself=as_itself)
         answers: list[Any] = []
         code, details = grpc.StatusCode.OK, ""
         read = self._answers[rpc.path].FromString
         try:
             if rpc.gives_stream:
                 shape: Any = self._channel.stream_stream if rpc.takes_stream else self._channel.unary_stream
-                call = shape(rpc.path)(iter(raw) if rpc.takes_stream else raw[0], timeout=limit)
+                sent = iter(raw) if rpc.takes_stream else raw[0]
+                call = shape(rpc.path)(sent, timeout=limit, metadata=metadata)
                 async for answer in call:
                     answers.append(read(answer))
                     if len(answers) >= ANSWERS_READ:
@@ -74,7 +98,7 @@ class RemoteTarget:
                         break
             else:
                 ask: Any = self._channel.unary_unary(rpc.path)
-                answers.append(read(await ask(raw[0], timeout=limit)))
+                answers.append(read(await ask(raw[0], timeout=limit, metadata=metadata)))
         except grpc.aio.AioRpcError as failure:
             code, details = failure.code(), failure.details() or ""
         except asyncio.CancelledError:  # the deadline came while the stream was being ended
@@ -106,16 +130,17 @@ class RemoteTarget:
 
     async def problems(self) -> list[str]:
         """What Verify finds wrong."""
-        return list((await self._admin().Verify(admin_pb2.VerifyRequest())).problems)
+        return list((await self._admin().Verify(admin_pb2.VerifyRequest(), metadata=self._looking)).problems)
 
     async def rest(self) -> dict[str, int]:
         """Wait until nobody holds anything; then what is held all the same."""
         loop = asyncio.get_running_loop()
         until = loop.time() + BOUND_SECONDS
         while True:
-            status = await self._admin().GetStatus(admin_pb2.GetStatusRequest())
+            status = await self._admin().GetStatus(admin_pb2.GetStatusRequest(), metadata=self._looking)
             held = {what: sum(getattr(pool, what) for pool in status.pools) for what in HELD}
-            held["leases"] = len((await self._admin().ListLeases(admin_pb2.ListLeasesRequest())).leases)
+            leases = await self._admin().ListLeases(admin_pb2.ListLeasesRequest(), metadata=self._looking)
+            held["leases"] = len(leases.leases)
             if not any(held.values()) or loop.time() > until:
                 return held
             await asyncio.sleep(LOOK_SECONDS)
@@ -124,9 +149,23 @@ class RemoteTarget:
         """Of the daemon's process."""
         return usage_of(str(self._pid))
 
+    @property
+    def _looking(self) -> Metadata | None:
+        return None if self._tokens is None else bearer(self._tokens.admin)
+
+    def _shown(self, rpc: Rpc, *, as_itself: bool) -> Metadata | None:
+        if self._tokens is None:
+            return None
+        return bearer(self._tokens.own if as_itself else self._tokens.draw(self._rng, rpc.service))
+
     def _admin(self) -> Any:
         assert self._channel is not None
         return admin_pb2_grpc.AdminServiceStub(self._channel)
+
+
+def bearer(token: str) -> Metadata | None:
+    """A token as a call's metadata; none for an empty one."""
+    return ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else None
 
 
 def throw_garbage(socket_path: str, rng: random.Random, count: int) -> None:

@@ -15,8 +15,9 @@ from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
-from cachesvc.flows.recycle import extend, recycle, refill_stock
+from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
+from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from cachesvc_client.records.event_batch import BlockMirror, Spot, parse_batch
 
-from cachesvc.flows.follow import Feed
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import EventsForgotten, SubscriberTooSlow
 from cachesvc.model.words import READY
+from cachesvc.questions.follow import Feed
 from cachesvc.service.rpc.event_service import to_message
 from tests.sim.node import SimNode
 

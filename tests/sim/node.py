@@ -19,7 +19,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
@@ -77,6 +77,9 @@ class Refusing:
             raise Unavailable("the simulator refuses this transfer")
         return self._engine().submit(transfer)
 
+    def free_slots(self, model_id: int, replica_id: int) -> int:
+        return self._engine().free_slots(model_id, replica_id)
+
     def expedite(self, ticket: int) -> None:
         self._faults["ticket_expedited"] += 1
         self._engine().expedite(ticket)
@@ -107,7 +110,7 @@ class SimNode:
         self.backend.start()
         self.engine = SwapEngine(
             self.backend,
-            lambda ticket, error: self.inbox.append(lambda: self._land(ticket, "" if error is None else str(error))),
+            lambda ticket, error: self.inbox.append(lambda: self._land(ticket, error)),
             planning=InlinePlanning(),
             layers_per_step=rng.choice((0, 1, 2)),
             clock=lambda: self.backend.now,
@@ -132,8 +135,8 @@ class SimNode:
         self.faults["host_pages_late"] += 1
         self.inbox.append(lambda: host_pages_arrived(self.core, model, group, run))
 
-    def _land(self, ticket: int, error: str) -> None:
-        land(self.core, ticket, error)
+    def _land(self, ticket: int, error: Exception | None) -> None:
+        land(self.core, ticket, DONE if error is None else Failed(str(error)))
 
     def deliver(self) -> None:
         """One message of another thread arrives on the loop."""
@@ -142,11 +145,7 @@ class SimNode:
 
     def run(self, flow: Callable[[], Answer]) -> Answer:
         """As the node runs flows."""
-        try:
-            return flow()
-        finally:
-            while self.core.stillborn:
-                self._land(*self.core.stillborn.pop(0))
+        return flow()
 
     def call(self, lease: str, request_id: int, contents: object, flow: Callable[[], Answer]) -> Answer:
         """A call with its key: the second time it is answered from memory; a failed one is forgotten."""

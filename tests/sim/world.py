@@ -13,12 +13,12 @@ from functools import partial
 from cachesvc.flows import admin
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import PoolWish, register
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import PageState
+from tests.conservation import audit
 from tests.sim.engine import SimEngine
 from tests.sim.followers import Followers
 from tests.sim.node import SimNode

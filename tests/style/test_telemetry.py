@@ -33,6 +33,7 @@ UNDRAWN = {
     "events",
     "remembered_keys",
     "resident_blocks",
+    "waiting_calls_limit",
 }
 """For a question of the moment, not for a panel."""
 

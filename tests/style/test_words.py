@@ -34,6 +34,7 @@ BANS = (
     Ban("mock", r"unittest[.]mock|unittest import [m]ock|\bMagic[M]ock\b", "a fake at a seam", where=r"\.py$"),
     Ban("open end", r"\b(?:TO[D]O|FIX[M]E|XX[X])\b(?!\(#\d+\): \S)", "name the issue and the reason"),
     Ban("machine path", r"(?<![\w.])/(?:work|root|home/\w+)/", "a path that every machine has"),
+    Ban("ledger", r"\bcore\.ledger\b", "a question", where=r"^cachesvc/service/(?!node\.py|dispatch\.py).*\.py$"),
     Ban(
         "registry host",
         r"pypi\.org|pythonhosted\.org|npmjs\.(?:org|com)",
@@ -70,6 +71,14 @@ def test_a_ban_knows_bad_from_good(ban: str, bad: str, good: str) -> None:
     rule = next(rule for rule in BANS if rule.name == ban)
     assert list(rule.find("tests/unit/test_x.py", f"first\n{bad}\n")) == [f"tests/unit/test_x.py:2: {bad}"]
     assert list(rule.find("tests/unit/test_x.py", f"first\n{good}\n")) == []
+
+
+def test_the_ledger_is_read_by_questions_and_run_by_the_node_and_the_dispatcher_alone() -> None:
+    ledger = next(rule for rule in BANS if rule.name == "ledger")
+    line = "x = self.core" + ".ledger.models\n"
+    assert list(ledger.find("cachesvc/service/rpc/x.py", line))
+    for allowed in ("cachesvc/service/node.py", "cachesvc/service/dispatch.py", "cachesvc/questions/x.py"):
+        assert not list(ledger.find(allowed, line))
 
 
 def test_sleep_is_banned_in_tests_alone() -> None:

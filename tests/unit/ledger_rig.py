@@ -17,7 +17,6 @@ from cachesvc.flows.models import PoolWish, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.flows.transfers import land
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
 from cachesvc.model.answers import Wait
@@ -25,11 +24,12 @@ from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import TimelineSlot, Transfer
+from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.questions.verify import verify_at_once
+from tests.conservation import audit
 
 Answer = TypeVar("Answer")
 BLOCK_TOKENS = 4
@@ -58,7 +58,7 @@ def chain(*names: object, namespace: bytes = b"") -> bytes:
 
 
 class RecordingMover:
-    """Keeps transfers in order; refuses them while ``refusing`` is set."""
+    """Keeps transfers in order, ``slots`` at a time; breaks its word and refuses them while ``refusing`` is set."""
 
     def __init__(self) -> None:
         self.transfers: dict[int, Transfer] = {}
@@ -66,6 +66,7 @@ class RecordingMover:
         self.expedited: list[int] = []
         self.pauses: list[tuple[tuple[str, ...], float]] = []
         self.refusing = False
+        self.slots = 1 << 20
         self.reachable = True
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
@@ -74,6 +75,9 @@ class RecordingMover:
         self.transfers[transfer.ticket] = transfer
         self.all.append(transfer)
         return TimelineSlot(0, 1, 0, 1)
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:
+        return self.slots - len(self.transfers)
 
     def expedite(self, ticket: int) -> None:
         self.expedited.append(ticket)
@@ -155,13 +159,11 @@ class Rig:
                 return flow(self.core, resolve(self.core.ledger, str(lease), self.now), *rest)
             return flow(self.core, *arguments, self.now) if "now" in wanted else flow(self.core, *arguments)
         finally:
-            while self.core.stillborn:
-                land(self.core, *self.core.stillborn.pop(0))
             self.check()
 
     def land(self, ticket: int, error: str = "") -> list[int]:
         del self.mover.transfers[ticket]
-        ended = land(self.core, ticket, error)
+        ended = land(self.core, ticket, Failed(error) if error else DONE)
         self.check()
         return ended
 
@@ -170,7 +172,8 @@ class Rig:
             self.land(ticket)
 
     def check(self) -> None:
-        assert audit(self.core.ledger).problems == []
+        problems = audit(self.core.ledger).problems
+        assert problems == []
         assert verify_at_once(self.core) == [], "in pieces it must add up too"
 
     def place(self, replica: int = 0) -> Place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcache.v1 import admin_pb2, inspect_pb2, lease_pb2
+from kvcache.v1 import lease_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import resolve
@@ -12,8 +12,8 @@ from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.model.answers import Matched
-from cachesvc.service.access.auth import EVERYONE, set_caller
-from cachesvc.service.rpc.explain import explain
+from cachesvc.questions.explanation import Explanation, explain
+from cachesvc.questions.view import EVERYTHING, View
 from tests.fuzz.target import Target, list_rpcs
 from tests.fuzz.workload import registers
 
@@ -44,7 +44,6 @@ async def test_a_holder_may_leave_while_the_next_model_is_looked_at() -> None:
     try:
         leaving = await holder_of(target, 0)
         await holder_of(target, 3)
-        set_caller(EVERYONE)
         left_at = 0
         while await leave_at(target, leaving, left_at):
             leaving = await holder_of(target, 0)
@@ -56,9 +55,8 @@ async def test_a_holder_may_leave_while_the_next_model_is_looked_at() -> None:
 
 async def leave_at(target: Target, lease: str, turn: int) -> bool:
     """Explain, with ``lease`` ended where others run for that time; False: it had told all before."""
-    asked = explain(target.node, inspect_pb2.ExplainRequest(key_prefix=KEY))
+    asked = explain(View(target.core, EVERYTHING, target.node.now), 0, KEY)
     turns = 0
-    answer = admin_pb2.ExplainResponse()
     try:
         while True:
             asked.send(None)  # up to where it lets others run
@@ -66,6 +64,6 @@ async def leave_at(target: Target, lease: str, turn: int) -> bool:
                 target.node.run(partial(close_lease, target.core, lease, quiesced=True))
             turns += 1
     except StopIteration as told:
-        answer = told.value
-    assert len(answer.stories) == 2
+        explanation: Explanation = told.value
+        assert len(explanation.blocks) == 2
     return turns > turn

@@ -17,7 +17,7 @@ from cachesvc.flows.leases import (
 )
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
-from cachesvc.flows.recycle import refill_stock
+from cachesvc.flows.stock import refill_stock
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
@@ -44,6 +44,25 @@ def counts(rig: Rig) -> tuple[int, int, int]:
     """Free, sealed, quarantined."""
     pool = rig.place().pools[0]
     return pool.counts[PageState.FREE], pool.counts[PageState.SEALED], pool.counts[PageState.QUARANTINED]
+
+
+@pytest.mark.parametrize(
+    ("end", "counted"),
+    [
+        ("closed", {"leases_ended_closed": 1}),
+        ("silent", {"leases_ended_silent": 1, "leases_lost": 1}),
+        ("process_ended", {"leases_ended_process_ended": 1, "leases_lost": 1}),
+    ],
+)
+def test_a_lease_that_was_closed_is_not_counted_as_lost(end: str, counted: dict[str, int]) -> None:
+    rig, lease = engine()
+    if end == "closed":
+        close_lease(rig.core, lease, quiesced=True)
+    elif end == "silent":
+        lose_silent(rig.core, 30.0, 31.0)
+    else:
+        process_gone(rig.core, SCHEDULER)
+    assert {name: count for name, count in rig.core.counters.items() if name.startswith("leases_")} == counted
 
 
 def test_silence_costs_the_lease_but_keeps_its_pages_away() -> None:
@@ -77,6 +96,22 @@ def test_quarantine_ends_with_the_last_process() -> None:
     rig.check()
     assert counts(rig) == (6, 2, 0)
     assert rig.core.ledger.leases == {}
+
+
+def test_an_engine_that_closes_its_lease_has_lost_none() -> None:
+    ended = {"closed": 0, "silent": 1, "process_ended": 1}
+    for cause, lost in ended.items():
+        rig, lease = engine()
+        if cause == "closed":
+            close_lease(rig.core, lease, quiesced=True)
+        elif cause == "silent":
+            assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+            close_lease(rig.core, lease, quiesced=True)
+        else:
+            process_gone(rig.core, SCHEDULER)
+        counters = rig.core.counters
+        assert {name: counters.get(f"leases_ended_{name}", 0) for name in ended} == dict.fromkeys(ended, 0) | {cause: 1}
+        assert counters.get("leases_lost", 0) == lost
 
 
 def test_the_only_process_ends() -> None:

@@ -143,6 +143,22 @@ def test_a_load_that_fails_alone_leaves_what_lies_above() -> None:
         rig.run(publish, a, 2, 4, b"", 0)
 
 
+def test_a_sequence_grows_while_its_loads_run() -> None:
+    rig = hosted("abcd")
+    a = rig.lease()
+    rig.run(match, a, 1, chain(*"abcdef"), 0)
+    assert rig.run(allocate, a, 1, 4).loading_blocks == 4
+    for blocks in (5, 6):
+        answer = rig.run(allocate, a, 1, blocks)
+        assert (answer.loading_blocks, answer.tickets) == (0, ())
+        assert [cells.first_block for cells in answer.tables] == [blocks - 1]
+    assert len(rig.mover.transfers) == 1
+    rig.settle()
+    assert rig.run(publish, a, 1, 4, b"", 2).sealed_blocks == 6
+    rig.run(release, a, 1)
+    assert rig.free() == [10]
+
+
 def test_what_others_brought_since_match_is_used_in_place() -> None:
     rig = hosted("ab")
     a = rig.lease()

@@ -10,7 +10,6 @@ from cachesvc.flows.budget import Budget as TenantBudget
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.models import PoolWish, Registered, host_pages_arrived, register
-from cachesvc.ledger.conservation import audit
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes
@@ -18,6 +17,7 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import lru
 from cachesvc.policy.writing import WriteRule
+from tests.conservation import audit
 from tests.unit.ledger_rig import Budget, RecordingMover, windowed
 
 PAGES = 100

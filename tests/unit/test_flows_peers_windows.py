@@ -7,6 +7,7 @@ import pytest
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
+from cachesvc.flows.release import release
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.words import DRAINING, NO_PAGE, PageState
 from tests.unit.ledger_rig import serve, windowed
@@ -81,6 +82,7 @@ def test_windows_do_not_come_to_a_block_that_drains_away() -> None:
     ask = asking(rig, b, 3, "abcdef")
     assert waits_for(ask()) == drain.tickets[0]
     rig.land(drain.tickets[0])
+    rig.run(release, b, 2)  # what drained was kept for its Allocate
     waits_for(ask())
     rig.settle()
     assert hit(ask()) == (6, 0)

@@ -8,8 +8,9 @@ from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
-from cachesvc.flows.recycle import extend, recycle, refill_stock
+from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
+from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import (
     Conflict,

@@ -6,11 +6,11 @@ import pytest
 
 from cachesvc.flows import admin
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import expedite
 from cachesvc.flows.leases import close_lease, pause_write_backs
 from cachesvc.flows.match import match
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.flows.transfers import expedite
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest, LeaseLost, NotFound
 from cachesvc.model.transfer import Direction, Urgency

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,7 +16,8 @@ from kvcache.v1 import cache_pb2
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.service.access.undecodable import readable, require_read
-from tests.fuzz.fuzzer import Fuzzer
+from tests.fuzz.__main__ import load, messages_of, save, table
+from tests.fuzz.fuzzer import Findings, Fuzzer
 from tests.fuzz.messages import mutate
 from tests.fuzz.runs import fuzz_socket, verdict
 from tests.fuzz.target import Target, list_rpcs
@@ -41,10 +43,24 @@ async def test_some_thousand_messages_break_nothing(target: Target, seed: int) -
     assert found.statuses["OK"] > 1000, "most of it must get deep"
 
 
-def test_a_daemon_lives_through_a_thousand_messages_and_garbage_on_its_sockets() -> None:
-    found, broken = fuzz_socket(1000, 3)
+@pytest.mark.parametrize("guarded", [False, True], ids=["without tokens", "with tokens"])
+def test_a_daemon_lives_through_several_clients_messages_and_garbage_on_its_sockets(guarded: bool) -> None:
+    found, broken = fuzz_socket(600, 3, clients=2, guarded=guarded)
     assert verdict(found, broken) == []
-    assert found.statuses["OK"] > 200
+    assert found.messages >= 600
+    assert found.statuses["OK"] > 120
+    assert (found.statuses.get("UNAUTHENTICATED", 0) > 0) == guarded
+
+
+def test_counts_are_kept_from_run_to_run(tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.json"
+    parts, rounds, broken = load(path)
+    parts["with_tokens"].add(Findings(messages=7, statuses={"OK": 5, "INTERNAL": 2}, crashes=["Match: it broke"]))
+    save(path, parts, rounds + 1, ["Match: it broke"])
+    again, rounds, broken = load(path)
+    assert (again, rounds, broken) == (parts, 1, ["Match: it broke"])
+    assert messages_of(again) == 7
+    assert "answered INTERNAL" in table(again)
 
 
 def test_mutations_change_bytes_and_are_the_same_under_one_seed() -> None:
@@ -87,6 +103,6 @@ async def test_extend_refuses_a_group_beyond_the_layout(target: Target) -> None:
 async def test_bytes_that_are_no_message_are_refused_by_name() -> None:
     handler = readable(grpc.unary_unary_rpc_method_handler(print, cache_pb2.MatchRequest.FromString), "/x/Match")
     assert handler.request_deserializer(b"\xff") == cache_pb2.MatchRequest()
-    with pytest.raises(InvalidRequest, match="no message of /x/Match"):
+    with pytest.raises(InvalidRequest, match="not a message of /x/Match"):
         require_read()
     require_read()  # told once

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 
 import pytest
 from cachesvc_ctl.lab.histogram import BUCKETS_PER_DECADE, DECADES, LOWEST_MS, LatencyHistogram
@@ -35,29 +33,18 @@ def test_a_percentile_is_the_sorted_value_to_half_a_bucket(values: list[float], 
 @settings(deadline=None)
 @given(latencies, latencies)
 def test_merging_is_recording_both(first: list[float], second: list[float]) -> None:
-    merged = filled(first)
-    other = filled(second)
-    before = other.to_dict()
+    merged, other, both = filled(first), filled(second), filled(first + second)
     merged.merge(other)
-    both = filled(first + second).to_dict()
-    assert merged.to_dict() == both | {"sum_ms": pytest.approx(both["sum_ms"])}
-    assert other.to_dict() == before
+    assert other.counts == filled(second).counts
+    assert (merged.counts, merged.min_ms, merged.max_ms) == (both.counts, both.min_ms, both.max_ms)
+    assert merged.total == pytest.approx(both.total)
 
 
-@settings(deadline=None)
-@given(latencies)
-def test_it_survives_json_and_pickle(values: list[float]) -> None:
-    histogram = filled(values)
-    data = histogram.to_dict()
-    assert LatencyHistogram.from_dict(json.loads(json.dumps(data))).to_dict() == data
-    assert pickle.loads(pickle.dumps(histogram)).to_dict() == data
-
-
-def test_an_empty_one_survives_json_and_merges_as_nothing() -> None:
-    empty = LatencyHistogram.from_dict(json.loads(json.dumps(LatencyHistogram().to_dict())))
+def test_an_empty_one_merges_as_nothing() -> None:
+    empty = LatencyHistogram()
     empty.merge(filled([2.0, 4.0]))
     empty.merge(LatencyHistogram())
-    assert (empty.count, empty.min_ms, empty.max_ms, empty.sum_ms) == (2, 2.0, 4.0, 6.0)
+    assert (empty.count, empty.min_ms, empty.max_ms, empty.total) == (2, 2.0, 4.0, 6.0)
 
 
 def test_a_single_value_is_every_percentile() -> None:
@@ -77,9 +64,8 @@ def test_values_beyond_the_buckets_are_counted_and_their_extremes_kept() -> None
     assert histogram.count == 3
     assert (histogram.min_ms, histogram.max_ms) == (0.0, 1e12)
     assert histogram.percentile_ms(50) <= LOWEST_MS * HALF_BUCKET
-    edge_ms, share = histogram.cumulative()[-1]
-    assert edge_ms == pytest.approx(HIGHEST_MS)
-    assert share == 1.0
+    assert histogram.cumulative()[-1] == (1e12, 1.0)
+    assert histogram.percentile_ms(100) == pytest.approx(HIGHEST_MS, rel=0.024)
 
 
 @settings(deadline=None)
@@ -115,21 +101,3 @@ def test_a_percent_out_of_range_is_refused(percent: float) -> None:
 def test_an_empty_one_has_no_percentiles() -> None:
     with pytest.raises(ValueError, match="empty"):
         LatencyHistogram().percentile_ms(50)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"count": 4},
-        {"counts": {"450": 3}},
-        {"counts": {"-1": 3}},
-        {"counts": {"7": -3}},
-        {"counts": {"x": 3}},
-        {"min_ms": 5.0},
-        {"max_ms": math.inf},
-    ],
-)
-def test_data_that_contradict_themselves_are_refused(change: dict[str, object]) -> None:
-    data = filled([1.0, 2.0, 3.0]).to_dict()
-    with pytest.raises(ValueError):  # noqa: PT011 - each case has its own words
-        LatencyHistogram.from_dict(data | change)  # type: ignore[arg-type]

@@ -8,14 +8,19 @@ import pytest
 
 from cachesvc.flows.admin import evict
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.follow import Changes, Feed, Part, find_model, runs_of
 from cachesvc.flows.match import match
+from cachesvc.flows.peers import Sharing
+from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.release import release
 from cachesvc.ledger.journal import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import Urgency
 from cachesvc.model.words import WritePolicy
-from cachesvc.questions.explanation import holders_of, story
+from cachesvc.questions.explanation import PREFETCH, explain, holders_of
+from cachesvc.questions.follow import Changes, Feed, Part, find_model, runs_of
+from cachesvc.questions.steps import answer_at_once
+from cachesvc.questions.view import EVERYTHING, Sight, View
 from tests.unit.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 
@@ -174,14 +179,19 @@ def test_a_feed_that_is_overrun_says_so_at_once() -> None:
 
 def test_a_namespace_opens_its_model_and_a_number_only_for_operators() -> None:
     rig = rig_of(one_group(), device=[8])
-    assert find_model(rig.core, 0, rig.model.namespace, sees_all=False) is rig.model
-    assert find_model(rig.core, 1, b"", sees_all=True) is rig.model
-    with pytest.raises(NotOwned):
-        find_model(rig.core, 1, b"", sees_all=False)
+    engine = View(rig.core, Sight(tenant="", salted=False), float)
+    operator = View(rig.core, EVERYTHING, float)
+    assert find_model(engine, 0, rig.model.namespace) is rig.model
+    assert find_model(operator, 1, b"") is rig.model
+    for unproven in (engine, View(rig.core, Sight(salted=False), float)):
+        with pytest.raises(NotOwned):
+            find_model(unproven, 1, b"")
     with pytest.raises(NotFound):
-        find_model(rig.core, 1, bytes(KEY_BYTES), sees_all=True)
+        find_model(operator, 1, bytes(KEY_BYTES))
     with pytest.raises(InvalidRequest):
-        find_model(rig.core, 2, rig.model.namespace, sees_all=True)
+        find_model(operator, 2, rig.model.namespace)
+    with pytest.raises(NotFound):
+        find_model(View(rig.core, Sight(tenant="others"), float), 0, rig.model.namespace)
 
 
 def test_holders_are_found_directly_through_descendants_and_on_the_host() -> None:
@@ -190,34 +200,61 @@ def test_holders_are_found_directly_through_descendants_and_on_the_host() -> Non
     prefill(rig, lease, 1, ["a", "b", "c"])
     rig.settle()
     rig.run(match, lease, 2, chain("a"), 0)
+    view = View(rig.core, EVERYTHING, float)
     index = rig.model.blocks.index
     a, b, _ = (index.rows[key] for key in keys_of("a", "b", "c"))
-    assert [(h.sequence, h.place, h.blocks_below) for h in holders_of(rig.core, rig.model, a)] == [(1, 1, 2), (2, 1, 0)]
-    assert [(h.sequence, h.blocks_below) for h in holders_of(rig.core, rig.model, b)] == [(1, 1)]
+    assert [(h.sequence, h.place, h.blocks_below) for h in holders_of(view, rig.model, a).lines] == [
+        (1, 1, 2),
+        (2, 1, 0),
+    ]
+    assert [(h.sequence, h.blocks_below) for h in holders_of(view, rig.model, b).lines] == [(1, 1)]
     rig.run(release, lease, 1)
-    assert [h.sequence for h in holders_of(rig.core, rig.model, b)] == []
+    assert [h.sequence for h in holders_of(view, rig.model, b).lines] == []
     rig.run(release, lease, 2)
     evict(rig.core, rig.model.id, "device", 0)
     rig.run(match, lease, 3, chain("a", "b"), 0)
-    assert [(h.sequence, h.place) for h in holders_of(rig.core, rig.model, a)] == [(3, 0)]
+    assert [(h.sequence, h.place) for h in holders_of(view, rig.model, a).lines] == [(3, 0)]
 
 
-def test_a_story_says_why_a_block_is_here_or_not() -> None:
+def test_a_prefetch_holds_what_it_brings_until_it_has_come() -> None:
+    rig = rig_of(one_group(), device=[8], host=[8], policy=WritePolicy.WRITE_THROUGH)
+    lease = rig.lease("a")
+    serve(rig, lease, 1, ["a", "b", "c"])
+    serve(rig, lease, 2, ["d"])
+    rig.settle()
+    evict(rig.core, rig.model.id, "device", 0)
+    rig.run(prefetch, lease, chain("a", "b", "c"), Sharing(Urgency.BACKGROUND))
+    view = View(rig.core, EVERYTHING, float)
+    index = rig.model.blocks.index
+
+    def held(*names: str) -> list[tuple[int, int, int]]:
+        lines = holders_of(view, rig.model, index.rows[keys_of(*names)[-1]]).lines
+        return [(h.sequence, h.place, h.blocks_below) for h in lines]
+
+    assert held("a") == [(PREFETCH, 0, 2)]
+    assert held("a", "b", "c") == [(PREFETCH, 0, 0)]
+    assert held("d") == []
+    rig.settle()
+    assert held("a") == []
+
+
+def test_an_explanation_says_why_a_block_is_here_or_not() -> None:
     rig = rig_of(one_group(), device=[4])
     lease = rig.lease()
     prefill(rig, lease, 1, ["a", "b"])
     a, b = keys_of("a", "b")
 
-    def verdict(key: bytes) -> str:
-        events = list(rig.model.blocks.journal.about(key, range(1000)))
-        return story(rig.core, rig.model, key, events, now=7.0).verdict
+    def conclusion(key: bytes) -> str:
+        view = View(rig.core, EVERYTHING, lambda: 7.0)
+        (block,) = answer_at_once(explain(view, rig.model.id, key)).blocks
+        return block.conclusion
 
-    assert "1 pins on it, 0 on blocks below" in verdict(b)
-    assert "0 pins on it, 1 on blocks below" in verdict(a)
+    assert "1 pins on it, 0 on blocks below" in conclusion(b)
+    assert "0 pins on it, 1 on blocks below" in conclusion(a)
     rig.run(release, lease, 1)
-    assert "leaf first" in verdict(a)
-    assert "nothing keeps it" in verdict(b)
-    assert "never was" in verdict(bytes(KEY_BYTES))
+    assert "leaf first" in conclusion(a)
+    assert "nothing keeps it" in conclusion(b)
+    assert "never was" in conclusion(bytes(KEY_BYTES))
     rig.core.ledger.moment.seconds = 5.0
     evict(rig.core, rig.model.id, "device", 0)
-    assert verdict(b) == "it is not here: 2.0 s ago an operator evicted it"
+    assert conclusion(b) == "it is not here: 2.0 s ago an operator evicted it"

@@ -1,19 +1,19 @@
-"""Match by bisection against a walk, the move table of copies, and the leaves' heap."""
+"""Match by bisection against a walk, and the move table of copies."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.leaves import LeafHeap, Rank
 from cachesvc.ledger.pages import PagePool
-from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.place import MOVES, NO_ROW, Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, LEGAL_MOVES, NO_PAGE, READY, CopyState, PageState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from cachesvc.policy.eviction import lru
 from tests.unit.ledger_rig import chain, one_group, windowed
 
@@ -33,12 +33,15 @@ def ledger_of(layout: Layout) -> tuple[BlockLedger, Place]:
 
 
 def put(ledger: BlockLedger, place: Place, row: int, state: CopyState, groups: tuple[int, ...]) -> None:
-    page_state = PageState.SEALED if state == READY else PageState.IN_FLIGHT
-    pages = [place.pools[g].take(1, page_state)[0] if g in groups else NO_PAGE for g in range(len(place.pools))]
-    ledger.add_copy(place, row, pages, READY if state == DRAINING else state)
+    if state == FILLING:
+        ledger.start_fill(place, [[row] if g in groups else [] for g in range(len(place.pools))], 1)
+        return
+    private = PageState.PRIVATE
+    pages = [pool.take(1, private)[0] if g in groups else NO_PAGE for g, pool in enumerate(place.pools)]
+    ledger.seal(place, row, pages)
     if state == DRAINING:
-        for group in place.full_groups:
-            place.move(group, row, DRAINING)
+        ledger.begin_flight(row)
+        ledger.start_drain(place, row, 1)
 
 
 def walk(ledger: BlockLedger, place: Place, keys: bytes) -> tuple[int, int]:
@@ -133,15 +136,34 @@ def test_copies_move_by_the_table_alone(source: CopyState, target: CopyState) ->
     row = ledger.index.insert(b"k" * KEY_BYTES, NO_ROW, 1)
     if source != ABSENT:
         put(ledger, place, row, source, (0,))
-    if (source, target) in LEGAL_MOVES:
-        place.move(0, row, target, 5)
-        assert place.state(row) == target
-        if target == ABSENT:
-            assert place.pages[0][row] == NO_PAGE
-    else:
-        with pytest.raises(IllegalMove):
-            place.move(0, row, target, 5)
-        assert place.state(row) == source
+    pool = place.pools[0]
+    [private] = pool.take(1, PageState.PRIVATE)
+    moves: dict[CopyState, list[Callable[[], object]]] = {
+        ABSENT: [lambda: place.fail(0, row), lambda: place.drop(0, row)],
+        FILLING: [lambda: place.fill(0, [row])],
+        READY: [lambda: place.seal(0, row, private), lambda: place.arrive(0, row), lambda: place.keep(0, row)],
+        DRAINING: [lambda: place.drain(0, row)],
+    }
+    before = list(pool.counts)
+    done = 0
+    for move in moves[target]:
+        if place.state(row) == target and done:
+            break
+        try:
+            move()
+            done += 1
+        except IllegalMove:
+            assert (place.state(row), pool.counts) == (source, before)
+    assert done == ((source, target) in MOVES)
+    assert place.state(row) == (target if done else source)
+    if done:
+        page = place.pages[0][row]
+        assert (page == NO_PAGE) == (target == ABSENT)
+        page_source, page_target = MOVES[source, target]
+        before[page_source] -= 1
+        before[page_target] += 1
+        assert pool.counts == before, "its page has moved with it, and nothing else"
+        assert target == ABSENT or pool.states[page] == page_target
 
 
 def test_a_pin_is_given_back_once() -> None:
@@ -154,31 +176,3 @@ def test_a_pin_is_given_back_once() -> None:
         ledger.unpin(place, row)
     with pytest.raises(LedgerBroken):
         ledger.unpin_window(place, 1, row)
-
-
-def test_a_used_row_comes_up_later_not_never() -> None:
-    """Found by reading: a row stamped through another replica had only a stale entry, so it could never be evicted."""
-    ranks: dict[int, Rank | None] = {1: (1,), 2: (2,)}
-    heap = LeafHeap()
-    for row, rank in ranks.items():
-        assert rank is not None
-        heap.push(rank, row, ranks.__getitem__)
-    ranks[1] = (3,)
-    assert heap.pop(ranks.__getitem__) == ((2,), 2)
-    assert heap.pop(ranks.__getitem__) == ((3,), 1)
-    assert heap.pop(ranks.__getitem__) is None
-
-
-def test_the_heap_forgets_what_may_not_go_and_stays_small() -> None:
-    ranks: dict[int, Rank | None] = {row: (row,) for row in range(10)}
-    heap = LeafHeap()
-    for turn in range(5000):
-        row = turn % 10
-        ranks[row] = (turn,)
-        heap.push((turn,), row, ranks.__getitem__)
-    assert len(heap) <= 1025
-    ranks[0] = None
-    popped = []
-    while (entry := heap.pop(ranks.__getitem__)) is not None:
-        popped.append(entry[1])
-    assert list(dict.fromkeys(popped)) == list(range(1, 10))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cachesvc.ledger.pages import LEGAL_PAGE_MOVES, PagePool
-from cachesvc.model.errors import IllegalMove
+from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.words import PageState, Run, runs_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
@@ -59,14 +59,14 @@ def test_memory_that_arrives_in_pieces_becomes_one_run() -> None:
 def test_pages_arrive_once_and_inside_the_pool(first: int, count: int) -> None:
     pool = PagePool("pool", 8)
     pool.add(0, 4)
-    with pytest.raises(ValueError, match="not new pages"):
+    with pytest.raises(LedgerBroken, match="not new pages"):
         pool.add(first, count)
 
 
 def test_more_than_is_free_is_refused_whole() -> None:
     pool = pool_of(4)
     pool.take(3, PRIVATE)
-    with pytest.raises(ValueError, match="2 pages wanted, 1 free"):
+    with pytest.raises(LedgerBroken, match="2 pages wanted, 1 free"):
         pool.take(2, PRIVATE)
     assert pool.free == 1
 

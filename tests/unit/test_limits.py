@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
-from kvcache.v1 import cache_pb2
+from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.errors import LimitExceeded
-from cachesvc.wire.limits import LIMITS, Where, check_fields, has_length
+from cachesvc.wire.limits import CELLS, LIMITS, Where, check_fields, has_length
 from tests.fuzz.target import Target, list_rpcs
 from tests.fuzz.workload import registers
 
@@ -63,6 +63,20 @@ def test_the_edge_refuses_one_too_many(name: str) -> None:
     message = too_long(name, FIELDS[name])
     with pytest.raises(LimitExceeded, match=f"{name}: {LIMITS[name].most + 1} is more than"):
         check_fields(message)
+
+
+def test_what_is_short_as_a_whole_is_within_every_limit() -> None:
+    """Bytes and entries are no more than the message's bytes, of whatever message holds others."""
+    cells = common_pb2.GroupPages(pages=b"x" * CELLS.most)
+    check_fields(cache_pb2.ExtendRequest(pages=[cells]))
+    cells.pages += b"x"
+    for message in (cache_pb2.ExtendRequest(pages=[cells]), cache_pb2.RecycleRequest(pages=[cells])):
+        with pytest.raises(LimitExceeded, match=r"GroupPages\.pages"):
+            check_fields(message)
+    most = LIMITS["ExtendRequest.pages"].most
+    check_fields(cache_pb2.ExtendRequest(pages=[common_pb2.GroupPages()] * most))
+    with pytest.raises(LimitExceeded, match=r"ExtendRequest\.pages"):
+        check_fields(cache_pb2.ExtendRequest(pages=[common_pb2.GroupPages()] * (most + 1)))
 
 
 def test_an_entry_of_a_list_has_its_own_limit() -> None:

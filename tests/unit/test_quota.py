@@ -1,21 +1,15 @@
-"""Buckets, shares of the calls in flight, and budgets, without a daemon."""
+"""Buckets, quotas and scopes, without a daemon."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
-import grpc
 import pytest
-from kvcache.v1 import admin_pb2
 
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
-from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Caller, Scope, scopes_of, set_caller
-from cachesvc.service.access.quota import NO_QUOTA, Bucket, Meter, Quota, Quotas, parse_quota
-from cachesvc.service.calls import CallGate
-from tests.fuzz.target import CallContext, Target, list_rpcs
+from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Caller, Scope, scopes_of
+from cachesvc.service.access.quota import Bucket, Meter, Quota, parse_quota
+from tests.fuzz.target import list_rpcs
 
 
 def test_a_bucket_saves_up_one_second_and_no_more() -> None:
@@ -54,58 +48,6 @@ def test_a_quota_that_cannot_be_is_refused(table: Any) -> None:
 
 def test_sizes_of_quotas_take_units() -> None:
     assert parse_quota({"device_bytes": "2GiB", "leases": 3}, "here") == Quota(device_bytes=2 << 30, leases=3)
-
-
-async def hold(gate: CallGate, who: Caller, until: asyncio.Event) -> CallContext:
-    """One call of ``who`` that lasts until the event."""
-    set_caller(who)
-    context: Any = CallContext()
-
-    async def serve() -> admin_pb2.VerifyResponse:
-        await until.wait()
-        return admin_pb2.VerifyResponse()
-
-    await asyncio.gather(gate.serve(context, serve), return_exceptions=True)
-    assert isinstance(context, CallContext)
-    return context
-
-
-async def test_a_tenant_alone_leaves_room_and_two_share() -> None:
-    target = Target()
-    gate = CallGate(8, Quotas(target.core, lambda _: NO_QUOTA))
-    a, b = (Caller(name, frozenset({Scope.ENGINE}), name) for name in "ab")
-    until = asyncio.Event()
-    first = [asyncio.create_task(hold(gate, a, until)) for _ in range(8)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert gate.in_flight == 6, "three quarters of 8; two were refused"
-    second = [asyncio.create_task(hold(gate, b, until)) for _ in range(2)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert gate.in_flight == 8, "the newcomer gets in"
-    third = asyncio.create_task(hold(gate, a, until))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    until.set()
-    codes = [(await task).code for task in (*first, *second, third)]
-    assert codes.count(grpc.StatusCode.OUT_OF_RANGE) == 3
-    assert [(await task).code for task in second] == [grpc.StatusCode.OK] * 2
-    assert gate.in_flight == 0
-    again: Callable[[], Awaitable[CallContext]] = partial(hold, gate, a, until)
-    assert [(await again()).code for _ in range(9)] == [grpc.StatusCode.OK] * 9, "nothing stays counted"
-
-
-async def test_a_quota_of_calls_in_flight_is_told_by_name() -> None:
-    target = Target()
-    gate = CallGate(8, Quotas(target.core, lambda _: Quota(calls_in_flight=1)))
-    until = asyncio.Event()
-    first = asyncio.create_task(hold(gate, EVERYONE, until))
-    await asyncio.sleep(0)
-    second = await hold(gate, EVERYONE, until)
-    assert second.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "quota calls_in_flight of the shared tenant: 2 is more than the limit of 1" in second.details
-    until.set()
-    assert (await first).code is grpc.StatusCode.OK
 
 
 def test_every_rpc_has_its_scope_and_what_no_rule_names_is_closed() -> None:

@@ -6,13 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.ledger.conservation import audit
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.swap import swap_out
+from cachesvc.ledger.blocks import Hit
+from cachesvc.ledger.holds import Prefetch
+from cachesvc.ledger.pins import WindowPins
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
 from cachesvc.questions.dump import Columns
-from cachesvc.questions.query import Ranking, Tree, block_lines, find_keys, tree_lines
+from cachesvc.questions.query import Ranking, Tree, block_lines, one_key, tree_lines
+from cachesvc.questions.steps import answer_at_once
 from cachesvc.questions.verify import verify_at_once
+from tests.conservation import audit
 from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
 
@@ -69,8 +76,90 @@ def fly_for_nobody(rig: Rig) -> None:
     rig.model.blocks.index.flights[row(rig, "a", "d")] += 1
 
 
-def forget_candidates(rig: Rig) -> None:
-    rig.place().leaves.pop(rig.model.blocks.rank_now(rig.place()))
+def forget_a_candidate(rig: Rig) -> None:
+    assert rig.place().leaves.remove(row(rig, "a", "d"))
+
+
+def file_who_may_not_go(rig: Rig) -> None:
+    rig.place().leaves.filed[row(rig, "a")] = 1
+
+
+def change_a_rank(rig: Rig) -> None:
+    rig.model.blocks.index.stamp[row(rig, "a", "d")] += 1
+
+
+def pin_what_is_absent(rig: Rig) -> None:
+    """A holder there is, so that only the copy is missing."""
+    (lease,) = rig.core.ledger.leases.values()
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.hold(Hit(0, NO_ROW, 2, row(rig, "a", "d")), 99)
+
+
+def hold_a_window_that_is_absent(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.windows = WindowPins(rig.model.blocks, rig.host)
+    held.windows.hold(1, 1, row(rig, "a", "d"))
+
+
+def leave_a_hole_in_a_table(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[0][4] = NO_PAGE
+
+
+def leave_a_hole_in_a_window(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[1][4] = NO_PAGE
+
+
+def write_a_page_that_is_not_its_own(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[0][4] = rig.place().pages[0][row(rig, "a", "d")]
+
+
+def fill_without_a_ticket(rig: Rig) -> None:
+    rig.place().states[1][row(rig, "a", "d")] = FILLING
+
+
+def wait_for_no_ticket(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].loads.append(77)
+
+
+def swap_with_no_ticket(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].swap_ticket = 77
+
+
+def leave_the_host(rig: Rig) -> None:
+    """The host loses a block of a sequence that is swapped out."""
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    rig.settle()
+    rig.host.states[0][row(rig, "a", "b")] = FILLING
+
+
+def spare_a_row_twice(rig: Rig) -> None:
+    rig.model.blocks.index.spare_rows.append(row(rig, "a"))
+
+
+def take_another_chain(rig: Rig) -> None:
+    rig.model.blocks.index.head[row(rig, "a", "b")] = row(rig, "a", "d")
+
+
+def break_a_chain(rig: Rig) -> None:
+    rig.model.blocks.index.continued[row(rig, "a")] = 0
+
+
+def forget_a_flight(rig: Rig) -> None:
+    rig.model.blocks.index.flying.add(row(rig, "a", "d"))
+
+
+def forget_a_pin(rig: Rig) -> None:
+    rig.place().pinned.clear()
 
 
 def swap_keys(rig: Rig) -> None:
@@ -104,6 +193,16 @@ def miscount_pins(rig: Rig) -> None:
     rig.place().counts.pinned -= 1
 
 
+def reserve_for_nobody(rig: Rig) -> None:
+    rig.place().pools[0].reserved += 1
+
+
+def forget_who_fills(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    rig.host.filling.clear()
+
+
 DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (lose_a_child, "3 children counted, 2 there"),
     (sink_too_deep, "depth 7"),
@@ -114,7 +213,23 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (pin_for_nobody, "1 pins counted, 0 holders"),
     (pin_a_window_for_nobody, "window pins counted"),
     (fly_for_nobody, "1 transfers counted, 0 holders"),
-    (forget_candidates, "may be evicted, but no candidate"),
+    (forget_a_candidate, "may go, but is not filed"),
+    (file_who_may_not_go, "filed, but may not go"),
+    (change_a_rank, "which is not its own"),
+    (pin_what_is_absent, "pinned, but its copy is ABSENT"),
+    (hold_a_window_that_is_absent, "a window holds it, but its copy is ABSENT"),
+    (leave_a_hole_in_a_table, "group 0: no page for block 4"),
+    (leave_a_hole_in_a_window, "group 1: no page for block 4"),
+    (write_a_page_that_is_not_its_own, "its table is not the pages of its blocks"),
+    (fill_without_a_ticket, "no ticket moves it"),
+    (wait_for_no_ticket, "waits for ticket 77"),
+    (swap_with_no_ticket, "no ticket 77 swaps it"),
+    (leave_the_host, "is to come from the host, but it is not there"),
+    (spare_a_row_twice, "rows are spare"),
+    (take_another_chain, "but its parent is not"),
+    (break_a_chain, "1 children go on with its chain"),
+    (forget_a_flight, "rows are known in flight"),
+    (forget_a_pin, "rows are known pinned"),
     (swap_keys, "key and row do not agree"),
     (change_a_table, "its table is not the pages of its blocks"),
     (declare_nothing, "keys being computed do not add up"),
@@ -122,6 +237,8 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (count_children_here, "1 children counted, 2 there"),
     (miscount_states, "blocks are READY"),
     (miscount_pins, "blocks are pinned"),
+    (reserve_for_nobody, "1 pages are counted reserved, 0 are"),
+    (forget_who_fills, "but None is known"),
 )
 
 
@@ -140,7 +257,7 @@ def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
     rig = busy()
     index = rig.model.blocks.index
     taken = Columns(rig.model)
-    tree = Tree(rig.core, 1, b"")
+    tree = Tree(rig.model, b"")
     known = dict(index.rows)
     lease = rig.lease("b")
     for turn in range(12):
@@ -157,16 +274,16 @@ def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
 
 def test_a_tree_counts_what_is_below_and_puts_the_biggest_first() -> None:
     rig = busy()
-    rows, truncated = Tree(rig.core, 1, b"").nodes(8, 100)
-    lines = tree_lines(rig.core, 1, rows)
+    rows, truncated = Tree(rig.model, b"").nodes(8, 100)
+    lines = tree_lines(rig.model, rows)
     assert not truncated
     assert [(line.depth, line.descendants) for line in lines] == [(0, 4), (1, 2), (2, 1), (3, 0), (1, 0)]
-    cut, is_cut = Tree(rig.core, 1, b"").nodes(2, 100)
+    cut, is_cut = Tree(rig.model, b"").nodes(2, 100)
     assert (len(cut), is_cut) == (3, True)
-    below, _ = Tree(rig.core, 1, chain("a", "b")[-KEY_BYTES:]).nodes(8, 100)
+    below, _ = Tree(rig.model, chain("a", "b")[-KEY_BYTES:]).nodes(8, 100)
     assert len(below) == 3
     with pytest.raises(NotFound, match="it is not resident"):
-        Tree(rig.core, 1, b"n" * KEY_BYTES)
+        Tree(rig.model, b"n" * KEY_BYTES)
 
 
 def test_rankings_are_those_of_a_plain_sort() -> None:
@@ -179,17 +296,17 @@ def test_rankings_are_those_of_a_plain_sort() -> None:
     recent = sorted(every, key=lambda r: (-index.stamp[r], -index.depth[r]))
     hot = sorted((r for r in every if index.hits[r]), key=lambda r: (-index.hits[r], -index.stamp[r], -index.depth[r]))
     for count in (1, 3, 100):
-        assert Ranking(rig.core, 1, by_hits=False).first(count) == recent[:count]
-        assert Ranking(rig.core, 1, by_hits=True).first(count) == hot[:count]
-    assert block_lines(rig.core, 1, hot)[0].hits == index.hits[hot[0]]
+        assert Ranking(rig.model, by_hits=False).first(count) == recent[:count]
+        assert Ranking(rig.model, by_hits=True).first(count) == hot[:count]
+    assert block_lines(rig.model, hot)[0].hits == index.hits[hot[0]]
 
 
 def test_keys_are_found_by_digits_or_the_search_says_why_not() -> None:
     rig = busy()
     key = chain("a", "b")[-KEY_BYTES:]
 
-    def search(digits: str) -> bytes | None:
-        return list(find_keys(rig.core, 1, digits))[-1]
+    def search(digits: str) -> bytes:
+        return answer_at_once(one_key(rig.model, digits))
 
     for digits in (key.hex(), key.hex()[:9], f" {key.hex()[:8].upper()} "):
         assert search(digits) == key

@@ -2,65 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import KeyReused
-from cachesvc.service.calls import KEEP_BYTES, KEEP_LEAST, Repeats
+from cachesvc.service.repeats import (
+    KEEP_ANSWERS,
+    KEEP_BYTES,
+    KEEP_CONTENTS_BYTES,
+    KEEP_LEAST,
+    KEEP_MOST_BYTES,
+    Repeats,
+    mark_of,
+)
+
+MARK = ("Call", b"")
 
 
-class Calls:
-    """Answers of a size, and how many had to be made."""
-
-    def __init__(self, answer_bytes: int) -> None:
-        self.repeats = Repeats(256)
-        self.made = 0
-        self._text = "x" * answer_bytes
-
-    async def ask(self, request_id: int, contents: bytes = b"") -> cache_pb2.StepResponse:
-        async def call() -> cache_pb2.StepResponse:
-            self.made += 1
-            return cache_pb2.StepResponse(
-                request_id=request_id, error=cache_pb2.OperationError(code="INVALID", message=self._text)
-            )
-
-        answer = await self.repeats.answer(request_id, contents, call)
-        assert isinstance(answer, cache_pb2.StepResponse)
-        return answer
+def kept(answers: int, size_bytes: int) -> list[int]:
+    """Which of so many answers of a size are still known."""
+    repeats = Repeats()
+    text = "x" * size_bytes
+    for number in range(1, answers + 1):
+        repeats.keep(number, MARK, cache_pb2.OperationError(message=text))
+    return [number for number in range(1, answers + 1) if repeats.find(number, MARK) is not None]
 
 
-async def test_small_answers_are_kept_by_count() -> None:
-    calls = Calls(10)
-    for number in range(1, 301):
-        await calls.ask(number)
-    for number in range(45, 301):
-        assert (await calls.ask(number)).request_id == number
-    assert calls.made == 300
-    await calls.ask(44)
-    assert calls.made == 301
+def test_small_answers_are_kept_by_count() -> None:
+    assert kept(300, 10) == list(range(301 - KEEP_ANSWERS, 301))
 
 
-async def test_large_ones_are_kept_as_far_as_their_bytes_allow_and_the_last_few_always() -> None:
-    calls = Calls(KEEP_BYTES // 64)
-    for number in range(1, 201):
-        await calls.ask(number)
-    for number in range(200 - 62, 201):
-        await calls.ask(number)
-    assert calls.made == 200
-    await calls.ask(100)
-    assert calls.made == 201
-    huge = Calls(KEEP_BYTES)
-    for number in range(1, 101):
-        await huge.ask(number)
-    for number in range(101 - KEEP_LEAST + 1, 101):
-        await huge.ask(number)
-    assert huge.made == 100
-    await huge.ask(60)
-    assert huge.made == 101
+def test_large_ones_are_kept_as_far_as_their_bytes_allow() -> None:
+    assert kept(200, KEEP_BYTES // 64) == list(range(201 - 63, 201))
+    assert kept(200, KEEP_MOST_BYTES // 33) == list(range(201 - KEEP_LEAST, 201)), "the last few always"
+    assert kept(40, KEEP_BYTES) == list(range(34, 41)), "but no more than so many bytes"
+    assert kept(5, KEEP_MOST_BYTES) == [5], "whatever it takes, the last one"
 
 
-async def test_an_id_with_other_contents_is_refused() -> None:
-    calls = Calls(1)
-    await calls.ask(7, b"a")
+def test_an_id_with_other_contents_is_refused() -> None:
+    repeats = Repeats()
+    release = cache_pb2.ReleaseRequest(lease_id="a", sequence_id=1)
+    mark = mark_of("Release", release)
+    repeats.keep(7, mark, cache_pb2.ReleaseResponse(freed_pages=3))
+    assert repeats.find(7, mark_of("Release", release)).freed_pages == 3
+    others = [mark_of("Release", cache_pb2.ReleaseRequest(lease_id="a", sequence_id=2)), mark_of("Swap", release)]
+    large = [mark_of("Match", cache_pb2.MatchRequest(keys=bytes([n]) * KEEP_CONTENTS_BYTES)) for n in (1, 1, 2)]
+    assert large[0] == large[1] != large[2]
+    assert isinstance(large[0][1], int), "a request that large is not kept itself"
+    for other in others:
+        with pytest.raises(KeyReused):
+            repeats.find(7, other)
+
+
+async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
+    repeats = Repeats()
+    first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    repeats.begin(1, MARK, first)
+    for number in range(2, 2 + 2 * KEEP_ANSWERS):
+        repeats.keep(number, MARK, cache_pb2.ReleaseResponse())
+    assert repeats.find(1, MARK) is first
     with pytest.raises(KeyReused):
-        await calls.ask(7, b"b")
+        repeats.find(1, ("Other", b""))
+    repeats.end(1)
+    assert repeats.find(1, MARK) is None, "it was not kept: who asks again starts anew"

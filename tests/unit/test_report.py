@@ -16,11 +16,11 @@ from cachesvc_ctl.lab.picture import BLUE, GREEN, MAX_COLUMNS, RED, YELLOW, draw
 from cachesvc_ctl.lab.report import (
     ReplayReport,
     Sample,
-    describe_bytes,
     merge_samples,
     report_json,
     report_table,
 )
+from cachesvc_ctl.text import describe_bytes
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -147,6 +147,11 @@ def test_what_broke_stands_in_the_table() -> None:
     assert "neither (cut off)" in table
     assert REPORT.is_sound
     assert "neither" not in report_table(REPORT)
+
+
+def test_a_tier_that_is_not_there_has_no_line() -> None:
+    assert "hit in storage" in report_table(REPORT)
+    assert "hit in storage" not in report_table(replace(REPORT, storage_hits=0, computed=115))
 
 
 @pytest.mark.parametrize("change", [{"evictions": -1}, {"seconds": float("nan")}, {"seconds": float("inf")}])

@@ -122,7 +122,9 @@ def spans() -> InMemorySpanExporter:
 def tracer_to(spans: InMemorySpanExporter, *, begins_traces: bool = False) -> Tracer:
     provider = TracerProvider(sampler=None if begins_traces else ParentBased(ALWAYS_OFF))
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    return Tracer(provider.get_tracer("test"), begins_traces=begins_traces)
+    tracer = Tracer()
+    tracer.trace_with(provider.get_tracer("test"), begins_traces=begins_traces)
+    return tracer
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from cachesvc.model.errors import CacheError, NotFound, PermissionDenied, Unauthenticated
+from cachesvc.model.errors import CacheError, PermissionDenied, Unauthenticated
 from cachesvc.service.access.undecodable import readable
 from cachesvc.wire.status import (
     AUTHORIZATION_METADATA_KEY,
@@ -127,12 +127,6 @@ def scopes_of(method: str) -> tuple[Scope, ...]:
     if service == "AdminService":
         return _READERS if name.startswith(_READING) else _OPERATORS
     return _SERVICES.get(service, _OPERATORS)
-
-
-def require_own(tenant: str, kind: str, name: object, hint: str = "") -> None:
-    """Raises the very NotFound of a thing that is not there, where it belongs to another tenant than the caller's."""
-    if tenant != caller().acts_for:
-        raise NotFound(kind, name, hint)
 
 
 class Doorkeeper(Protocol):

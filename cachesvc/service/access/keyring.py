@@ -95,7 +95,8 @@ class Keyring:
         self._keys, self._seen = keys, seen
 
     def start(self) -> None:
-        """Begin to look for changes on the running loop."""
+        """Read the file, and begin to look for changes on the running loop. Raises InvalidRequest."""
+        self.load()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:

@@ -7,15 +7,16 @@ tenant, so what a tenant holds is what its pools count, and nothing has to be ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn
 
-from cachesvc.flows.budget import Budget, pool_device_bytes, pool_host_bytes
+from cachesvc.flows.budget import Budget
+from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
-from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
 from cachesvc.model.sizes import parse_size
-from cachesvc.model.words import PageState
+from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
+from cachesvc.questions.view import View
 
 _SIZES = ("device_bytes", "host_bytes")
 
@@ -88,6 +89,11 @@ class Bucket:
             return 0.0
         return (wanted - self.left) / self.per_second
 
+    def charge(self, count: int, now: float) -> None:
+        """Take ``count`` whatever is left. The debt is at most one second's worth, so that it ends."""
+        if self.take(count, now):
+            self.left = max(-float(self.per_second), self.left - count)
+
 
 class Meter:
     """What one tenant asks just now."""
@@ -109,6 +115,11 @@ class Meter:
         if self.calls is not None and (seconds := self.calls.take(1, now)):
             raise self._too_fast("calls_per_second", self.calls.per_second, seconds)
 
+    def charge(self, now: float) -> None:
+        """One call more, of those that are never refused."""
+        if self.calls is not None:
+            self.calls.charge(1, now)
+
     def admit_operations(self, count: int, now: float) -> None:
         """The operations of a step. Raises QuotaExceeded."""
         if self.operations is not None and (seconds := self.operations.take(count, now)):
@@ -117,6 +128,14 @@ class Meter:
     def _too_fast(self, what: str, limit: int, seconds: float) -> QuotaExceeded:
         self.refused += 1
         return QuotaExceeded(self.tenant, what, None, limit, f"try again in {seconds:.3f} s")
+
+
+class TenantLine(NamedTuple):
+    """What a tenant holds and may hold, by the quotas' names; ``limits`` has those that are set."""
+
+    tenant: str
+    used: dict[str, int]
+    limits: dict[str, int]
 
 
 class Quotas:
@@ -139,14 +158,6 @@ class Quotas:
             meter.use(quota)
         return meter
 
-    def quota_of(self, tenant: str) -> Quota:
-        """A tenant's quota now."""
-        return self._of(tenant)
-
-    def tenants(self) -> set[str]:
-        """Tenants that are configured."""
-        return set(self._tenants())
-
     def budget(self, tenant: str) -> Budget:
         """What its pools may take."""
         quota = self._of(tenant)
@@ -155,40 +166,42 @@ class Quotas:
     def check_open(self, tenant: str) -> None:
         """Before a lease is opened. Raises QuotaExceeded."""
         quota = self._of(tenant)
-        if quota.leases and len(held := self._leases(tenant)) >= quota.leases:
+        if quota.leases and len(held := leases_of(self._core, tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
 
-    def check_operation(self, lease_id: str, name: str, message: Any) -> None:
-        """Before an operation that takes something: Match, Allocate, Swap. Raises QuotaExceeded, LeaseLost, NotFound.
-
-        The lease's pages are counted over its sequences only where the tenant as a whole has more than a lease may.
-        """
-        lease = self._core.ledger.lease(lease_id)
-        tenant = self._core.ledger.models[lease.model].tenant
+    def require_sequence(self, call: Call) -> None:
+        """Before a sequence is opened. Raises QuotaExceeded."""
+        tenant, lease = call.model.tenant, call.lease
         quota = self._of(tenant)
-        if quota is NO_QUOTA:
-            return
-        if name == "match":
-            self._check_sequences(tenant, quota, lease)
-            return
-        sequence = lease.sequences.get(message.sequence_id)
-        if sequence is None:
-            return
-        if name == "allocate":
-            fresh = message.blocks - max(sequence.blocks, sequence.hit_blocks)
-            self._check_pages(tenant, quota, lease, max(0, fresh) * lease.groups)
-        elif name == "swap" and sequence.swapped_out:
-            self._check_pages(tenant, quota, lease, len(sequence.swapped))
+        if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
+            self._refuse(tenant, "lease_sequences", len(lease.sequences) + 1, quota.lease_sequences, "release some")
+        if quota.sequences:
+            count = sum(len(each.sequences) for each in leases_of(self._core, tenant))
+            if count >= quota.sequences:
+                self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
 
-    def cap_stock(self, lease: Lease, targets: tuple[int, ...]) -> tuple[int, ...]:
+    def require_blocks(self, call: Call, sequence_id: int, blocks: int) -> None:
+        """Before a sequence's tables become ``blocks`` long. Raises QuotaExceeded."""
+        sequence = call.lease.sequences.get(sequence_id)
+        if sequence is not None:
+            fresh = max(0, blocks - max(sequence.blocks, sequence.hit_blocks))
+            self._require_pages(call, fresh * call.lease.groups)
+
+    def require_swapped(self, call: Call, sequence_id: int) -> None:
+        """Before a sequence that is swapped out gets its pages back. Raises QuotaExceeded."""
+        sequence = call.lease.sequences.get(sequence_id)
+        if sequence is not None and sequence.swapped_out:
+            self._require_pages(call, len(sequence.swapped))
+
+    def cap_stock(self, call: Call, targets: tuple[int, ...]) -> tuple[int, ...]:
         """Stock targets that the quotas leave room for: a stock that cannot be filled is no error."""
-        tenant = self._core.ledger.models[lease.model].tenant
+        lease, tenant = call.lease, call.model.tenant
         quota = self._of(tenant)
         if not (quota.private_pages or quota.lease_private_pages):
             return targets
         left = sum(targets)
         if quota.private_pages:
-            left = min(left, quota.private_pages - self._private(tenant))
+            left = min(left, quota.private_pages - private_pages_of(self._core, tenant))
         if quota.lease_private_pages:
             left = min(left, quota.lease_private_pages - private_pages(lease))
         capped = []
@@ -199,22 +212,17 @@ class Quotas:
             capped.append(min(target, have + more))
         return tuple(capped)
 
-    def _check_sequences(self, tenant: str, quota: Quota, lease: Lease) -> None:
-        if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
-            self._refuse(tenant, "lease_sequences", len(lease.sequences) + 1, quota.lease_sequences, "release some")
-        if quota.sequences:
-            count = sum(len(each.sequences) for each in self._leases(tenant))
-            if count >= quota.sequences:
-                self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
-
-    def _check_pages(self, tenant: str, quota: Quota, lease: Lease, more: int) -> None:
+    def _require_pages(self, call: Call, more: int) -> None:
+        """A lease's pages are counted over its sequences only where its tenant has more than a lease may."""
+        tenant = call.model.tenant
+        quota = self._of(tenant)
         if not more or not (quota.private_pages or quota.lease_private_pages):
             return
-        now = self._private(tenant)
+        now = private_pages_of(self._core, tenant)
         if quota.private_pages and now + more > quota.private_pages:
             self._refuse(tenant, "private_pages", now + more, quota.private_pages, "publish or release some")
         if quota.lease_private_pages and now + more > quota.lease_private_pages:
-            own = private_pages(lease) + more
+            own = private_pages(call.lease) + more
             if own > quota.lease_private_pages:
                 self._refuse(tenant, "lease_private_pages", own, quota.lease_private_pages, "publish or release some")
 
@@ -222,37 +230,15 @@ class Quotas:
         self.meter(tenant).refused += 1
         raise QuotaExceeded(tenant, what, got, limit, hint)
 
-    def _leases(self, tenant: str) -> list[Lease]:
-        ledger = self._core.ledger
-        return [lease for lease in ledger.leases.values() if ledger.models[lease.model].tenant == tenant]
-
-    def _private(self, tenant: str) -> int:
-        return sum(
-            pool.counts[state]
-            for model in self._core.ledger.models.values()
-            if model.tenant == tenant
-            for replica in model.replicas
-            for pool in replica.place.pools
-            for state in (PageState.PRIVATE, PageState.QUARANTINED)
-        )
-
-    def use(self, tenant: str) -> dict[str, int]:
-        """What a tenant holds now, by the quotas' names."""
-        models = [model for model in self._core.ledger.models.values() if model.tenant == tenant]
-        leases = self._leases(tenant)
-        return {
-            "device_bytes": sum(pool_device_bytes(model) for model in models),
-            "host_bytes": sum(pool_host_bytes(model) for model in models),
-            "models": len(models),
-            "leases": len(leases),
-            "sequences": sum(len(lease.sequences) for lease in leases),
-            "private_pages": self._private(tenant),
-            "calls_in_flight": self.meter(tenant).in_flight,
-            "refused": self.meter(tenant).refused,
-        }
-
-
-def private_pages(lease: Lease) -> int:
-    """Pages that a lease holds for itself: its sequences' own, its stock, its quarantine."""
-    own = sum(len(pages) for sequence in lease.sequences.values() for pages in sequence.own)
-    return own + sum(map(len, lease.stock)) + len(lease.quarantine)
+    def lines(self, view: View) -> list[TenantLine]:
+        """Every tenant of the view that has models or is configured."""
+        names = {model.tenant for model in view.models()} | set(filter(view.sight.covers, self._tenants()))
+        return [
+            TenantLine(
+                name,
+                usage(self._core, name) | {"calls_in_flight": meter.in_flight, "refused": meter.refused},
+                {what: limit for what, limit in asdict(self._of(name)).items() if limit},
+            )
+            for name in sorted(names)
+            for meter in (self.meter(name),)
+        ]

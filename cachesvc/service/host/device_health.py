@@ -13,23 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
-from cachesvc.ledger.leases import LeaseState
 from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.host.health import Serving
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
 
 PROBE_SECONDS = 2.0
 """Between two questions to the drivers; a copy that fails tells at once, but is noticed here only at the next look."""
-
-
-class Serving(NamedTuple):
-    """What health checks are to answer."""
-
-    ready: bool
-    live: bool
 
 
 class DeviceHealth:
@@ -44,7 +36,7 @@ class DeviceHealth:
         probe_seconds: float = PROBE_SECONDS,
     ) -> None:
         self._backend = backend
-        self._node = node
+        self._view = node.view()
         self._tell = tell
         self._probe_seconds = probe_seconds
         self._told = Serving(ready=True, live=True)
@@ -68,13 +60,11 @@ class DeviceHealth:
 
     def serving(self) -> Serving:
         """What is so now."""
-        ledger = self._node.core.ledger
         faults = self.faults()
         if not faults:
-            return Serving(ready=not ledger.draining, live=True)
+            return Serving(ready=not self._view.is_draining, live=True)
         others = len(faults) < len(self._backend.devices())
-        leases = any(lease.state is LeaseState.LIVE for lease in ledger.leases.values())
-        return Serving(ready=False, live=others and leases)
+        return Serving(ready=False, live=others and self._view.live_leases > 0)
 
     async def look(self) -> None:
         """Ask the devices, log what is new, and tell what has changed."""
@@ -89,15 +79,22 @@ class DeviceHealth:
                     devices_left=len(self._backend.devices()) - len(self._known),
                     action="restart the daemon when the engines of its other devices can do without it",
                 )
+        await self.tell()
+
+    async def tell(self) -> None:
+        """Tell health checks what is so now, where that has changed."""
         serving = self.serving()
         if serving != self._told:
+            await self._tell(serving)
             self._told = serving
             events.event("serving", ready=serving.ready, live=serving.live)
-            await self._tell(serving)
 
     async def _watch(self) -> None:
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # noqa: BLE001 - the root of a task: without it a lost device would not be noticed
+                events.failure("device_look_broke")
             await asyncio.sleep(self._probe_seconds)
 
 

@@ -10,7 +10,8 @@ stay open.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,8 +22,15 @@ LIVE = "live"
 MAX_PROBE_BYTES = 4096
 CALLS_A_CONNECTION = 8
 CONNECTION_SECONDS = 30
-"""Kubelets connect anew for every probe. There is no limit of calls over all connections: whoever held that many open
+"""Kubelets connect anew for every probe. There is no limit of calls over all connections: a caller that held so many
 would keep probes out, and so have the daemon killed; held calls end with their connection instead."""
+
+
+class Serving(NamedTuple):
+    """What health checks are to answer."""
+
+    ready: bool
+    live: bool
 
 
 class _Checks(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it comes without types
@@ -45,16 +53,36 @@ class _Checks(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it comes
         )
 
 
-class HealthListener:
-    """Serves what ``told`` says on ``address`` (HOST:PORT) until ``close``."""
+class HealthAnswers:
+    """What health checks are answered: for the whole and each of the ``services`` by their full names, and ``live``."""
 
-    def __init__(self, told: health.aio.HealthServicer, address: str) -> None:
-        self._told = told
+    def __init__(self, services: Iterable[str]) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._names = ("", *services)
+
+    async def tell(self, serving: Serving) -> None:
+        """Answer this from now on. ``live`` never follows from the rest: only a supervisor asks for it."""
+        for name in self._names:
+            await self.servicer.set(name, _status(is_serving=serving.ready))
+        await self.servicer.set(LIVE, _status(is_serving=serving.live))
+
+
+def _status(*, is_serving: bool) -> Any:
+    return health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class HealthListener:
+    """Serves what ``told`` says on ``address`` (HOST:PORT; empty: nowhere) until ``close``."""
+
+    def __init__(self, told: HealthAnswers, address: str) -> None:
+        self._told = told.servicer
         self._address = address
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:
-        """Listen and serve; returns the port. Raises Unavailable when the address cannot be had."""
+        """Listen and serve; returns the port (0: none). Raises Unavailable when the address cannot be had."""
+        if not self._address:
+            return 0
         options = [
             ("grpc.max_receive_message_length", MAX_PROBE_BYTES),
             ("grpc.max_metadata_size", MAX_PROBE_BYTES),
@@ -76,7 +104,7 @@ class HealthListener:
         return int(port)
 
     async def close(self) -> None:
-        """Take no more probes. Idempotent."""
+        """Take no further probes. Idempotent."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None

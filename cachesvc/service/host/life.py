@@ -1,9 +1,9 @@
 """The life socket: who is there, told by the kernel, and file descriptors for those who may map memory.
 
-gRPC for Python does not tell the peer of a unix socket, so every process that attaches also connects here. The daemon
-reads the peer's uid and, where the kernel has SO_PEERPIDFD (Linux 6.5), a pidfd that signals when the process has
-ended, also across pid namespaces. On older kernels a pidfd is opened by pid; without a pid the end of the connection
-counts, after a grace.
+gRPC for Python does not tell the peer of a unix socket, so every process that attaches also connects here. A process
+counts as gone when the kernel says that it has ended. Where the kernel cannot name the process itself, but at best its
+number, it counts as gone too some time after its connection has ended: else the pages of a lost lease might wait for
+ever for the end of a process that is not theirs.
 
 Greeting to the peer: ``KVL1``, 16-byte process token, epoch as little-endian u64. Then the peer may ask
 ``FD`` + 16-byte handle token and gets ``OK`` with one descriptor, or ``NO`` and the reason.
@@ -19,15 +19,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.host.peer_process import PeerProcess, peer_process
+from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_GREETING
 
-SO_PEERGROUPS = 59
-SO_PEERPIDFD = 77
-MOST_GROUPS = 256
 TOKEN_BYTES = 16
 MAX_CONNECTIONS = 4096
 ACCEPT_PAUSE_SECONDS = 1.0
@@ -37,8 +35,7 @@ ACCEPT_PAUSE_SECONDS = 1.0
 class _Peer:
     connection: socket.socket
     token: bytes
-    pid: int
-    pidfd: int
+    process: PeerProcess
     is_connected: bool = True
 
 
@@ -47,6 +44,8 @@ class LifeServer:
 
     ``descriptor(token)`` finds the fd of a handle. ``holds(token)``: whether it matters when the process ends, even if
     it has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may connect; others are turned away.
+    ``group``: who may open the socket beside its owner. ``grace_seconds``: how long a process that is not known for
+    certain counts as there after its connection has ended. ``identify``: who connected.
     """
 
     def __init__(
@@ -56,11 +55,13 @@ class LifeServer:
         epoch: int,
         allowed_uids: frozenset[int],
         allowed_gids: frozenset[int] = frozenset(),
+        group: str = "",
         grace_seconds: float,
         arrived: Callable[[bytes, int, int, frozenset[int]], None],
         gone: Callable[[bytes], None],
         descriptor: Callable[[bytes], int | None],
         holds: Callable[[bytes], bool],
+        identify: Callable[[socket.socket], PeerProcess] = peer_process,
     ) -> None:
         self._path = path
         self._epoch = epoch
@@ -71,12 +72,14 @@ class LifeServer:
         self._gone = gone
         self._descriptor = descriptor
         self._holds = holds
+        self._group = group
+        self._identify = identify
         self._peers: dict[bytes, _Peer] = {}
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Listen; the socket file has mode 0600. Raises Unavailable where no socket can be made there."""
+        """Listen; without a group the socket file has mode 0600. Raises Unavailable where no socket can be made."""
         self._loop = asyncio.get_running_loop()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         mask = os.umask(0o177)
@@ -90,12 +93,17 @@ class LifeServer:
             ) from error
         finally:
             os.umask(mask)
-        listener.listen(MAX_CONNECTIONS)  # a restart brings all engines at once
         self._listener = listener
+        try:
+            open_to_group(self._path, self._group)
+        except Unavailable:
+            self.close()
+            raise
+        listener.listen(MAX_CONNECTIONS)  # a restart brings all engines at once
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """End all connections, which tells every engine at once that the daemon is gone."""
+        """End all connections, which tells every engine at once that the daemon is gone. Idempotent."""
         if self._listener is None or self._loop is None:
             return
         self._loop.remove_reader(self._listener)
@@ -103,7 +111,7 @@ class LifeServer:
         self._listener = None
         for peer in list(self._peers.values()):
             self._forget(peer)
-        Path(self._path).unlink(missing_ok=True)
+        remove_socket(self._path)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -118,28 +126,29 @@ class LifeServer:
             self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._accept_again)
             return
         connection.setblocking(False)
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, gid = struct.unpack("iII", raw)
-        gids = _groups_of(connection, gid)
+        process = self._identify(connection)
         self._forget_idle()
         connected = sum(each.is_connected for each in self._peers.values())  # others only wait for their process's end
-        if not (uid in self._allowed or gids & self._allowed_gids) or connected >= MAX_CONNECTIONS:
-            events.warning("life_connection_refused", uid=uid, connections=connected)
+        is_allowed = process.uid in self._allowed or bool(process.gids & self._allowed_gids)
+        if not is_allowed or connected >= MAX_CONNECTIONS:
+            events.warning("life_connection_refused", uid=process.uid, connections=connected)
             connection.close()
+            if process.pidfd >= 0:
+                os.close(process.pidfd)
             return
-        peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), pid, _pidfd_of(connection, pid))
+        peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), process)
         self._peers[peer.token] = peer
-        self._arrived(peer.token, pid, uid, gids)
+        self._arrived(peer.token, process.pid, process.uid, process.gids)
         self._loop.add_reader(connection, partial(self._serve, peer))
-        if peer.pidfd >= 0:
-            self._loop.add_reader(peer.pidfd, partial(self._ended, peer, "process_ended"))
+        if process.pidfd >= 0:
+            self._loop.add_reader(process.pidfd, partial(self._ended, peer, "process_ended"))
         try:
             connection.send(LIFE_GREETING + peer.token + struct.pack("<Q", self._epoch))
         except OSError:
             self._hang_up(peer)
 
     def _forget_idle(self) -> None:
-        """Those who hung up and hold nothing: else one who connects again and again would take every descriptor."""
+        """Disconnected clients without leases: else one who connects again and again would take every descriptor."""
         for peer in list(self._peers.values()):
             if not peer.is_connected and not self._holds(peer.token):
                 self._forget(peer)
@@ -158,7 +167,7 @@ class LifeServer:
         except BlockingIOError:
             return
         except OSError:
-            events.event("life_connection_broke", pid=peer.pid)
+            events.event("life_connection_broke", pid=peer.process.pid)
         self._hang_up(peer)
 
     def _answer(self, peer: _Peer, message: bytes) -> None:
@@ -172,19 +181,19 @@ class LifeServer:
         socket.send_fds(peer.connection, [b"OK"], [descriptor])
 
     def _hang_up(self, peer: _Peer) -> None:
-        """The connection ended. The process counts as gone when its pidfd says so, or after the grace without one."""
+        """The connection ended, though the process may still run; only the kernel's own word for that is waited for."""
         assert self._loop is not None
         if not peer.is_connected:
             return
         peer.is_connected = False
         self._loop.remove_reader(peer.connection)
         peer.connection.close()
-        if peer.pidfd < 0:
+        if not peer.process.is_certain:
             self._loop.call_later(self._grace_seconds, self._ended, peer, "connection_ended")
 
     def _ended(self, peer: _Peer, why: str) -> None:
         if peer.token in self._peers:
-            events.event(why, pid=peer.pid)
+            events.event(why, pid=peer.process.pid)
             self._forget(peer)
             self._gone(peer.token)
 
@@ -195,29 +204,6 @@ class LifeServer:
             peer.is_connected = False
             self._loop.remove_reader(peer.connection)
             peer.connection.close()
-        if peer.pidfd >= 0:
-            self._loop.remove_reader(peer.pidfd)
-            os.close(peer.pidfd)
-            peer.pidfd = -1
-
-
-def _groups_of(connection: socket.socket, gid: int) -> frozenset[int]:
-    """All groups of the peer; only its first one where there are too many, or the kernel (before 4.13) cannot tell."""
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * MOST_GROUPS)
-    except OSError:
-        raw = b""
-    return frozenset((gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
-
-
-def _pidfd_of(connection: socket.socket, pid: int) -> int:
-    """A pidfd of the peer, or -1 where the kernel cannot give one."""
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
-        return int(struct.unpack("i", raw)[0])
-    except OSError:
-        pass  # an older kernel: by pid, which is 0 across pid namespaces
-    try:
-        return os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:
-        return -1
+        if peer.process.pidfd >= 0:
+            self._loop.remove_reader(peer.process.pidfd)
+            os.close(peer.process.pidfd)

@@ -12,7 +12,7 @@ from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
-from cachesvc.service.calls import CallGate
+from cachesvc.service.access.admission import Admission
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
 
@@ -25,6 +25,12 @@ class BoundedSteps(Protocol):
     operations_per_step: int
 
 
+class BoundedDrain(Protocol):
+    """What holds the limit of a drain."""
+
+    drain_seconds: float
+
+
 class Change(NamedTuple):
     """One setting, as text."""
 
@@ -35,15 +41,17 @@ class Change(NamedTuple):
 
 class Reloader:
     """``reread`` gives every setting as the file and the flags have it now; None: there is no file. ``live``: what may
-    change, and how to apply it: these calls may not fail. ``current`` is kept up to date."""
+    change, and how to apply it: these calls may not fail. ``current``, and as text ``shown``, are kept up to date."""
 
     def __init__(
         self,
         current: dict[str, Any],
+        shown: dict[str, str],
         reread: Callable[[], Mapping[str, Any]] | None,
         live: Mapping[str, Callable[[Any], None]],
     ) -> None:
         self._current = current
+        self._shown = shown
         self._reread = reread
         self._live = live
 
@@ -81,11 +89,12 @@ class Reloader:
         for name in different:
             self._live[name](wanted[name])
             self._current[name] = wanted[name]
+            self._shown[name] = str(wanted[name])
         return changes
 
 
 def live_settings(
-    node: Node, gate: CallGate, cache: BoundedSteps, backend: Backend
+    node: Node, admission: Admission, cache: BoundedSteps, backend: Backend, drain: BoundedDrain
 ) -> dict[str, Callable[[Any], None]]:
     """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""
     core = node.core
@@ -102,7 +111,9 @@ def live_settings(
         "write_through_threshold": lambda value: setattr(core, "writing", replace(core.writing, threshold=value)),
         "wait_seconds": partial(setattr, node, "wait_seconds"),
         "operations_per_step": partial(setattr, cache, "operations_per_step"),
-        "calls_in_flight": partial(setattr, gate, "limit"),
+        "calls_in_flight": partial(setattr, admission.work, "limit"),
+        "waiting_calls": partial(setattr, admission.waits, "limit"),
+        "waiting_calls_per_process": partial(setattr, admission.waits, "each"),
         "log_level": lambda value: logging.getLogger().setLevel(value.upper()),
-        "drain_seconds": lambda _: None,  # the daemon's own: read when it ends
+        "drain_seconds": partial(setattr, drain, "drain_seconds"),
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from cachesvc.model.words import PageState
 from cachesvc.questions import status
-from cachesvc.service.node import Node
+from cachesvc.questions.view import View
 
 SAMPLE_SECONDS = 1.0
 KEPT_SAMPLES = 600
@@ -19,8 +19,8 @@ KEPT_SAMPLES = 600
 class Samples:
     """A ring of samples, one a second; costs some ten microseconds each."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, view: View) -> None:
+        self._view = view
         self._ring: deque[dict[str, Any]] = deque(maxlen=KEPT_SAMPLES)
         self._task: asyncio.Task[None] | None = None
         self._number = 0
@@ -43,9 +43,8 @@ class Samples:
             self._take(max(0.0, time.monotonic() - began - SAMPLE_SECONDS))
 
     def _take(self, late_seconds: float) -> None:
-        core = self._node.core
-        models = core.ledger.models.values()
-        hits, moved = status.hits(models), status.transfers(core.ledger.tickets.running.values(), core.counters)
+        models = self._view.models()
+        hits, moved = status.hits(models), status.transfers(self._view.running(), self._view.counters)
         device = dict.fromkeys(PageState, 0)
         host = dict.fromkeys(PageState, 0)
         for pool in status.pools(models):

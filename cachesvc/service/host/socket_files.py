@@ -1,14 +1,100 @@
-"""Who may open a socket's file: its owner alone, or a group of the system as well."""
+"""The files of the daemon's sockets: whose they are, who may open them, and what a killed daemon has left.
+
+Whether somebody answers on a socket does not tell whether its files can be taken over: a daemon that ends has let go of
+it, yet still has memory to give back, and would then remove the files of the next one. So a daemon holds a lock beside
+its socket until nothing of it is left. A killed daemon's lock is free.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import fcntl
 import grp
 import os
+import socket
+import stat
+import time
 from pathlib import Path
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.wire.status import LIFE_SUFFIX
 
 GROUP_MODE = 0o660
+LOCK_SUFFIX = ".lock"
+TAKE_SECONDS = 30.0
+"""How long a daemon waits for one that is ending: to unpin a large host pool takes a while."""
+LOOK_SECONDS = 0.02
+MOST_GROUP = (1 << 32) - 2
+"""The number above it means no change."""
+
+
+class SocketClaim:
+    """The right to serve on the socket ``path``, held from ``take`` to ``release``."""
+
+    def __init__(self, path: str, wait_seconds: float = TAKE_SECONDS) -> None:
+        self._socket = path
+        self._path = path + LOCK_SUFFIX
+        self._wait_seconds = wait_seconds
+        self._held: list[int] = []
+
+    async def take(self) -> None:
+        """Wait for a daemon that is ending, and remove what a killed one has left.
+
+        Raises Unavailable where one runs, or the files cannot be had.
+        """
+        if not Path(self._path).parent.is_dir():
+            raise Unavailable(
+                f"the folder of the socket {self._socket} does not exist; make it or choose another --socket"
+            )
+        until = time.monotonic() + self._wait_seconds
+        while not self._try():
+            if _answers(self._socket):
+                raise Unavailable(
+                    f"socket {self._socket} is in use by a running daemon; stop it or choose another --socket"
+                )
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"another daemon holds {self._path} and does not serve: it is starting or ending for more than "
+                    f"{self._wait_seconds:g} s; stop it or choose another --socket"
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            _make_way(self._socket)
+            _make_way_for_life(self._socket + LIFE_SUFFIX)
+        except Unavailable:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the next daemon have it. Idempotent."""
+        while self._held:
+            Path(self._path).unlink(missing_ok=True)
+            os.close(self._held.pop())
+
+    def _try(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise Unavailable(
+                f"cannot make the socket {self._socket}: {self._path}: {error.strerror}; choose another --socket, or "
+                "let the daemon write to its folder"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
+        except (BlockingIOError, FileNotFoundError):  # held; or its holder has just removed it
+            is_ours = False
+        if is_ours:
+            self._held.append(descriptor)
+        else:
+            os.close(descriptor)
+        return is_ours
+
+
+def remove_socket(path: str) -> None:
+    """Remove a socket's file, if it is still there."""
+    Path(path).unlink(missing_ok=True)
 
 
 def open_to_group(path: str, group: str) -> None:
@@ -19,14 +105,62 @@ def open_to_group(path: str, group: str) -> None:
     """
     if not group:
         return
+    number = group_number(group)
     try:
-        number = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
         os.chown(path, -1, number)
         Path(path).chmod(GROUP_MODE)
-    except (KeyError, OverflowError) as error:
-        raise Unavailable(f"socket_group: there is no group {group!r} here; name another or give its number") from error
     except OSError as error:
         raise Unavailable(
             f"cannot give the socket {path} to group {group}: {error.strerror}; the daemon must run as root or be a "
             "member of that group"
         ) from error
+
+
+def group_number(group: str) -> int:
+    """The number of a group that is named, or given by its number. Raises Unavailable."""
+    try:
+        number = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        number = MOST_GROUP + 1
+    if number > MOST_GROUP:
+        raise Unavailable(f"socket_group: there is no group {group!r} here; name another or give its number")
+    return number
+
+
+def _answers(path: str) -> bool:
+    """True where somebody listens on the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _make_way(path: str) -> None:
+    """Remove a socket file that nobody listens on.
+
+    Raises Unavailable when somebody does, or when the file is not a socket.
+    """
+    if not os.path.lexists(path):
+        return
+    _require_socket(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        result = probe.connect_ex(path)
+    if result == 0:
+        raise Unavailable(f"socket {path} is in use by a running daemon; stop it or choose another --socket")
+    if result not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise Unavailable(f"{path} exists and is not a socket of ours ({os.strerror(result)}); choose another --socket")
+    remove_socket(path)
+
+
+def _make_way_for_life(path: str) -> None:
+    """Remove the life socket that a killed daemon left; holding the lock tells that no daemon runs.
+
+    Raises Unavailable for a file that is not a socket.
+    """
+    if os.path.lexists(path):
+        _require_socket(path)
+        remove_socket(path)
+
+
+def _require_socket(path: str) -> None:
+    """Raises Unavailable for a file of another kind, which is somebody's and not ours to remove."""
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise Unavailable(f"{path} exists and is not a socket; move it away or choose another --socket")

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from cachesvc import __version__
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.words import PageState
-from cachesvc.questions import status
-from cachesvc.service.access.owners import SHOWN
+from cachesvc.questions.status import PoolLine, status
+from cachesvc.questions.view import Sight
+from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
 from cachesvc.service.node import Node
 
@@ -34,19 +34,22 @@ CONNECTIONS_MAX = 32
 
 
 class WebPage:
-    """Runs on the daemon's loop. ``listen``: HOST:PORT, checked to be loopback."""
+    """Runs on the daemon's loop. ``listen``: HOST:PORT, checked to be loopback; empty: nowhere. ``port``: 0 there."""
 
-    def __init__(self, node: Node, listen: str, backend: str) -> None:
-        self._node = node
+    def __init__(self, node: Node, listen: str, facts: Facts) -> None:
+        self._view = node.view(Sight(whole_ids=False))
         host, _, port = listen.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
-        self._backend = backend
-        self._samples = Samples(node)
+        self._host, self._wanted_port = host.strip("[]"), port
+        self._facts = facts
+        self.port = 0
+        self._samples = Samples(self._view)
         self._server: Any = None
         self._task: Task[None] | None = None
 
-    async def start(self) -> int:
-        """Listen and serve; returns the port. Raises Unavailable: packages missing, or the port taken."""
+    async def start(self) -> None:
+        """Listen and serve. Raises Unavailable: packages missing, or the port taken."""
+        if not self._wanted_port:
+            return
         try:
             import uvicorn
         except ImportError as error:
@@ -54,9 +57,9 @@ class WebPage:
                 f"web_listen needs the Python module {error.name}; pip install 'cachesvc[web]', or serve without it"
             ) from error
         listening = self._listen()
-        port = int(listening.getsockname()[1])
+        self.port = int(listening.getsockname()[1])
         config = uvicorn.Config(
-            self._app(allowed_hosts(port)),
+            self._app(allowed_hosts(self.port)),
             http="h11",
             ws="none",
             lifespan="off",
@@ -78,19 +81,18 @@ class WebPage:
         self._samples.start()
         self._server = QuietServer(config)
         self._task = create_task(self._server.serve([listening]))
-        return port
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind(("127.0.0.1" if self._host == "localhost" else self._host, self._port))
+            listening.bind(("127.0.0.1" if self._host == "localhost" else self._host, int(self._wanted_port)))
             listening.listen(CONNECTIONS_MAX)
         except OSError as error:
             listening.close()
             raise Unavailable(
-                f"cannot serve the page on {self._host}:{self._port}: {error}; choose another --web-listen"
+                f"cannot serve the page on {self._host}:{self._wanted_port}: {error}; choose another --web-listen"
             ) from error
         listening.setblocking(False)
         return listening
@@ -134,25 +136,22 @@ class WebPage:
 
     def status(self, since: int) -> dict[str, Any]:
         """What the page shows; samples only after the one numbered ``since``."""
-        node, core = self._node, self._node.core
-        models = core.ledger.models.values()
-        leases = [status.lease_line(core, lease, lease.id[:SHOWN], node.now()) for lease in core.ledger.leases.values()]
-        hits = status.hits(models)
+        facts = self._facts
+        found, models = status(self._view, facts.lease_seconds), self._view.models()
+        leases = found.leases[:MOST_LISTED]
         return {
-            "version": __version__,
-            "backend": self._backend,
-            "epoch": str(node.epoch),
-            "uptime_seconds": round(node.now() - node.started, 1),
-            "lease_seconds": node.lease_seconds,
-            "draining": core.ledger.draining,
-            "attention": status.attention(core, models, leases, node.lease_seconds),
+            "version": facts.version,
+            "backend": facts.backend,
+            "epoch": str(facts.epoch),
+            "uptime_seconds": round(facts.uptime_seconds, 1),
+            "lease_seconds": facts.lease_seconds,
+            "draining": found.draining,
+            "attention": [*found.attention, *facts.attention()],
             "models": [{"id": model.id, "name": model.name, "blocks": len(model.blocks.index)} for model in models],
-            "pools": [_pool(line) for line in status.pools(models)][:MOST_LISTED],
-            "hits": {**hits._asdict(), "missed_blocks": hits.missed_blocks},
-            "transfers": status.transfers(core.ledger.tickets.running.values(), core.counters)._asdict(),
-            "leases": [
-                {**line._asdict(), "silent_seconds": round(line.silent_seconds, 1)} for line in leases[:MOST_LISTED]
-            ],
+            "pools": [_pool(line) for line in found.pools][:MOST_LISTED],
+            "hits": {**found.hits._asdict(), "missed_blocks": found.hits.missed_blocks},
+            "transfers": found.transfers._asdict(),
+            "leases": [{**line._asdict(), "silent_seconds": round(line.silent_seconds, 1)} for line in leases],
             "sample_seconds": SAMPLE_SECONDS,
             "samples": self._samples.since(since),
         }
@@ -167,7 +166,7 @@ FIXED_HEADERS = {
 }
 
 
-def _pool(line: status.PoolLine) -> dict[str, Any]:
+def _pool(line: PoolLine) -> dict[str, Any]:
     return {
         "model": line.model,
         "place": line.place,

@@ -2,223 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from itertools import chain, islice
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
-from cachesvc.flows import admin
-from cachesvc.flows.core import ticket_view
-from cachesvc.memory.host_pool import HostPool
-from cachesvc.model.errors import CacheError
-from cachesvc.questions.query import MAX_LISTED
+from cachesvc.model.errors import CacheError, InvalidRequest
+from cachesvc.questions.explanation import explain
+from cachesvc.questions.listing import models, sequences, tickets
+from cachesvc.questions.query import blocks, tree
+from cachesvc.questions.status import Status, lease_lines, status
+from cachesvc.questions.steps import Question
+from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
-from cachesvc.service.access.owners import (
-    is_visible,
-    shown_lease,
-    shown_namespace,
-    visible_leases,
-    visible_model,
-    visible_models,
-)
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.access.tenants import list_tenants
 from cachesvc.service.access.undecodable import require_read
-from cachesvc.service.calls import CallGate, Context, refuse
-from cachesvc.service.device_line import DeviceLine
-from cachesvc.service.host.device_health import DeviceHealth
+from cachesvc.service.administration import Administration
+from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.reload import Change
 from cachesvc.service.inspection import Inspection
-from cachesvc.service.node import Node
-from cachesvc.service.rpc.explain import explain
-from cachesvc.service.rpc.status_view import lease_to_proto, shown_leases, status_to_proto
-from cachesvc.telemetry import events
-from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
+from cachesvc.service.rpc import index_messages, status_messages
+from cachesvc.service.rpc.edge import Context, Edge, refuse
+from cachesvc.service.time_slices import TimeSlices
 
-__all__ = ["AdminService", "DeviceLine"]
+Answer = TypeVar("Answer")
+Reply = TypeVar("Reply", bound=Message)
 
-DEFAULT_LISTED = 1024
+DUMP_BLOCKS = 8192
+DUMP_BLOCKS_MAX = 65536
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Reads the ledger on the loop's thread; nothing here waits."""
+    """Each call is a question to the ledger and its answer as a message, or a deed of ``Administration``."""
 
     def __init__(
         self,
-        node: Node,
-        gate: CallGate,
-        host_pool: HostPool,
+        edge: Edge,
         inspection: Inspection,
-        config: dict[str, str],
-        devices: Sequence[DeviceLine],
-        on_drain: Callable[[], Awaitable[None]],
-        health: DeviceHealth,
+        administration: Administration,
+        facts: Facts,
+        quotas: Quotas,
         reload: Callable[[], list[Change]],
-        quotas: Quotas | None = None,
     ) -> None:
-        self._node = node
-        self._gate = gate
-        self._host_pool = host_pool
+        self._edge = edge
         self._inspection = inspection
-        self._config = config
-        self._devices = devices
-        self._on_drain = on_drain
-        self._health = health
-        self._reload_config = reload
+        self._administration = administration
+        self._facts = facts
         self._quotas = quotas
-        self._evictions: dict[int, int] = {}
+        self._reload_settings = reload
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        return await self._gate.serve(context, partial(self._status, request))
-
-    async def _status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
-        shown = status_to_proto(self._node, self._config, self._host_pool, self._devices, self._health)
+        question = partial(status, silence_limit_seconds=self._facts.lease_seconds)
+        shown = await self._ask(context, request, question, self._status_to_proto)
         if request.brief:
             shown.ClearField("config")
             shown.ClearField("counters")
         return shown
 
     async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> admin_pb2.ListModelsResponse:
-        return await self._gate.serve(context, self._models)
-
-    async def _models(self) -> admin_pb2.ListModelsResponse:
-        ledger = self._node.core.ledger
-        models = []
-        for model in visible_models(self._node.core):
-            replicas = [
-                admin_pb2.ReplicaStatus(
-                    replica=replica.id,
-                    devices=replica.devices,
-                    leases=sum(
-                        lease.model == model.id and lease.replica == replica.id for lease in ledger.leases.values()
-                    ),
-                )
-                for replica in model.replicas
-            ]
-            models.append(
-                admin_pb2.ModelStatus(
-                    model_id=model.id,
-                    model=model.name,
-                    namespace=shown_namespace(model),
-                    namespace_hex=shown_namespace(model).hex(),
-                    layout=layout_to_proto(model.layout),
-                    replicas=replicas,
-                    blocks=len(model.blocks.index),
-                    host_pages=model.host_pages,
-                    device_pages=model.replicas[0].device_pages if model.replicas else (),
-                )
-            )
-        return admin_pb2.ListModelsResponse(models=models)
+        return await self._ask(context, request, models, status_messages.models_to_proto)
 
     async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> admin_pb2.ListLeasesResponse:
-        return await self._gate.serve(context, self._leases)
-
-    async def _leases(self) -> admin_pb2.ListLeasesResponse:
-        return admin_pb2.ListLeasesResponse(leases=[lease_to_proto(line) for line in shown_leases(self._node)])
+        return await self._ask(context, request, lease_lines, status_messages.leases_to_proto)
 
     async def ListTenants(
         self, request: inspect_pb2.ListTenantsRequest, context: Context
     ) -> inspect_pb2.ListTenantsResponse:
-        return await self._gate.serve(context, partial(list_tenants, self._node.core, self._quotas))
+        return await self._ask(context, request, self._quotas.lines, status_messages.tenants_to_proto)
 
     async def ListSequences(
         self, request: admin_pb2.ListSequencesRequest, context: Context
     ) -> admin_pb2.ListSequencesResponse:
-        return await self._gate.serve(context, partial(self._sequences, request), request)
-
-    async def _sequences(self, request: admin_pb2.ListSequencesRequest) -> admin_pb2.ListSequencesResponse:
-        limit = min(request.limit or DEFAULT_LISTED, MAX_LISTED)
-        core = self._node.core
-        every = (
-            (shown_lease(core, lease), sequence)
-            for lease in visible_leases(core)
-            if request.lease_id in ("", lease.id, shown_lease(core, lease))
-            for sequence in lease.sequences.values()
-            if sequence.id >= 0
-        )
-        listed = list(islice(every, limit + 1))
-        lines = [
-            admin_pb2.SequenceStatus(
-                lease_id=lease_id,
-                sequence_id=sequence.id,
-                blocks=sequence.blocks,
-                sealed_blocks=sequence.sealed,
-                private_pages=sum(len(own) for own in sequence.own),
-                swapped_out=sequence.swapped_out,
-                failed=sequence.failed,
-            )
-            for lease_id, sequence in listed[:limit]
-        ]
-        return admin_pb2.ListSequencesResponse(sequences=lines, truncated=len(listed) > limit)
-
-    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
-        return await self._gate.serve(context, partial(self._inspection.blocks, request), request)
-
-    async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
-        return await self._gate.serve(context, partial(explain, self._node, request), request)
-
-    async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
-        return await self._gate.serve(context, partial(self._inspection.tree, request), request)
+        question = partial(sequences, lease_id=request.lease_id, limit=request.limit)
+        return await self._ask(context, request, question, status_messages.sequences_to_proto)
 
     async def ListTickets(
         self, request: admin_pb2.ListTicketsRequest, context: Context
     ) -> admin_pb2.ListTicketsResponse:
-        return await self._gate.serve(context, partial(self._tickets, request), request)
+        question = partial(tickets, limit=request.limit)
+        return await self._ask(context, request, question, status_messages.tickets_to_proto)
 
-    async def _tickets(self, request: admin_pb2.ListTicketsRequest) -> admin_pb2.ListTicketsResponse:
-        book = self._node.core.ledger.tickets
-        every = chain(book.running.values(), reversed(book.ended.values()))
-        newest_first = (ticket for ticket in every if is_visible(self._node.core, ticket))
-        limit = min(request.limit or 64, MAX_LISTED)
-        return admin_pb2.ListTicketsResponse(
-            tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in islice(newest_first, limit)]
+    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
+        question = partial(
+            blocks,
+            model_id=request.model_id,
+            keys=request.keys,
+            digits=request.key_hex,
+            by_hits=request.order == admin_pb2.BLOCK_ORDER_HITS,
+            limit=request.limit,
         )
+        return await self._ask_in_slices(context, request, question, index_messages.blocks_to_proto)
 
-    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        return await self._gate.serve(context, self._drain)
+    async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
+        question = partial(
+            tree,
+            model_id=request.model_id,
+            key=request.key,
+            digits=request.key_hex,
+            depth=request.depth,
+            limit=request.limit,
+        )
+        return await self._ask_in_slices(context, request, question, index_messages.tree_to_proto)
 
-    async def _drain(self) -> admin_pb2.DrainResponse:
-        live = admin.drain(self._node.core)
-        await self._on_drain()
-        events.event("draining", live_leases=live)
-        return admin_pb2.DrainResponse(live_leases=live)
-
-    async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
-        return await self._gate.serve(context, partial(self._evict, request), request)
-
-    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
-        if request.request_id and request.request_id in self._evictions:
-            return admin_pb2.EvictResponse(evicted=self._evictions[request.request_id])
-        visible_model(self._node.core, request.model_id)
-        flow = partial(admin.evict, self._node.core, request.model_id, request.tier, request.blocks)
-        evicted = self._node.run(flow)
-        if request.request_id:
-            self._evictions[request.request_id] = evicted
-            while len(self._evictions) > DEFAULT_LISTED:
-                self._evictions.pop(next(iter(self._evictions)))
-        events.event("evicted_by_operator", model=request.model_id, tier=request.tier, blocks=evicted)
-        return admin_pb2.EvictResponse(evicted=evicted)
+    async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
+        question = partial(explain, model_id=request.model_id, prefix=request.key_prefix, events=request.events)
+        return await self._ask_in_slices(context, request, question, index_messages.explanation_to_proto)
 
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
-        return await self._gate.serve(context, partial(self._inspection.verify, request))
-
-    async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
-        return await self._gate.serve(context, self._reload)
-
-    async def _reload(self) -> inspect_pb2.ReloadResponse:
-        changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_config()]
-        return inspect_pb2.ReloadResponse(changes=changes)
+        return await self._serve(context, request, partial(self._inspection.verify, request))
 
     async def DumpIndex(
         self, request: inspect_pb2.DumpIndexRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.DumpIndexResponse]:
         try:
             require_read()
-            async with aclosing(self._inspection.dump(request)) as parts:  # also where the caller goes half way
+            async with aclosing(self._dump(request)) as parts:  # also where the caller goes half way
                 async for part in parts:
                     caller().check()
                     yield part
         except CacheError as error:
             await refuse(context, error)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        return await self._serve(context, request, self._drain)
+
+    async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
+        return await self._serve(context, request, partial(self._evict, request))
+
+    async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
+        return await self._serve(context, request, self._reload)
+
+    # -- how a call is served ----------------------------------------------------------------------------------
+
+    async def _serve(self, context: Context, request: Any, call: Callable[[], Awaitable[Reply]]) -> Reply:
+        name = type(request).DESCRIPTOR.name.removesuffix("Request")
+        return await self._edge.ask(context, f"AdminService/{name}", request, call)
+
+    async def _ask(
+        self, context: Context, request: Any, question: Callable[[View], Answer], convert: Callable[[Answer], Reply]
+    ) -> Reply:
+        """A question that is answered in one go."""
+
+        async def call() -> Reply:
+            return convert(question(self._inspection.view()))
+
+        return await self._serve(context, request, call)
+
+    async def _ask_in_slices(
+        self,
+        context: Context,
+        request: Any,
+        question: Callable[[View], Question[Answer]],
+        convert: Callable[[Answer], Reply],
+    ) -> Reply:
+        """A question that lets others go on meanwhile."""
+
+        async def call() -> Reply:
+            return convert(await TimeSlices().answer(question(self._inspection.view())))
+
+        return await self._serve(context, request, call)
+
+    def _status_to_proto(self, found: Status) -> admin_pb2.GetStatusResponse:
+        return status_messages.status_to_proto(found, self._facts, caller())
+
+    async def _dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncGenerator[inspect_pb2.DumpIndexResponse]:
+        count = request.blocks_per_message or DUMP_BLOCKS
+        if count > DUMP_BLOCKS_MAX:
+            raise InvalidRequest(f"blocks_per_message is {count}; at most {DUMP_BLOCKS_MAX}")
+        async with self._inspection.dump(request.model_id) as taken:
+            yield index_messages.head_to_proto(taken, self._facts.version, self._facts.eviction)
+            for first in range(0, taken.columns.blocks, count):
+                yield await asyncio.to_thread(index_messages.rows_to_proto, taken.columns, first, count)
+
+    async def _drain(self) -> admin_pb2.DrainResponse:
+        return admin_pb2.DrainResponse(live_leases=await self._administration.drain())
+
+    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        return await self._administration.evict(self._inspection.view(), request)
+
+    async def _reload(self) -> inspect_pb2.ReloadResponse:
+        changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_settings()]
+        return inspect_pb2.ReloadResponse(changes=changes)

@@ -1,4 +1,4 @@
-"""EngineService on the wire: models, and the handles by which engines map their pools."""
+"""EngineService: models, and the handles by which engines map their pools."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from functools import partial
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
 from cachesvc.flows.budget import Budget
-from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import attach, detach
 from cachesvc.flows.models import PoolWish, register
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
-from cachesvc.service.access.auth import caller
-from cachesvc.service.access.owners import require_lease
+from cachesvc.questions.owned import require_no_others
+from cachesvc.service.access.admission import Kind
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls import CallGate, Context
+from cachesvc.service.dispatch import Ask, Method
 from cachesvc.service.host.device_health import require_working
-from cachesvc.service.node import Node
+from cachesvc.service.rpc.edge import Context, Edge
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
@@ -25,20 +24,27 @@ from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Register, Attach, Detach."""
 
-    def __init__(self, node: Node, gate: CallGate, backend: Backend, quotas: Quotas | None = None) -> None:
-        self._node = node
-        self._gate = gate
+    def __init__(self, edge: Edge, backend: Backend, quotas: Quotas | None = None) -> None:
+        self._edge = edge
+        self._node = edge.dispatcher.node
         self._backend = backend
         self._quotas = quotas
-
-    def _budget(self) -> Budget:
-        tenant = caller().acts_for
-        return Budget(tenant) if self._quotas is None else self._quotas.budget(tenant)
+        self.register = Method("EngineService/Register", self._register)
+        self.attach = Method("EngineService/Attach", self._attach, Kind.WORK, lambda m: m.lease_id)
+        self.detach = Method("EngineService/Detach", self._detach, Kind.LIFE, lambda m: m.lease_id)
 
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
-        return await self._gate.serve(context, partial(self._register, request), request)
+        return await self._edge.answer(self.register, request, context)
 
-    async def _register(self, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
+    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> engine_pb2.AttachResponse:
+        return await self._edge.answer(self.attach, request, context)
+
+    async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:
+        return await self._edge.answer(self.detach, request, context)
+
+    # -- what they do ------------------------------------------------------------------------------------------
+
+    def _register(self, ask: Ask, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
         node = self._node
         layout = layout_from_proto(request.layout)
         require_working(self._backend, tuple(request.devices) or self._backend.devices()[: layout.ranks])
@@ -53,7 +59,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             _wish(request, "device_pool"),
             _wish(request, "host_pool"),
             node.now(),
-            self._budget(),
+            self._budget(ask.who.acts_for),
         )
         made = node.run(flow)
         if not made.existed:
@@ -76,14 +82,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             existed=made.existed,
         )
 
-    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> engine_pb2.AttachResponse:
-        return await self._gate.serve(context, partial(self._attach, request), request)
+    def _budget(self, tenant: str) -> Budget:
+        return Budget(tenant) if self._quotas is None else self._quotas.budget(tenant)
 
-    async def _attach(self, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
+    def _attach(self, ask: Ask, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
         node = self._node
-        require_lease(node.core, request.lease_id)
-        call = resolve(node.core.ledger, request.lease_id, node.now())
-        node.run(partial(attach, node.core, call, request.rank, request.process_token))
+        call = self._edge.dispatcher.resolve(ask)
+        node.run_of(call.model.id, attach, node.core, call, request.rank, request.process_token)
         model, replica = call.model, call.replica
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
@@ -102,12 +107,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             timeline=_handle(timeline.handle),
         )
 
-    async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:
-        return await self._gate.serve(context, partial(self._detach, request), request)
-
-    async def _detach(self, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:
-        require_lease(self._node.core, request.lease_id)
-        self._node.run(partial(detach, self._node.core, request.lease_id, request.rank, request.process_token))
+    def _detach(self, ask: Ask, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:
+        node = self._node
+        require_no_others(node.core, ask.lease, request.lease_id)
+        model = 0 if ask.lease is None else ask.lease.model
+        node.run_of(model, detach, node.core, request.lease_id, request.rank, request.process_token)
         return engine_pb2.DetachResponse()
 
 

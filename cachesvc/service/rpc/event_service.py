@@ -12,14 +12,16 @@ import asyncio
 import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
-from cachesvc.flows.follow import BlockRun, Changes, Feed, find_model
-from cachesvc.ledger.ledger import Model
+from cachesvc.flows.counters import Count
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
 from cachesvc.model.words import Tier
-from cachesvc.service.access.auth import UNPROVEN, caller
+from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
+from cachesvc.questions.view import View
+from cachesvc.service.access.auth import caller
+from cachesvc.service.access.owners import sight
 from cachesvc.service.access.undecodable import require_read
-from cachesvc.service.calls import Context, refuse
 from cachesvc.service.node import Node
+from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
 
@@ -30,11 +32,11 @@ GOODBYE_SECONDS = 1.0
 
 
 class _Subscriber:
-    """A feed, when to look at it again, and why it ends, once it has to. ``tenant`` None: it sees all of them."""
+    """A feed of what it may see, when to look at it again, and why it ends, once it has to."""
 
-    def __init__(self, feed: Feed, tenant: str | None) -> None:
+    def __init__(self, view: View, feed: Feed) -> None:
+        self.view = view
         self.feed = feed
-        self.tenant = tenant
         self.wake = asyncio.Event()
         self.cut: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
 
@@ -74,14 +76,14 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception:  # noqa: BLE001 - the root of a call
-            events.failure("call_broke")
+            events.failure("call_broke", method="EventService/Subscribe", model=0)
             await context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to serve this call; its log says why")
 
     async def _serve(self, subscriber: _Subscriber, context: Context) -> None:
         """Follow until the caller hangs up, or has to be told why its stream ends."""
         counters = self._node.core.counters
         self._subscribers.add(subscriber)
-        self._node.core.count("event_subscriptions")
+        self._node.core.count(Count.EVENT_SUBSCRIPTIONS)
         counters["event_subscribers"] = len(self._subscribers)
         try:
             await self._follow(subscriber, context)
@@ -92,21 +94,20 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             self._subscribers.discard(subscriber)
             counters["event_subscribers"] = len(self._subscribers)
         if isinstance(why, SubscriberTooSlow):
-            self._node.core.count("event_subscribers_cut_off")
+            self._node.core.count(Count.EVENT_SUBSCRIBERS_CUT_OFF)
             events.warning("subscriber_cut_off", behind=why.behind, kept=why.keep)
         await _say_goodbye(context, why)
 
     def _begin(self, request: event_pb2.SubscribeRequest) -> _Subscriber:
         require_read()
         check_fields(request)
-        who = caller()
-        tenant = None if who.sees_all else who.acts_for
-        self._require_room(tenant)
-        return _Subscriber(self._feed_of(request), tenant)
+        view = self._node.view(sight())
+        self._require_room(view.sight.tenant)
+        return _Subscriber(view, self._feed_of(view, request))
 
     def _require_room(self, tenant: str | None) -> None:
         """One tenant has its share of the limit while others follow, and three quarters alone. Raises LimitExceeded."""
-        following = [each.tenant for each in self._subscribers]
+        following = [each.view.sight.tenant for each in self._subscribers]
         if len(following) >= self._limit:
             raise LimitExceeded("event subscribers", len(following) + 1, self._limit)
         if tenant is None:
@@ -116,11 +117,8 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         if own >= share:
             raise LimitExceeded("event subscribers of this tenant", own + 1, share)
 
-    def _feed_of(self, request: event_pb2.SubscribeRequest) -> Feed:
-        core = self._node.core
-        who = caller()
-        by_number = who.sees_all and who not in UNPROVEN
-        model = find_model(core, request.model_id, request.namespace, sees_all=by_number, sees=who.sees)
+    def _feed_of(self, view: View, request: event_pb2.SubscribeRequest) -> Feed:
+        model = find_model(view, request.model_id, request.namespace)
         after = request.after_sequence_number if request.HasField("after_sequence_number") else None
         if request.snapshot:
             return Feed(model, snapshot=True)
@@ -129,12 +127,11 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         return Feed(model, snapshot=False, after=after)
 
     async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
-        model = subscriber.feed.model
-        who = caller()
+        model, who = subscriber.feed.model, caller()
         while True:
             if subscriber.cut.done():
                 raise subscriber.cut.result()
-            self._require_there(model)
+            _require_there(subscriber)
             who.check()
             subscriber.wake.clear()
             changes = subscriber.feed.next()
@@ -144,12 +141,8 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             who.check()  # its token may have been taken back since
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
-    def _require_there(self, model: Model) -> None:
-        if self._node.core.ledger.models.get(model.id) is not model:
-            raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
-
     def _changed(self) -> None:
-        """A flow has run. Whoever follows is told in a moment, together with what follows."""
+        """A flow has run. Subscribers are told in a moment, together with what follows."""
         if self._subscribers and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._tell)
@@ -159,13 +152,19 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         for subscriber in self._subscribers:
             feed = subscriber.feed
             try:
-                self._require_there(feed.model)  # whoever hangs in an answer would keep all of it in memory
+                _require_there(subscriber)  # one that hangs in an answer would keep all of it in memory
             except NotFound as gone:
                 subscriber.end(gone)
             if feed.is_overrun:
                 subscriber.end(SubscriberTooSlow(feed.behind, feed.model.blocks.journal.keep))
             else:
                 subscriber.wake.set()
+
+
+def _require_there(subscriber: _Subscriber) -> None:
+    model = subscriber.feed.model
+    if not subscriber.view.has(model):
+        raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
 
 
 async def _send(subscriber: _Subscriber, context: Context, message: event_pb2.SubscribeResponse) -> None:

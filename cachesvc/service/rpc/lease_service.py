@@ -1,39 +1,62 @@
-"""LeaseService on the wire."""
+"""LeaseService: Open, KeepAlive, Close."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
+from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import close_lease, open_lease, pause_write_backs
-from cachesvc.service.access.auth import caller
-from cachesvc.service.access.owners import require_lease, require_model
+from cachesvc.questions.owned import require_model, require_no_others
+from cachesvc.service.access.admission import Kind
+from cachesvc.service.access.owners import is_of_another_epoch, shown_id
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls import CallGate, Context
-from cachesvc.service.node import Node
+from cachesvc.service.dispatch import Ask, Method
+from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.telemetry import events
 
 
 class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
-    """Open, KeepAlive, Close."""
+    """Each call in one turn of the loop. A heartbeat is a sign of life whatever becomes of it."""
 
-    def __init__(self, node: Node, gate: CallGate, quotas: Quotas | None = None) -> None:
-        self._node = node
-        self._gate = gate
+    def __init__(self, edge: Edge, quotas: Quotas | None = None) -> None:
+        self._edge = edge
+        self._node = edge.dispatcher.node
+        self._dispatcher = edge.dispatcher
         self._quotas = quotas
+        self.open = Method("LeaseService/Open", self._open)
+        self.keep_alive = Method("LeaseService/KeepAlive", self._beat, Kind.LIFE, lambda m: m.lease_id)
+        self.close = Method("LeaseService/Close", self._close, Kind.LIFE, lambda m: m.lease_id)
 
     async def Open(self, request: lease_pb2.OpenRequest, context: Context) -> lease_pb2.OpenResponse:
-        return await self._gate.serve(context, partial(self._open, request), request)
+        return await self._edge.answer(self.open, request, context)
 
-    async def _open(self, request: lease_pb2.OpenRequest) -> lease_pb2.OpenResponse:
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
+    ) -> AsyncIterator[lease_pb2.KeepAliveResponse]:
+        parent = self._edge.parent(context)
+        async for request in request_iterator:
+            await self._edge.require_read(self.keep_alive, context)
+            served = self._edge.serve(self.keep_alive, request, context, parent)
+            assert not isinstance(served, asyncio.Future), "a heartbeat never waits"
+            if isinstance(served, OperationError):
+                await end_with(context, served)
+            yield served
+
+    async def Close(self, request: lease_pb2.CloseRequest, context: Context) -> lease_pb2.CloseResponse:
+        return await self._edge.answer(self.close, request, context)
+
+    # -- what they do ------------------------------------------------------------------------------------------
+
+    def _open(self, ask: Ask, request: lease_pb2.OpenRequest) -> lease_pb2.OpenResponse:
         node = self._node
-        require_model(node.core, request.model_id, request.namespace)
+        require_model(node.core, ask.who.acts_for, request.model_id, request.namespace)
         if self._quotas is not None:
-            self._quotas.check_open(caller().acts_for)
-        flow = partial(
+            self._quotas.check_open(ask.who.acts_for)
+        lease = node.run_of(
+            request.model_id,
             open_lease,
             node.core,
             request.model_id,
@@ -43,32 +66,28 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             request.request_id,
             node.now(),
         )
-        lease = node.run(flow)
-        events.event("lease_opened", lease=lease.id, engine=lease.engine, model=lease.model, replica=lease.replica)
+        events.event(
+            "lease_opened", lease=shown_id(lease.id), engine=lease.engine, model=lease.model, replica=lease.replica
+        )
         return lease_pb2.OpenResponse(
             lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
         )
 
-    async def KeepAlive(
-        self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
-    ) -> AsyncIterator[lease_pb2.KeepAliveResponse]:
-        async for request in request_iterator:
-            yield await self._gate.serve(context, partial(self._beat, request), request, is_rated=False)
-
-    async def _beat(self, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
-        node, lease_id = self._node, request.lease_id
-        require_lease(node.core, lease_id)
-        call = resolve(node.core.ledger, lease_id, node.now())
+    def _beat(self, ask: Ask, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
+        node = self._node
+        lease_id = self._dispatcher.live_lease(ask).id
         if request.pause_write_backs_ms:
-            node.run(partial(pause_write_backs, node.core, call, request.pause_write_backs_ms))
-        draining = node.core.ledger.draining
+            milliseconds = request.pause_write_backs_ms
+            node.run_call(self._dispatcher.resolve(ask), lambda core, call: pause_write_backs(core, call, milliseconds))
+        draining = node.view().is_draining
         return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)
 
-    async def Close(self, request: lease_pb2.CloseRequest, context: Context) -> lease_pb2.CloseResponse:
-        return await self._gate.serve(context, partial(self._close, request), request)
-
-    async def _close(self, request: lease_pb2.CloseRequest) -> lease_pb2.CloseResponse:
-        require_lease(self._node.core, request.lease_id)
-        self._node.run(partial(close_lease, self._node.core, request.lease_id, quiesced=request.quiesced))
-        events.event("lease_closed", lease=request.lease_id, quiesced=request.quiesced)
+    def _close(self, ask: Ask, request: lease_pb2.CloseRequest) -> lease_pb2.CloseResponse:
+        node, lease_id = self._node, request.lease_id
+        require_no_others(node.core, ask.lease, lease_id)
+        if is_of_another_epoch(lease_id, node.epoch):
+            return lease_pb2.CloseResponse()
+        model = 0 if ask.lease is None else ask.lease.model
+        node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced)
+        events.event("lease_closed", lease=shown_id(lease_id), quiesced=request.quiesced)
         return lease_pb2.CloseResponse()

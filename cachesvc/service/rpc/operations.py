@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core
 from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import publish
-from cachesvc.flows.recycle import extend, recycle
+from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
+from cachesvc.flows.stock import extend
 from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Urgency
+from cachesvc.service.access.quota import Quotas
+from cachesvc.service.dispatch import Ask, Dispatcher
+from cachesvc.service.node import Flow
 from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
@@ -30,34 +35,54 @@ from cachesvc.wire.convert import (
     swapped_to_proto,
 )
 
-Flow = Callable[[Core, Call], Any]
-"""Answers, or says what to wait for and is run again with a new Call."""
+
+class OfSequence(Protocol):
+    """A message that names a sequence."""
+
+    sequence_id: int
 
 
-class Operation(NamedTuple):
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A")
+R = TypeVar("R", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation(Generic[Q, A, R]):
     """``begin(message)`` gives the flow, to be run until it does not wait; ``reply(answer)`` its message.
 
-    What a call has to remember from one run of its flow to the next is made in ``begin``.
+    What a call has to remember from one run of its flow to the next is made in ``begin``. ``of`` is the operation's
+    message in a Step, ``into`` its place in a result. ``sequence``: whose order within a Step it keeps; None: nobody's.
+    ``quota`` is held right before each run.
     """
 
-    begin: Callable[[Any], Flow]
-    reply: Callable[[Any], Message]
+    name: str
+    begin: Callable[[Q], Flow[A]]
+    reply: Callable[[A], R]
+    of: Callable[[cache_pb2.StepOperation], Q]
+    into: Callable[[cache_pb2.OperationResult], R]
+    sequence: Callable[[Q], int] | None
+    quota: Callable[[Quotas, Call, Q], None] | None = None
 
 
-def _match(m: cache_pb2.MatchRequest) -> Flow:
+def _sequence_of(m: OfSequence) -> int:
+    return m.sequence_id
+
+
+def _match(m: cache_pb2.MatchRequest) -> Flow[Matched]:
     sharing = Sharing()
     return lambda core, call: match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing)
 
 
-def _allocate(m: cache_pb2.AllocateRequest) -> Flow:
+def _allocate(m: cache_pb2.AllocateRequest) -> Flow[Allocated]:
     return lambda core, call: allocate(core, call, m.sequence_id, m.blocks)
 
 
-def _publish(m: cache_pb2.PublishRequest) -> Flow:
+def _publish(m: cache_pb2.PublishRequest) -> Flow[Published]:
     return lambda core, call: publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks)
 
 
-def _swap(m: cache_pb2.SwapRequest) -> Flow:
+def _swap(m: cache_pb2.SwapRequest) -> Flow[Swapped]:
     if m.direction == cache_pb2.SWAP_DIRECTION_OUT:
         return lambda core, call: swap_out(core, call, m.sequence_id)
     if m.direction == cache_pb2.SWAP_DIRECTION_IN:
@@ -65,30 +90,110 @@ def _swap(m: cache_pb2.SwapRequest) -> Flow:
     raise InvalidRequest("swap needs a direction, OUT or IN")
 
 
-def _recycle(m: cache_pb2.RecycleRequest) -> Flow:
+def _recycle(m: cache_pb2.RecycleRequest) -> Flow[Recycled]:
     return lambda core, call: recycle(core, call, m.sequence_id, m.computed_tokens, cells_from_proto(m.pages))
 
 
-def _release(m: cache_pb2.ReleaseRequest) -> Flow:
+def _release(m: cache_pb2.ReleaseRequest) -> Flow[int]:
     return lambda core, call: release(core, call, m.sequence_id)
 
 
-def _prefetch(m: cache_pb2.PrefetchRequest) -> Flow:
+def _prefetch(m: cache_pb2.PrefetchRequest) -> Flow[Prefetched]:
     sharing = Sharing(Urgency.BACKGROUND)
     return lambda core, call: prefetch(core, call, m.keys, sharing)
 
 
-def _extend(m: cache_pb2.ExtendRequest) -> Flow:
+def _extend(m: cache_pb2.ExtendRequest) -> Flow[int]:
     return lambda core, call: extend(core, call, m.sequence_id, cells_from_proto(m.pages))
 
 
-OPERATIONS: dict[str, Operation] = {
-    "match": Operation(_match, matched_to_proto),
-    "allocate": Operation(_allocate, allocated_to_proto),
-    "publish": Operation(_publish, published_to_proto),
-    "swap": Operation(_swap, swapped_to_proto),
-    "recycle": Operation(_recycle, recycled_to_proto),
-    "release": Operation(_release, lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed)),
-    "prefetch": Operation(_prefetch, prefetched_to_proto),
-    "extend": Operation(_extend, lambda blocks: cache_pb2.ExtendResponse(blocks=blocks)),
+MATCH: Operation[cache_pb2.MatchRequest, Matched, cache_pb2.MatchResponse] = Operation(
+    "match",
+    _match,
+    matched_to_proto,
+    of=lambda step: step.match,
+    into=lambda result: result.match,
+    sequence=_sequence_of,
+    quota=lambda quotas, call, _: quotas.require_sequence(call),
+)
+ALLOCATE: Operation[cache_pb2.AllocateRequest, Allocated, cache_pb2.AllocateResponse] = Operation(
+    "allocate",
+    _allocate,
+    allocated_to_proto,
+    of=lambda step: step.allocate,
+    into=lambda result: result.allocate,
+    sequence=_sequence_of,
+    quota=lambda quotas, call, m: quotas.require_blocks(call, m.sequence_id, m.blocks),
+)
+PUBLISH: Operation[cache_pb2.PublishRequest, Published, cache_pb2.PublishResponse] = Operation(
+    "publish",
+    _publish,
+    published_to_proto,
+    of=lambda step: step.publish,
+    into=lambda result: result.publish,
+    sequence=_sequence_of,
+)
+SWAP: Operation[cache_pb2.SwapRequest, Swapped, cache_pb2.SwapResponse] = Operation(
+    "swap",
+    _swap,
+    swapped_to_proto,
+    of=lambda step: step.swap,
+    into=lambda result: result.swap,
+    sequence=_sequence_of,
+    quota=lambda quotas, call, m: quotas.require_swapped(call, m.sequence_id),
+)
+RECYCLE: Operation[cache_pb2.RecycleRequest, Recycled, cache_pb2.RecycleResponse] = Operation(
+    "recycle",
+    _recycle,
+    recycled_to_proto,
+    of=lambda step: step.recycle,
+    into=lambda result: result.recycle,
+    sequence=_sequence_of,
+)
+RELEASE: Operation[cache_pb2.ReleaseRequest, int, cache_pb2.ReleaseResponse] = Operation(
+    "release",
+    _release,
+    lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed),
+    of=lambda step: step.release,
+    into=lambda result: result.release,
+    sequence=_sequence_of,
+)
+PREFETCH: Operation[cache_pb2.PrefetchRequest, Prefetched, cache_pb2.PrefetchResponse] = Operation(
+    "prefetch",
+    _prefetch,
+    prefetched_to_proto,
+    of=lambda step: step.prefetch,
+    into=lambda result: result.prefetch,
+    sequence=None,
+)
+EXTEND: Operation[cache_pb2.ExtendRequest, int, cache_pb2.ExtendResponse] = Operation(
+    "extend",
+    _extend,
+    lambda blocks: cache_pb2.ExtendResponse(blocks=blocks),
+    of=lambda step: step.extend,
+    into=lambda result: result.extend,
+    sequence=_sequence_of,
+)
+
+OPERATIONS: dict[str, Operation[Any, Any, Any]] = {
+    row.name: row for row in (MATCH, ALLOCATE, PUBLISH, SWAP, RECYCLE, RELEASE, PREFETCH, EXTEND)
 }
+"""By the name that StepOperation and OperationResult have for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs operations under a lease. ``quotas``: None where no tenants are configured."""
+
+    dispatcher: Dispatcher
+    quotas: Quotas | None
+
+    def run(self, ask: Ask, operation: Operation[Q, A, R], message: Q, flow: Flow[A]) -> A | Wait:
+        """Run the flow once, with everything looked up anew. Raises what refuses the operation."""
+        return self.run_under(self.dispatcher.resolve(ask), operation, message, flow)
+
+    def run_under(self, call: Call, operation: Operation[Q, A, R], message: Q, flow: Flow[A]) -> A | Wait:
+        """As ``run``, with what was looked up in this turn of the loop."""
+        if operation.quota is not None and self.quotas is not None:
+            operation.quota(self.quotas, call, message)
+        return self.dispatcher.node.run_call(call, flow)

@@ -6,58 +6,20 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
+from cachesvc_ctl.command import Command, at_least_one, count, flag
 from cachesvc_ctl.daemon_process import DaemonProcess
 from cachesvc_ctl.lab.picture import draw_picture
 from cachesvc_ctl.lab.replay import ReplayFailed, ReplayPlan, ReplayRun
 from cachesvc_ctl.lab.report import report_json, report_table
 from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
 from cachesvc_ctl.lab.trace import TraceRequest, read_trace
+from cachesvc_ctl.part_file import part_file
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 EVICTIONS = ("deepest_first", "lfu", "lru")
 CHUNK_BYTES = 1 << 30
 SLAB_SLACK_BYTES = 1 << 20
-
-
-def add_commands(commands: Any) -> None:
-    """Add them to the parser."""
-    replay = commands.add_parser("replay", help="replay a trace through a daemon and check every hit's bytes")
-    add = replay.add_argument
-    add("trace", metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format")
-    add("--socket", metavar="PATH", help="use the daemon there instead of starting one")
-    add("--backend", choices=("shm", "cuda"), default="shm", help="memory of the daemon that is started (default shm)")
-    add("--engines", type=_positive, default=1, metavar="N", help="engine processes (default 1)")
-    add(
-        "--device-blocks",
-        type=_blocks,
-        default="100%",
-        metavar="D",
-        help="device pool, in blocks or %% of the distinct",
-    )
-    add("--host-blocks", type=_blocks, default="0", metavar="H", help="host pool, likewise (default 0)")
-    add("--write-policy", choices=WRITE_POLICIES, default="write_back", help="default write_back")
-    add("--eviction", choices=EVICTIONS, default="lru", help="default lru")
-    add("--block-bytes", type=_positive, default=4096, metavar="B", help="bytes of a block, a multiple of 8 * layers")
-    add("--block-tokens", type=_positive, default=512, metavar="T", help="tokens of a trace block (default 512)")
-    add("--layers", type=_positive, default=1, metavar="L", help="planes that share a block's bytes (default 1)")
-    add("--limit", type=_positive, metavar="R", help="replay only the first R requests")
-    add("--kill-every", type=float, default=0, metavar="SECONDS", help="kill an engine that often, and start it again")
-    add("--json", metavar="OUT", help="write the report there; the picture goes beside it")
-    add("--picture", metavar="PNG", help="write the picture there")
-    replay.set_defaults(command=_replay)
-    synth = commands.add_parser("synth", help="write a synthetic trace: chats over shared system prompts")
-    synth.add_argument("out", metavar="OUT", help="a .jsonl file")
-    synth.add_argument("--requests", type=_positive, default=1000, metavar="N")
-    synth.add_argument("--seed", type=int, default=0, metavar="S")
-    synth.set_defaults(command=_synth)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def _blocks(text: str) -> tuple[float, bool]:
@@ -67,28 +29,75 @@ def _blocks(text: str) -> tuple[float, bool]:
     return float(text.removesuffix("%")), text.endswith("%")
 
 
+class Replay(Command):
+    """A daemon of its own, unless one is named, and engines that check every byte."""
+
+    name = "replay"
+    about = "replay a trace through a daemon and check every hit's bytes"
+    flags = (
+        flag("trace", metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format"),
+        flag("--socket", metavar="PATH", help="use the daemon there instead of starting one"),
+        flag("--backend", choices=("shm", "cuda"), default="shm", help="memory of the started daemon (default shm)"),
+        flag("--engines", type=at_least_one, default=1, metavar="N", help="engine processes (default 1)"),
+        flag("--device-blocks", type=_blocks, default="100%", metavar="D", help="device pool, in blocks or %% of all"),
+        flag("--host-blocks", type=_blocks, default="0", metavar="H", help="host pool, likewise (default 0)"),
+        flag("--write-policy", choices=WRITE_POLICIES, default="write_back", help="default write_back"),
+        flag("--eviction", choices=EVICTIONS, default="lru", help="default lru"),
+        flag("--block-bytes", type=at_least_one, default=4096, metavar="B", help="of a block, 8 * layers * n"),
+        flag("--block-tokens", type=at_least_one, default=512, metavar="T", help="of a trace's block (default 512)"),
+        flag("--layers", type=at_least_one, default=1, metavar="L", help="planes that share a block (default 1)"),
+        flag("--limit", type=at_least_one, metavar="R", help="replay only the first R requests"),
+        flag("--kill-every", type=float, default=0, metavar="SECONDS", help="kill an engine and start it again"),
+        flag("--json", metavar="OUT", help="write the report there; the picture goes beside it"),
+        flag("--picture", metavar="PNG", help="write the picture there"),
+    )
+
+    def run(self) -> int:
+        """1 where the report is not sound. Raises TraceError, ReplayFailed, DaemonFailed."""
+        said = self.arguments
+        requests = list(read_trace(Path(said.trace), block_tokens=said.block_tokens, limit=said.limit))
+        plan = _plan(said, requests)
+        if said.socket:
+            report = ReplayRun(plan, said.socket, requests).run()
+        else:
+            with DaemonProcess(_daemon_flags(plan, said.backend)) as daemon:
+                report = ReplayRun(plan, daemon.socket, requests).run()
+        print(report_table(report))
+        picture = said.picture
+        if said.json:
+            with part_file(Path(said.json)) as part:
+                part.write_text(report_json(report) + "\n", encoding="utf-8")
+            picture = picture or str(Path(said.json).with_suffix(".png"))
+        if picture:
+            with part_file(Path(picture)) as part:
+                draw_picture(report, part)
+            print(f"picture: {picture}", file=sys.stderr)
+        return 0 if report.is_sound else 1
+
+
+class Synth(Command):
+    """No daemon is needed."""
+
+    name = "synth"
+    about = "write a synthetic trace: chats over shared system prompts"
+    epilog = "The same numbers give the same bytes. Example: cachesvc synth t.jsonl && cachesvc replay t.jsonl"
+    flags = (
+        flag("out", type=Path, metavar="OUT", help="a file whose name ends in .jsonl; what was there is replaced"),
+        flag("--requests", type=at_least_one, default=1000, metavar="N", help="prompts in it (default 1000)"),
+        flag("--seed", type=count, default=0, metavar="S", help="another number, another trace (default 0)"),
+    )
+
+    def run(self) -> int:
+        """Leaves no file unless it is whole. Raises TraceError, OSError."""
+        spec = SyntheticTraceSpec(requests=self.arguments.requests, seed=self.arguments.seed)
+        written = write_synthetic_trace(self.arguments.out, spec)
+        print(f"{self.arguments.out}: {self.arguments.requests:,} requests, {written:,} bytes")
+        return 0
+
+
 def _resolve(wish: tuple[float, bool], distinct: int) -> int:
     number, is_percent = wish
     return max(1, int(distinct * number / 100)) if is_percent and number else int(number)
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    requests = list(read_trace(Path(arguments.trace), block_tokens=arguments.block_tokens, limit=arguments.limit))
-    plan = _plan(arguments, requests)
-    if arguments.socket:
-        report = ReplayRun(plan, arguments.socket, requests).run()
-    else:
-        with DaemonProcess(_daemon_flags(plan, arguments.backend)) as daemon:
-            report = ReplayRun(plan, daemon.socket, requests).run()
-    print(report_table(report))
-    picture = arguments.picture
-    if arguments.json:
-        Path(arguments.json).write_text(report_json(report) + "\n", encoding="utf-8")
-        picture = picture or str(Path(arguments.json).with_suffix(".png"))
-    if picture:
-        draw_picture(report, Path(picture))
-        print(f"picture: {picture}", file=sys.stderr)
-    return 0 if report.is_sound else 1
 
 
 def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> ReplayPlan:
@@ -131,10 +140,3 @@ def _daemon_flags(plan: ReplayPlan, backend: str) -> list[str]:
         "--eviction": plan.eviction,
     }
     return [part for pair in flags.items() for part in pair]
-
-
-def _synth(arguments: argparse.Namespace) -> int:
-    spec = SyntheticTraceSpec(requests=arguments.requests, seed=arguments.seed)
-    written = write_synthetic_trace(Path(arguments.out), spec)
-    print(f"{arguments.out}: {arguments.requests} requests, {written} bytes")
-    return 0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from cachesvc_ctl.extras import MissingExtraError
 from cachesvc_ctl.lab.histogram import LOWEST_MS
-from cachesvc_ctl.lab.report import CONSERVED, ReplayReport, Sample, describe_bytes
+from cachesvc_ctl.lab.report import CONSERVED, ReplayReport, Sample
+from cachesvc_ctl.text import describe_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -16,16 +16,25 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from cachesvc_client.client import CacheClient
-from cachesvc_client.errors import LoadFailed, PoolExhausted
+from cachesvc_client.errors import DaemonUnavailable, LoadFailed, PoolExhausted
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.sequence import Sequence
+from cachesvc_client.wire.credentials import PATIENT_OPTIONS
+from cachesvc_client.wire.settings import Retries, Timeouts
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_ctl.lab.page_pattern import PagePattern
 
 LOAD_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
+"""How long a call may take, and how long to try to connect: a busy machine makes a replay longer, not fail."""
+RETRY_SECONDS = 0.1
+TIMEOUTS = Timeouts(
+    attach_s=PATIENCE_SECONDS, call_s=PATIENCE_SECONDS, step_s=PATIENCE_SECONDS, close_s=PATIENCE_SECONDS
+)
+RETRIES = Retries(attempts=10)
 T = TypeVar("T")
 
 
@@ -122,11 +131,26 @@ class ReplayEngine:
             outcome.timed("load", lambda ticket=ticket: self._pool.wait_ticket(ticket, LOAD_SECONDS))  # type: ignore[misc]
 
 
+def connect(settings: EngineSettings, limit_seconds: float = PATIENCE_SECONDS) -> CacheClient:
+    """A connected client. Raises DaemonUnavailable once nobody has answered for ``limit_seconds``."""
+    until = time.monotonic() + limit_seconds
+    client = CacheClient(
+        settings.socket, engine=settings.name, timeouts=TIMEOUTS, retries=RETRIES, options=PATIENT_OPTIONS
+    )
+    while True:
+        try:
+            return client.connect()
+        except DaemonUnavailable:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(RETRY_SECONDS)
+
+
 def main() -> None:
     """Serve until standard input ends."""
     settings = EngineSettings(**json.loads(sys.argv[1]))
     layout = opaque(block_bytes=settings.block_bytes, block_tokens=settings.block_tokens, layers=settings.layers)
-    with CacheClient(settings.socket, engine=settings.name) as client:
+    with connect(settings) as client:
         registration = client.register(
             settings.model, layout, device_pages=[settings.device_blocks], host_pages=[settings.host_blocks]
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from cachesvc_ctl.lab.histogram import LatencyHistogram
+from cachesvc_ctl.text import describe_bytes
 
 CONSERVED = "ok"
 
@@ -145,17 +146,6 @@ def report_table(report: ReplayReport) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def describe_bytes(count: float) -> str:
-    """A number of bytes with a binary unit, four digits at most before the point: `12 B`, `3.42 GiB`."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.2f} {unit}"
-    return f"{count / 1024:,.2f} TiB"
-
-
 def _percentiles(histogram: LatencyHistogram) -> dict[str, float | int | None]:
     if histogram.count == 0:
         return {"p50": None, "p99": None, "count": 0}
@@ -187,7 +177,7 @@ def _block_lines(report: ReplayReport) -> list[str]:
         ("blocks", report.blocks),
         ("  hit on device", report.device_hits),
         ("  hit on host", report.host_hits),
-        ("  hit in storage", report.storage_hits),
+        *([("  hit in storage", report.storage_hits)] if report.storage_hits else []),
         ("  computed", report.computed),
     ]
     if report.lost_blocks:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from cachesvc_ctl.lab.trace import DEFAULT_BLOCK_TOKENS, TraceError
+from cachesvc_ctl.part_file import part_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,12 @@ class _History:
 
 
 def write_synthetic_trace(path: Path | str, spec: SyntheticTraceSpec) -> int:
-    """Writes plain `.jsonl` over what was there and returns its bytes. TraceError for another suffix."""
+    """Writes plain `.jsonl` over what was there, once it is whole, and returns its bytes. TraceError for another
+    suffix, OSError."""
     path = Path(path)
     if path.suffix != ".jsonl":
         raise TraceError(path, None, "a synthetic trace is written as plain .jsonl", "Name a file that ends in .jsonl")
-    with path.open("w", encoding="utf-8", newline="\n") as file:
+    with part_file(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
         return sum(file.write(json.dumps(line) + "\n") for line in generate_trace(spec))
 
 

@@ -473,11 +473,16 @@ class ModelStatus(_message.Message):
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     NAMESPACE_HEX_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     model: _builtins.str
     namespace: _builtins.bytes
     blocks: _builtins.int
     namespace_hex: _builtins.str
+    out_of_service: _builtins.str
+    """Why calls of the model are refused: one met a defect of the daemon. Empty: they are served. A Verify that finds the
+    model sound puts it back.
+    """
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -498,10 +503,11 @@ class ModelStatus(_message.Message):
         host_pages: _abc.Iterable[_builtins.int] | None = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         namespace_hex: _builtins.str = ...,
+        out_of_service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_pages", b"device_pages", "host_pages", b"host_pages", "layout", b"layout", "model", b"model", "model_id", b"model_id", "namespace", b"namespace", "namespace_hex", b"namespace_hex", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_pages", b"device_pages", "host_pages", b"host_pages", "layout", b"layout", "model", b"model", "model_id", b"model_id", "namespace", b"namespace", "namespace_hex", b"namespace_hex", "out_of_service", b"out_of_service", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -564,7 +570,7 @@ class LeaseStatus(_message.Message):
     state: _builtins.str
     """"live", or "quarantined"."""
     silent_seconds: _builtins.float
-    """Since its last call or beat."""
+    """Since its last call or heartbeat."""
     sequences: _builtins.int
     private_pages: _builtins.int
     """In sequences, in its stock, and in quarantine."""
@@ -707,6 +713,7 @@ class ListBlocksRequest(_message.Message):
     KEY_HEX_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
+    """0: the only model there is; without one the answer is empty."""
     keys: _builtins.bytes
     """Packed keys of blocks to show."""
     limit: _builtins.int
@@ -849,6 +856,7 @@ class GetTreeRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     KEY_HEX_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
+    """0: the only model there is; without one the answer is empty."""
     key: _builtins.bytes
     """Empty: from the root. How a key begins will do where only one does so."""
     depth: _builtins.int
@@ -1025,6 +1033,7 @@ class EvictRequest(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     model_id: _builtins.int
+    """0: the only model there is; without one nothing is evicted."""
     tier: _builtins.str
     """"device" or "host"."""
     blocks: _builtins.int

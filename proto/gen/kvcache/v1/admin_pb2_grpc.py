@@ -182,7 +182,8 @@ class AdminServiceServicer(object):
 
     def Verify(self, request, context):
         """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
-        of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile.
+        of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
+        out of service and is found sound is served again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,7 +58,8 @@ class AdminServiceStub:
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
     """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
-    of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile.
+    of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
+    out of service and is found sound is served again.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
@@ -94,7 +95,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
     """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
-    of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile.
+    of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
+    out of service and is found sound is served again.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
@@ -193,7 +195,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.VerifyResponse, _abc.Awaitable[_admin_pb2.VerifyResponse]]:
         """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
-        of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile.
+        of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
+        out of service and is found sound is served again.
         """
 
     @_abc_1.abstractmethod

@@ -673,8 +673,12 @@ Global___OperationResult: _TypeAlias = OperationResult  # noqa: Y015
 
 @_typing.final
 class StepRequest(_message.Message):
-    """Operations are applied in order, each with its own result; one that fails does not undo the others. The lease_id and
-    request_id inside of operations are ignored: the step's count.
+    """Each operation has its own result; one that fails does not undo the others. Those of one sequence are applied in
+    order. Those of different sequences too, as long as none has to wait for transfers: one that waits holds up the later
+    operations of its own sequence alone, and all others are applied meanwhile. So where an operation needs what another
+    sequence gives back or publishes, it belongs into a later step. The answer comes when all have ended, at the latest
+    after the daemon's wait_seconds. Then a defect of the daemon's (INTERNAL) ends the step: what comes after it is refused
+    as UNAVAILABLE, "not carried out". The lease_id and request_id inside of operations are ignored: the step's count.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -683,8 +687,11 @@ class StepRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     STOCK_PAGES_FIELD_NUMBER: _builtins.int
+    NO_WAIT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
+    no_wait: _builtins.bool
+    """Nothing waits: an operation that would have to is refused as DEADLINE, and the transfers that it needs go on."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepOperation]: ...
     @_builtins.property
@@ -698,10 +705,11 @@ class StepRequest(_message.Message):
         request_id: _builtins.int = ...,
         operations: _abc.Iterable[Global___StepOperation] | None = ...,
         stock_pages: _abc.Iterable[_builtins.int] | None = ...,
+        no_wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "operations", b"operations", "request_id", b"request_id", "stock_pages", b"stock_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "no_wait", b"no_wait", "operations", b"operations", "request_id", b"request_id", "stock_pages", b"stock_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

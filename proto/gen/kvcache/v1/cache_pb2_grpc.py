@@ -142,7 +142,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """Any of the above, many sequences at a time, once for each engine iteration.
+        """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
+        after another: one that waits holds up those behind it, and nobody else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

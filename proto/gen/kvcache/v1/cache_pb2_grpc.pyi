@@ -53,7 +53,9 @@ class CacheServiceStub:
     WaitTickets: _grpc.UnaryUnaryMultiCallable[_cache_pb2.WaitTicketsRequest, _cache_pb2.WaitTicketsResponse]
     """State of tickets; waits up to wait_ms for them to end."""
     Step: _grpc.StreamStreamMultiCallable[_cache_pb2.StepRequest, _cache_pb2.StepResponse]
-    """Any of the above, many sequences at a time, once for each engine iteration."""
+    """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
+    after another: one that waits holds up those behind it, and nobody else.
+    """
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
@@ -77,7 +79,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     WaitTickets: _aio.UnaryUnaryMultiCallable[_cache_pb2.WaitTicketsRequest, _cache_pb2.WaitTicketsResponse]  # type: ignore[assignment]
     """State of tickets; waits up to wait_ms for them to end."""
     Step: _aio.StreamStreamMultiCallable[_cache_pb2.StepRequest, _cache_pb2.StepResponse]  # type: ignore[assignment]
-    """Any of the above, many sequences at a time, once for each engine iteration."""
+    """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
+    after another: one that waits holds up those behind it, and nobody else.
+    """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -152,6 +156,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cache_pb2.StepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.StepResponse], _abc.AsyncIterator[_cache_pb2.StepResponse]]:
-        """Any of the above, many sequences at a time, once for each engine iteration."""
+        """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
+        after another: one that waits holds up those behind it, and nobody else.
+        """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -113,6 +113,7 @@ class DumpIndexRequest(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
+    """0: the only model there is."""
     blocks_per_message: _builtins.int
     """Blocks a message; 0: 8192. At most 65536."""
     def __init__(

@@ -1,0 +1,47 @@
+"""What flows count for operators, by name. A name is a metric's label: it is never changed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from cachesvc.ledger.leases import LeaseEnd
+
+
+class Count(StrEnum):
+    """Counters of events since the daemon's start."""
+
+    MATCH_REQUESTS = "match_requests"
+    MATCH_BLOCKS = "match_blocks"
+    PUBLISHED_BLOCKS = "published_blocks"
+    DUPLICATE_BLOCKS = "duplicate_blocks"
+    EVICTIONS = "evictions"
+    HOST_EVICTIONS = "host_evictions"
+    STOCK_SHORT = "stock_short"
+    TICKETS_DONE = "tickets_done"
+    TICKETS_FAILED = "tickets_failed"
+    H2D_BYTES = "h2d_bytes"
+    D2H_BYTES = "d2h_bytes"
+    P2P_BYTES = "p2p_bytes"
+    PEER_LOADS = "peer_loads"
+    PEER_BLOCKS = "peer_blocks"
+    RELAYED_BLOCKS = "relayed_blocks"
+    LEASES_LOST = "leases_lost"
+    LEASES_ENDED_CLOSED = "leases_ended_closed"
+    LEASES_ENDED_SILENT = "leases_ended_silent"
+    LEASES_ENDED_PROCESS_ENDED = "leases_ended_process_ended"
+    LEASES_ENDED_OTHER = "leases_ended_other"
+    MODELS_DISMISSED = "models_dismissed"
+    WRITE_BACK_PAUSES = "write_back_pauses"
+    MODELS_DISTRUSTED = "models_distrusted"
+    CALLS_BROKEN = "calls_broken"
+    EVENT_SUBSCRIPTIONS = "event_subscriptions"
+    EVENT_SUBSCRIBERS_CUT_OFF = "event_subscribers_cut_off"
+
+
+LEASES_ENDED = {
+    LeaseEnd.CLOSED: Count.LEASES_ENDED_CLOSED,
+    LeaseEnd.SILENT: Count.LEASES_ENDED_SILENT,
+    LeaseEnd.PROCESS_ENDED: Count.LEASES_ENDED_PROCESS_ENDED,
+    LeaseEnd.OTHER: Count.LEASES_ENDED_OTHER,
+}
+"""How each end of a lease is counted."""

@@ -1,0 +1,50 @@
+"""A mapping of keys in many small parts, so that no single insertion moves all that is known.
+
+A dict grows, and shakes out what was deleted from it, in one go: with a million keys that is some 60 ms now and then,
+in the middle of somebody's call. In parts it is a quarter of a millisecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import TypeVar, overload
+
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+PARTS = 256
+
+
+class PartedDict(MutableMapping[bytes, Value]):
+    """``parts[key[-1]]`` holds a key: keys are hashes, so they spread. Whoever looks many up may read ``parts``."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[bytes, Value]] = [{} for _ in range(PARTS)]
+
+    def __getitem__(self, key: bytes) -> Value:
+        return self.parts[key[-1]][key]
+
+    def __setitem__(self, key: bytes, value: Value) -> None:
+        self.parts[key[-1]][key] = value
+
+    def __delitem__(self, key: bytes) -> None:
+        del self.parts[key[-1]][key]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key in self.parts[key[-1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self.parts:
+            yield from part
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @overload
+    def get(self, key: bytes) -> Value | None: ...
+
+    @overload
+    def get(self, key: bytes, default: Value | Default) -> Value | Default: ...
+
+    def get(self, key: bytes, default: Value | Default | None = None) -> Value | Default | None:
+        """What is known of ``key``, or ``default``."""
+        return self.parts[key[-1]].get(key, default)

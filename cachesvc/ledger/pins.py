@@ -1,0 +1,101 @@
+"""Pins as things that are owned: whoever keeps a block where it is has a ``Pin``, and lets go of it or moves it on.
+
+Nothing is pinned in any other way by a flow, so a pin that nobody gives back is an owner that nobody ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from cachesvc.ledger.blocks import BlockLedger, window_positions
+from cachesvc.ledger.place import NO_ROW, Place
+
+
+class Pin:
+    """One pin on one place, on ``row``; NO_ROW while it holds nothing. Through the closure it keeps all above too."""
+
+    __slots__ = ("_blocks", "place", "row")
+
+    def __init__(self, blocks: BlockLedger, place: Place, row: int = NO_ROW) -> None:
+        self._blocks = blocks
+        self.place = place
+        self.row = row
+        if row != NO_ROW:
+            blocks.pin(place, row)
+
+    def move(self, row: int) -> None:
+        """Keep ``row`` instead; what is common to both is held throughout."""
+        before = self.row
+        if row == before:
+            return
+        if row != NO_ROW:
+            self._blocks.pin(self.place, row)
+        self.row = row
+        if before != NO_ROW:
+            self._blocks.unpin(self.place, before)
+
+    def let_go(self) -> None:
+        """Hold nothing. Twice is fine."""
+        self.move(NO_ROW)
+
+
+class WindowPins:
+    """Windowed copies that one owner keeps on one place: ``rows[g]`` is position -> row."""
+
+    __slots__ = ("_blocks", "place", "rows")
+
+    def __init__(self, blocks: BlockLedger, place: Place) -> None:
+        self._blocks = blocks
+        self.place = place
+        self.rows: dict[int, dict[int, int]] = {}
+
+    def hold(self, group: int, position: int, row: int) -> None:
+        """Keep the copy of ``row``, at a position that holds none yet."""
+        self._blocks.pin_window(self.place, group, row)
+        self.rows.setdefault(group, {})[position] = row
+
+    def drop(self, group: int, position: int) -> bool:
+        """Let go of one copy, if any is held there; True if one was."""
+        row = self.rows.get(group, {}).pop(position, NO_ROW)
+        if row != NO_ROW:
+            self._blocks.unpin_window(self.place, group, row)
+        return row != NO_ROW
+
+    def leave(self, sealed: int, tip: int) -> None:
+        """Let go of everything. The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its
+        last window. Twice is fine."""
+        for group, held in self.rows.items():
+            for position in window_positions(self._blocks.layout, group, sealed) if tip != NO_ROW else ():
+                if position in held:
+                    self._blocks.use_window(held[position], tip)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold nothing. Twice is fine."""
+        for group, held in self.rows.items():
+            while held:
+                _, row = held.popitem()
+                self._blocks.unpin_window(self.place, group, row)
+
+
+class Keep(NamedTuple):
+    """What must stay while room is made: a row of a place with all above it, and windowed copies as (group, row)."""
+
+    row: int = NO_ROW
+    windows: tuple[tuple[int, int], ...] = ()
+
+
+@contextmanager
+def kept(blocks: BlockLedger, place: Place, keep: Keep) -> Iterator[None]:
+    """Nothing of ``keep`` is evicted meanwhile."""
+    pin, windows = Pin(blocks, place), WindowPins(blocks, place)
+    try:
+        pin.move(keep.row)
+        for number, (group, row) in enumerate(keep.windows):
+            windows.hold(group, number, row)
+        yield
+    finally:
+        windows.let_go()
+        pin.let_go()

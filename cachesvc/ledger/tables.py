@@ -1,0 +1,215 @@
+"""Block tables of one request: which page holds which block in each group, and which of them are the request's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from cachesvc.ledger.blocks import BlockLedger, Hit, hit_window_blocks, window_positions
+from cachesvc.ledger.holds import Hold
+from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+
+
+class Sealed(NamedTuple):
+    """What became of computed blocks: ``rows`` sealed now, ``doubles`` positions that somebody else had sealed first,
+    and ``spares``, the sequence's own (group, page) there."""
+
+    rows: list[int]
+    doubles: list[int]
+    spares: list[tuple[int, int]]
+
+
+class BlockTables(Hold):
+    """``tables[g][i]`` is a page or NO_PAGE. ``own[g]``: pages that this request alone may write, in its tables or
+    spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a windowed
+    group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
+    computed by this request.
+    """
+
+    __slots__ = ("cursors", "declared", "keys", "own", "tables")
+
+    def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
+        super().__init__(ledger, place)
+        groups = len(place.pools)
+        self.keys = bytearray(keys)
+        self.tables: list[list[int]] = [[] for _ in range(groups)]
+        self.own: list[set[int]] = [set() for _ in range(groups)]
+        self.cursors: dict[int, int] = {}
+        self.declared = 0
+
+    @property
+    def blocks(self) -> int:
+        """Length of the block tables."""
+        return len(self.tables[0])
+
+    def key(self, position: int) -> bytes:
+        """Key of one block, as far as the keys are known."""
+        return bytes(self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
+
+    @property
+    def known_keys(self) -> int:
+        """How many blocks' keys are known."""
+        return len(self.keys) // KEY_BYTES
+
+    def own_pages(self) -> list[tuple[int, int]]:
+        """``(group, page)`` of everything that this sequence alone may write."""
+        return [(group, page) for group, pages in enumerate(self.own) for page in sorted(pages)]
+
+    # -- growing -----------------------------------------------------------------------------------------------
+
+    def hold(self, hit: Hit, stamp: int) -> None:
+        """See ``Hold``; what is in place is in the tables from now on."""
+        super().hold(hit, stamp)
+        place, layout = self.place, self.ledger.layout
+        for group in place.window_groups:
+            first = hit.blocks - hit_window_blocks(layout, group)
+            self.cursors[group] = max(layout.sink_blocks(group), first)
+        if not hit.device_blocks:
+            return
+        path = self.ledger.index.path(hit.device_row)
+        for group in place.full_groups:
+            pages = place.pages[group]
+            self.tables[group] = [pages[row] for row in path]
+        for group in place.window_groups:
+            table = self.tables[group] = [NO_PAGE] * len(path)
+            for position in window_positions(layout, group, hit.blocks):
+                if position < len(path):
+                    row = path[position]
+                    table[position] = place.pages[group][row]
+                    self.hold_window(group, position, row, hit.row)
+
+    def rely_on(self, rows: Sequence[int], needed: Mapping[int, Mapping[int, int]], tickets: Sequence[Ticket]) -> None:
+        """See ``Hold``; the rest of the hit is in the tables from now on."""
+        for group, table in enumerate(self.tables):
+            base, pages = len(table), self.place.pages[group]
+            if group in needed:
+                wanted = needed[group]
+                table.extend(
+                    pages[row] if position in wanted else NO_PAGE for position, row in enumerate(rows, start=base)
+                )
+            else:
+                table.extend([pages[row] for row in rows])
+        super().rely_on(rows, needed, tickets)
+
+    def grow(self, pages_of: Sequence[Sequence[int]]) -> None:
+        """Private pages, as many of every group, go to the end of the tables: the request computes these blocks."""
+        for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
+            table.extend(pages)
+            own.update(pages)
+        self._declare()
+
+    def _declare(self) -> None:
+        """The request computes all blocks from its hit on whose keys are known."""
+        computing = self.ledger.computing
+        last = min(self.blocks, self.known_keys)
+        for position in range(max(self.sealed, self.hit_blocks, self.declared), last):
+            key = self.key(position)
+            computing[key] = computing.get(key, 0) + 1
+        self.declared = max(self.declared, last)
+
+    def _withdraw(self, first: int, last: int) -> None:
+        """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
+        computing = self.ledger.computing
+        for position in range(first, min(last, self.declared)):
+            key = self.key(position)
+            left = computing[key] - 1
+            if left:
+                computing[key] = left
+            else:
+                del computing[key]
+
+    # -- sealing -----------------------------------------------------------------------------------------------
+
+    def seal(self, keys: bytes, rows: Sequence[int], stamp: Callable[[], int], reuses: Mapping[int, int]) -> Sealed:
+        """Publish the next computed blocks; ``rows`` are those of their packed ``keys``, NO_ROW for a key that is new.
+
+        None of them is being filled here. ``stamp()`` gives access numbers, ``reuses`` the remembered reuse counts by
+        position. Its end moves to the last of them, and the windows keep what they still need. Where there are more
+        keys than rows, the rest is known from now on.
+        """
+        place, index = self.place, self.ledger.index
+        first = self.sealed
+        self.keys[first * KEY_BYTES : first * KEY_BYTES + len(keys)] = keys
+        out = Sealed([], [], [])
+        states = place.states[place.lead]
+        tip, path = self._device.row, []
+        for position, known in enumerate(rows, start=first):
+            row = known
+            if row != NO_ROW and states[row] >= READY:
+                out.doubles.append(position)
+                self._take_sealed(position, row, out.spares)
+            else:
+                if row == NO_ROW:
+                    at = (position - first) * KEY_BYTES
+                    row = index.insert(keys[at : at + KEY_BYTES], tip, stamp(), reuses.get(position, 0))
+                self._seal_own(position, row)
+                out.rows.append(row)
+            path.append(row)
+            tip = row
+        if path:
+            self.sealed += len(path)
+            self._device.move(tip)
+            index.touch(tip, stamp())
+            if place.window_groups:
+                self._hold_windows(first, path)
+            self._withdraw(first, self.sealed)
+        return out
+
+    def _seal_own(self, position: int, row: int) -> None:
+        pages = [table[position] for table in self.tables]
+        self.ledger.seal(self.place, row, pages)
+        for own, page in zip(self.own, pages, strict=True):
+            if page != NO_PAGE:
+                own.remove(page)
+
+    def _take_sealed(self, position: int, row: int, spares: list[tuple[int, int]]) -> None:
+        """Put the sealed pages into the tables; the request's own become spares.
+
+        A windowed group may have dropped its sealed page: then the request's own page is sealed in its place.
+        """
+        place = self.place
+        for group, table in enumerate(self.tables):
+            own = table[position]
+            if own == NO_PAGE:
+                continue
+            if place.states[group][row] == ABSENT:
+                place.seal(group, row, own)
+                self.own[group].remove(own)
+            elif place.states[group][row] >= READY:
+                spares.append((group, own))
+                table[position] = place.pages[group][row]
+
+    def _hold_windows(self, first: int, path: list[int]) -> None:
+        for group in self.place.window_groups:
+            table, pages = self.tables[group], self.place.pages[group]
+            for position, row in enumerate(path, start=first):
+                if table[position] != NO_PAGE and pages[row] == table[position]:
+                    self.windows.hold(group, position, row)
+
+    # -- giving back -------------------------------------------------------------------------------------------
+
+    def give_back(self, group: int, page: int) -> None:
+        """Free one of its own pages that is in no table."""
+        self.own[group].remove(page)
+        self.place.pools[group].move(page, PageState.FREE)
+
+    def recycle(self, group: int, dead: int) -> int:
+        """Give back what a windowed group has below position ``dead``, but for its sinks; returns own pages freed."""
+        table, own = self.tables[group], self.own[group]
+        freed: list[int] = []
+        for position in range(self.cursors[group], dead):
+            page = table[position]
+            if page == NO_PAGE:
+                continue
+            table[position] = NO_PAGE
+            if page in own:
+                own.remove(page)
+                freed.append(page)
+            else:
+                self.windows.drop(group, position)
+        self.place.pools[group].move_all(freed, PageState.FREE)
+        self.cursors[group] = max(self.cursors[group], dead)
+        return len(freed)

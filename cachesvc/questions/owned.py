@@ -1,0 +1,95 @@
+"""What belongs to a tenant, and how much of it: another tenant's is answered just as one that is not there."""
+
+from __future__ import annotations
+
+import hmac
+
+from cachesvc.flows.budget import pool_device_bytes, pool_host_bytes
+from cachesvc.flows.core import Core
+from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.errors import NotFound
+from cachesvc.model.words import PageState
+
+
+def own_lease(core: Core, tenant: str, lease_id: str) -> Lease | None:
+    """A lease of the tenant, live or lost; None for one that is not known, or is another tenant's."""
+    lease = core.ledger.leases.get(lease_id)
+    if lease is None or core.ledger.models[lease.model].tenant != tenant:
+        return None
+    return lease
+
+
+def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
+    """Raises NotFound for a lease of another tenant, where ``own_lease`` found ``own``. One that is not known, or is
+    lost, passes."""
+    if own is None and lease_id in core.ledger.leases:
+        raise NotFound("lease", lease_id, "open one first")
+
+
+def why_lost(core: Core, lease_id: str) -> str | None:
+    """Why a lease ended of which nothing is left; None where it is not known, or something is."""
+    return None if lease_id in core.ledger.leases else core.ledger.lost.get(lease_id)
+
+
+def require_model(core: Core, tenant: str, model_id: int, namespace: bytes) -> None:
+    """Raises NotFound for another tenant's model, and for one made with a salt where ``namespace`` is not its own.
+
+    The namespace of such a model is known to those who registered with the salt, and to nobody else.
+    """
+    model = core.ledger.models.get(model_id)
+    if model is None:
+        return
+    has_salt = not model.is_salted or hmac.compare_digest(namespace, model.namespace)
+    if model.tenant != tenant or not has_salt:
+        raise NotFound("model", model_id, "register it first")
+
+
+def own_ticket(core: Core, tenant: str, ticket_id: int) -> Ticket:
+    """A ticket of the tenant. Raises NotFound, for another tenant's too: tickets are numbered through."""
+    ticket = core.ledger.tickets.get(ticket_id)
+    model = core.ledger.models.get(ticket.model)
+    if model is None or model.tenant != tenant:
+        raise NotFound("ticket", ticket_id, "it never existed or ended long ago")
+    return ticket
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+
+
+def leases_of(core: Core, tenant: str) -> list[Lease]:
+    """Every lease of a tenant, live or lost."""
+    ledger = core.ledger
+    return [lease for lease in ledger.leases.values() if ledger.models[lease.model].tenant == tenant]
+
+
+def private_pages(lease: Lease) -> int:
+    """Pages that a lease holds for itself: its sequences' own, its stock, its quarantine."""
+    own = sum(len(pages) for sequence in lease.sequences.values() for pages in sequence.own)
+    return own + sum(map(len, lease.stock)) + len(lease.quarantine)
+
+
+def private_pages_of(core: Core, tenant: str) -> int:
+    """Pages that a tenant's leases hold for themselves, as its pools count them."""
+    return sum(
+        pool.counts[state]
+        for model in core.ledger.models.values()
+        if model.tenant == tenant
+        for replica in model.replicas
+        for pool in replica.place.pools
+        for state in (PageState.PRIVATE, PageState.QUARANTINED)
+    )
+
+
+def usage(core: Core, tenant: str) -> dict[str, int]:
+    """What a tenant holds now, by the names of the quotas."""
+    models = [model for model in core.ledger.models.values() if model.tenant == tenant]
+    leases = leases_of(core, tenant)
+    return {
+        "device_bytes": sum(pool_device_bytes(model) for model in models),
+        "host_bytes": sum(pool_host_bytes(model) for model in models),
+        "models": len(models),
+        "leases": len(leases),
+        "sequences": sum(len(lease.sequences) for lease in leases),
+        "private_pages": private_pages_of(core, tenant),
+    }

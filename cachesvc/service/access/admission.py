@@ -1,0 +1,169 @@
+"""How many calls at a time: by what they are, in all, and for each process and tenant.
+
+* **LIFE**: a heartbeat, Close, Detach, Release. They keep a lease or give memory back, and end in one turn of the event
+  loop. Never refused for load or for a rate. Nor is a retry, whatever it asks: what it asks for may have been done, and
+  a refusal says that nothing was.
+* **WORK**: all else while it is carried out. What is answered within its turn of the loop is never beside another call:
+  it has to find room and takes none. What goes on for several turns holds a place.
+* **WAITS**: what waits for transfers, or for the first answer to its request_id. It costs memory and no time, so it is
+  counted apart, and a call that begins to wait gives its place among WORK back.
+
+A process is known by the lease that a call names (the process that opened it), else by its life-socket token, else by
+its connection. What one process or tenant has under way keeps no other one out that stays below its share.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from cachesvc.model.errors import LimitExceeded, QuotaExceeded
+from cachesvc.service.access.quota import Meter, Quotas
+
+CallerKey = bytes | str
+"""Who calls, as far as can be told: a life-socket token, or the name of a connection."""
+
+
+class Kind(Enum):
+    """What a call is to admission."""
+
+    LIFE = "life"
+    WORK = "work"
+    WAITS = "waits"
+
+
+class Holder(NamedTuple):
+    """Whom a call counts for. ``meter``: of its tenant, where there are quotas."""
+
+    process: CallerKey
+    meter: Meter | None
+
+
+class Counts:
+    """How many places each of several callers holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[CallerKey, int] = {}
+
+    def held(self, key: CallerKey) -> int:
+        """Places of one caller."""
+        return self._held.get(key, 0)
+
+    def share(self, key: CallerKey, limit: int) -> int:
+        """The most that one caller may hold now: three quarters alone, so that the next one gets in; else its part."""
+        busy = len(self._held) + (key not in self._held)
+        return max(1, limit * 3 // 4 if busy == 1 else limit // busy)
+
+    def add(self, key: CallerKey, count: int) -> None:
+        """One place more or less. A caller that holds none is not remembered."""
+        held = self._held.get(key, 0) + count
+        if held:
+            self._held[key] = held
+        else:
+            del self._held[key]
+
+
+class Places:
+    """Places for calls of one kind: ``limit`` in all; ``each``: for one process (0: its share of the limit)."""
+
+    def __init__(self, what: str, limit: int, each: int = 0) -> None:
+        self.limit = limit
+        self.each = each
+        self.held = 0
+        self._what = what
+        self._processes = Counts()
+        self._tenants = Counts()
+
+    def require(self, holder: Holder) -> None:
+        """Raises LimitExceeded where there is no place for one call more."""
+        if not self.held:
+            return
+        if self.held >= self.limit:
+            raise LimitExceeded(self._what, self.held + 1, self.limit)
+        process, meter = holder
+        held, most = self._processes.held(process), self.each or self._processes.share(process, self.limit)
+        if held >= most:
+            raise LimitExceeded(f"{self._what} of this process", held + 1, most)
+        if meter is not None:
+            held, most = self._tenants.held(meter.tenant), self._tenants.share(meter.tenant, self.limit)
+            if held >= most:
+                meter.refused += 1
+                raise LimitExceeded(f"{self._what} of this tenant", held + 1, most)
+
+    def count(self, holder: Holder, by: int) -> None:
+        """One call more (1) or less (-1)."""
+        self.held += by
+        self._processes.add(holder.process, by)
+        if holder.meter is not None:
+            self._tenants.add(holder.meter.tenant, by)
+
+
+class Place:
+    """The place of one call that is not answered yet, to be given back once."""
+
+    __slots__ = ("_holder", "_places", "_waiting")
+
+    def __init__(self, places: Places, waiting: Places, holder: Holder) -> None:
+        self._places: Places | None = places
+        self._waiting = waiting
+        self._holder = holder
+
+    def wait(self) -> None:
+        """The call only waits from here on. Raises LimitExceeded where too many do; its place stays what it was."""
+        if self._places is not None and self._places is not self._waiting:
+            self._waiting.require(self._holder)
+            self._waiting.count(self._holder, 1)
+            self._places.count(self._holder, -1)
+            self._places = self._waiting
+
+    def leave(self) -> None:
+        """The call is over."""
+        assert self._places is not None, "a place is given back once"
+        self._places.count(self._holder, -1)
+        self._places = None
+        if self._holder.meter is not None:
+            self._holder.meter.in_flight -= 1
+
+
+class Admission:
+    """The places of one daemon. ``quotas``: None where no tenants are configured."""
+
+    def __init__(self, calls: int, waiting: int, waiting_each: int, quotas: Quotas | None = None) -> None:
+        """``calls``, ``waiting``: at a time in all; ``waiting_each``: of one process."""
+        self.work = Places("calls in flight", calls)
+        self.waits = Places("waiting calls", waiting, waiting_each)
+        self._quotas = quotas
+
+    def holder(self, process: CallerKey, tenant: str) -> Holder:
+        """Whom a call of this process and tenant counts for."""
+        return Holder(process, None if self._quotas is None else self._quotas.meter(tenant))
+
+    def admit(self, kind: Kind, holder: Holder, now: float) -> None:
+        """One call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.
+
+        Raises LimitExceeded, QuotaExceeded; never for LIFE, which is charged all the same.
+        """
+        meter = holder.meter
+        if kind is Kind.LIFE:
+            if meter is not None:
+                meter.charge(now)
+            return
+        if kind is Kind.WORK:
+            self.work.require(holder)
+        if meter is not None:
+            most = meter.quota.calls_in_flight
+            if most and meter.in_flight >= most:
+                meter.refused += 1
+                raise QuotaExceeded(meter.tenant, "calls_in_flight", meter.in_flight + 1, most, "send fewer at a time")
+            meter.admit(now)
+
+    def take(self, kind: Kind, holder: Holder, *, is_admitted: bool = False) -> Place:
+        """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not where it is admitted:
+        room was found for it, or it is a retry and waits for a call that has a place."""
+        places = self.waits if kind is Kind.WAITS else self.work
+        if not is_admitted:
+            places.require(holder)
+        places.count(holder, 1)
+        if holder.meter is not None:
+            holder.meter.in_flight += 1
+        return Place(places, self.waits, holder)

@@ -1,0 +1,289 @@
+"""The dispatcher: carries out every call, by whichever transport it came, in one order. Nothing here knows gRPC.
+
+    caller and lease    the token still holds; the lease that is named is the caller's own. It is heard of, whatever
+                        becomes of the call
+    admission           room among calls of its kind, the tenant's rates, limits of fields
+    repeats             a request_id that was answered gets the same answer
+    the call itself     resolved, held to the tenant's quotas, and run: ``Method.carry``
+    telemetry           one observation a call
+
+``serve`` answers at once where the call does not wait, without a task or a future; else with a future. A refusal is a
+value either way, an OperationError, which the transport turns into what it has for refusals. So is a defect of the
+daemon's own, with the code INTERNAL: it is logged and counted, its model is taken out of service (``Node.run_of``), and
+the same request_id gets the same INTERNAL, because what was done before it is not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar, Union
+
+from google.protobuf.message import Message
+from kvcache.v1.cache_pb2 import OperationError
+
+from cachesvc.flows.call import Call, resolve
+from cachesvc.flows.counters import Count
+from cachesvc.ledger.leases import Lease
+from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.questions.owned import own_lease
+from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
+from cachesvc.service.access.auth import Caller
+from cachesvc.service.access.owners import no_lease
+from cachesvc.service.node import Node
+from cachesvc.service.repeats import Mark, Repeats, mark_of
+from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
+from cachesvc.telemetry import events
+from cachesvc.wire.limits import check_fields
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+INTERNAL = "INTERNAL"
+"""The code of a defect. It is no ErrorCode: no caller did it, and none can mend it."""
+BROKEN = "the daemon failed to serve this call; its log says why"
+
+Outcome: TypeAlias = Union[R, OperationError]  # noqa: UP007 - a generic alias
+Served: TypeAlias = Union[R, OperationError, asyncio.Future[Any]]  # noqa: UP007
+"""An answer or a refusal, or the future of one of them."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """One call, once it is known who makes it. ``lease``: of the caller's own, by the id that the call names.
+
+    ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds.
+    """
+
+    who: Caller
+    method: str
+    holder: Holder
+    began: float
+    deadline: float
+    lease_id: str
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Method(Generic[Q, R]):
+    """One call as data. ``lease_of`` and ``request_id_of`` read the message; None where it names no such thing.
+
+    ``carry`` does the call: it answers, or has ``Dispatcher.later`` go on with it. It may raise a CacheError as long as
+    nothing was changed.
+    """
+
+    name: str
+    carry: Callable[[Ask, Q], R | asyncio.Future[Any]]
+    kind: Kind = Kind.WORK
+    lease_of: Callable[[Q], str] | None = None
+    request_id_of: Callable[[Q], int] | None = None
+
+
+class Dispatcher:
+    """Carries out calls on the event loop. ``watch``: None counts nothing."""
+
+    def __init__(self, node: Node, admission: Admission, watch: CallWatch | None = None) -> None:
+        self.node = node
+        self.admission = admission
+        self._watch = watch
+        self._repeats: dict[str, Repeats] = {}
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """The daemon stops: calls that wait and calls that come are told so."""
+        self._is_stopping = True
+        self.node.stop_waiting()
+
+    def serve(
+        self,
+        who: Caller,
+        method: Method[Q, R],
+        request: Q,
+        *,
+        process: Callable[[], CallerKey],
+        seconds: float | None = None,
+        parent: Parent = None,
+    ) -> Served[R]:
+        """Carry out one call. ``process``: who calls where no lease tells; ``seconds``: left of the caller's deadline.
+
+        A future goes on where the caller is gone, unless it is cancelled.
+        """
+        watched = None if self._watch is None else self._watch.begin(method.name, parent)
+        served = self._serve(who, method, request, process, seconds)
+        if watched is not None:
+            if isinstance(served, asyncio.Future):
+                served.add_done_callback(partial(_end_watching, watched))
+                watched.leave()
+            else:
+                watched.end(_code_of(served))
+                watched.leave()
+        return served
+
+    def refuse(self, name: str, error: CacheError) -> OperationError:
+        """Count a call that cannot be served because of the way that it came, and say so."""
+        if self._watch is not None:
+            self._watch.begin(name, None).end(error.code.value)
+        return refusal(error)
+
+    def later(
+        self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]], *, is_admitted: bool = False
+    ) -> asyncio.Future[Any]:
+        """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded, unless it
+        ``is_admitted``: something was done already, or a call with a place does it.
+
+        The future's result is an Outcome: ``work`` may raise as ``Method.carry`` may.
+        """
+        place = self.admission.take(kind, ask.holder, is_admitted=is_admitted)
+        task = asyncio.get_running_loop().create_task(self._guarded(ask, work, place))
+        self._under_way.add(task)  # the loop itself would let it go
+        task.add_done_callback(partial(self._over, place))
+        return task
+
+    def live_lease(self, ask: Ask) -> Lease:
+        """The lease that the call names. Raises NotFound, LeaseLost."""
+        core = self.node.core
+        if ask.lease is None:
+            raise no_lease(core, ask.lease_id, self.node.epoch)
+        return core.ledger.lease(ask.lease_id)
+
+    def resolve(self, ask: Ask) -> Call:
+        """The call with everything looked up, anew for each run of a flow: a lease may be lost while it waits.
+
+        Raises NotFound, LeaseLost, Unavailable (a model that is out of service).
+        """
+        node = self.node
+        if ask.lease is None:
+            raise no_lease(node.core, ask.lease_id, node.epoch)
+        return resolve(node.core.ledger, ask.lease_id, node.now())
+
+    def until(self, ask: Ask) -> float:
+        """How long the call may wait for transfers, monotonic seconds."""
+        return min(ask.deadline, ask.began + self.node.wait_seconds)
+
+    def broke(self, method: str, lease: Lease | None) -> OperationError:
+        """Log and count a defect, from within its ``except``."""
+        events.failure("call_broke", method=method, model=0 if lease is None else lease.model)
+        self.node.core.count(Count.CALLS_BROKEN)
+        return OperationError(code=INTERNAL, message=BROKEN)
+
+    # -- one call, step by step --------------------------------------------------------------------------------
+
+    def _serve(
+        self,
+        who: Caller,
+        method: Method[Q, R],
+        request: Q,
+        process: Callable[[], CallerKey],
+        seconds: float | None,
+    ) -> Served[R]:
+        lease: Lease | None = None
+        try:
+            now = self.node.now()
+            lease_id = "" if method.lease_of is None else method.lease_of(request)
+            who.check()
+            if lease_id and (lease := own_lease(self.node.core, who.acts_for, lease_id)) is not None:
+                lease.heard(now)
+            if self._is_stopping:
+                raise Unavailable("the daemon stops; go on without the cache")
+            holder = self.admission.holder(process() if lease is None else _process_of(lease), who.acts_for)
+            request_id = 0 if method.request_id_of is None else method.request_id_of(request)
+            repeats = self._repeats.get(lease_id) if request_id else None
+            is_retry = repeats is not None and lease is not None and repeats.knows(request_id)
+            self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
+            check_fields(request)
+            deadline = math.inf if seconds is None else now + seconds
+            ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
+            if request_id:
+                return self._once(ask, method, request, request_id)
+        except CacheError as error:
+            return refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a call
+            return self.broke(method.name, lease)
+        return self._carry(ask, method, request)
+
+    def _once(self, ask: Ask, method: Method[Q, R], request: Q, request_id: int) -> Served[R]:
+        """Carry out a call unless its request_id is known. Raises KeyReused, LeaseLost, NotFound, LimitExceeded."""
+        repeats, mark = self._repeats_of(ask), mark_of(method.name, request)
+        known = repeats.find(request_id, mark)
+        if isinstance(known, asyncio.Future):
+            repeats.retry(request_id)
+            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
+        if known is not None:
+            return known  # type: ignore[no-any-return]  # what this method answered under this id
+        served = self._carry(ask, method, request)
+        if isinstance(served, asyncio.Future):
+            repeats.begin(request_id, mark, served)
+            served.add_done_callback(partial(_end_first, repeats, request_id, mark))
+        elif is_final(served):
+            repeats.keep(request_id, mark, served)
+        return served
+
+    def _carry(self, ask: Ask, method: Method[Q, R], request: Q) -> Served[R]:
+        try:
+            return method.carry(ask, request)
+        except CacheError as error:
+            return refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a call
+            return self.broke(ask.method, ask.lease)
+
+    async def _guarded(self, ask: Ask, work: Callable[[Place], Awaitable[R]], place: Place) -> Outcome[R]:
+        try:
+            return await work(place)
+        except CacheError as error:
+            return refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a task
+            return self.broke(ask.method, ask.lease)
+
+    def _over(self, place: Place, task: asyncio.Task[Any]) -> None:
+        place.leave()
+        self._under_way.discard(task)
+
+    def _repeats_of(self, ask: Ask) -> Repeats:
+        """The remembered answers of a live lease. Raises LeaseLost, NotFound."""
+        lease_id, leases = self.live_lease(ask).id, self.node.core.ledger.leases
+        known = self._repeats.get(lease_id)
+        if known is None:
+            for gone in [each for each in self._repeats if each not in leases]:
+                del self._repeats[gone]
+            known = self._repeats[lease_id] = Repeats()
+        return known
+
+
+def refusal(error: CacheError) -> OperationError:
+    """An error as a value."""
+    return OperationError(code=error.code.value, message=str(error))
+
+
+def is_final(outcome: Message) -> bool:
+    """False for a refusal, which changed nothing: a retry starts anew. A defect is final."""
+    return not isinstance(outcome, OperationError) or outcome.code == INTERNAL
+
+
+async def _first_answer(first: asyncio.Future[Any]) -> Any:
+    """What the first call under a request_id is answered. Raises Unavailable where it was given up."""
+    await asyncio.wait((first,))
+    if first.cancelled():
+        raise Unavailable("the first call with this request_id was given up; send it again")
+    return first.result()
+
+
+def _end_first(repeats: Repeats, request_id: int, mark: Mark, first: asyncio.Future[Any]) -> None:
+    repeats.end(request_id)
+    if not first.cancelled() and is_final(first.result()):
+        repeats.keep(request_id, mark, first.result())
+
+
+def _end_watching(watched: Watched, served: asyncio.Future[Any]) -> None:
+    watched.end(CANCELLED if served.cancelled() else _code_of(served.result()))
+
+
+def _code_of(outcome: Message) -> str:
+    return outcome.code if isinstance(outcome, OperationError) else OK
+
+
+def _process_of(lease: Lease) -> CallerKey:
+    return lease.opened_by[0] or lease.id

@@ -1,0 +1,92 @@
+"""Remembered answers: a request_id that comes again gets its first answer, by whichever way it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from google.protobuf.message import Message
+
+from cachesvc.model.errors import KeyReused, LimitExceeded
+
+KEEP_ANSWERS = 256
+"""Answers of a lease that are kept, if they are small."""
+KEEP_LEAST = 32
+"""Answers that are kept beside large ones: more than a client has steps under way."""
+KEEP_BYTES = 1 << 20
+"""What answers beyond those may take."""
+KEEP_MOST_BYTES = 8 << 20
+"""What all answers of a lease may take, but for the last: one message is no larger."""
+MOST_RETRIES = 16
+"""Calls that wait for the answer of one that is under way."""
+KEEP_CONTENTS_BYTES = 128 << 10
+"""Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
+
+Mark = tuple[str, bytes | int]
+"""What tells requests under one id apart: the name of the call, and the fields or 64 bits of a hash over them."""
+
+
+def mark_of(name: str, request: Message) -> Mark:
+    """The mark of a request, by whichever way it came."""
+    contents = request.SerializeToString(deterministic=True)
+    return name, contents if len(contents) <= KEEP_CONTENTS_BYTES else hash(contents)
+
+
+class Repeats:
+    """The last answers of one lease by request_id (never 0), and the calls that are under way.
+
+    Those under way are not pushed out by answers: there are at most as many as a process may have waiting.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
+        self._under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
+        self._retries: dict[int, int] = {}
+
+    def knows(self, request_id: int) -> bool:
+        """True for an id that ``find`` finds: the call is a retry."""
+        return request_id in self._given or request_id in self._under_way
+
+    def find(self, request_id: int, mark: Mark) -> Any:
+        """The answer to this id, or the future of a call that is under way; None for a new id.
+
+        Raises KeyReused for an id with other contents.
+        """
+        given = self._given.get(request_id) or self._under_way.get(request_id)
+        if given is None:
+            return None
+        if given[0] != mark:
+            raise KeyReused(request_id)
+        return given[1]
+
+    def begin(self, request_id: int, mark: Mark, future: asyncio.Future[Any]) -> None:
+        """The first call under this id is under way, until ``end``."""
+        self._under_way[request_id] = mark, future
+
+    def end(self, request_id: int) -> None:
+        """It is over. Unless it is kept, a retry starts anew."""
+        del self._under_way[request_id]
+        self._retries.pop(request_id, None)
+
+    def retry(self, request_id: int) -> None:
+        """One call more waits for the answer of the first. Raises LimitExceeded for more than a client would send."""
+        retries = self._retries.get(request_id, 0) + 1
+        if retries > MOST_RETRIES:
+            raise LimitExceeded(f"retries of request {request_id}, which is under way", retries, MOST_RETRIES)
+        self._retries[request_id] = retries
+
+    def keep(self, request_id: int, mark: Mark, answer: Message) -> None:
+        """Remember an answer; the oldest go where all are too many or too large."""
+        contents = mark[1]
+        size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
+        self._given[request_id] = mark, answer, size_bytes
+        self._bytes += size_bytes
+        while len(self._given) > 1 and self._is_too_much():
+            _, (_, _, size_bytes) = self._given.popitem(last=False)
+            self._bytes -= size_bytes
+
+    def _is_too_much(self) -> bool:
+        count = len(self._given)
+        return count > KEEP_ANSWERS or self._bytes > (KEEP_BYTES if count > KEEP_LEAST else KEEP_MOST_BYTES)

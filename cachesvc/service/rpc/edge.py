@@ -1,0 +1,82 @@
+"""gRPC's way to the dispatcher: what a context tells of a call, and outcomes as statuses. Nothing is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+from kvcache.v1.cache_pb2 import OperationError
+
+from cachesvc.model.errors import CacheError
+from cachesvc.service.access.admission import CallerKey, Kind
+from cachesvc.service.access.auth import caller, credentials_of
+from cachesvc.service.access.undecodable import unread
+from cachesvc.service.dispatch import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served, refusal
+from cachesvc.service.watch import Parent
+from cachesvc.telemetry.tracing import Tracer
+from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_STATUSES = {code.value: status for code, status in GRPC_CODES.items()} | {INTERNAL: grpc.StatusCode.INTERNAL}
+
+
+class Edge:
+    """Hands calls to the dispatcher. ``tracer``: finds the parent of a call that is traced."""
+
+    def __init__(self, dispatcher: Dispatcher, tracer: Tracer | None = None) -> None:
+        self.dispatcher = dispatcher
+        self._tracer = tracer
+
+    async def answer(self, method: Method[Q, R], request: Q, context: Context) -> R:
+        """A call of one message: its answer. Ends the call with its status where it is refused, and gives it up where
+        its caller is gone."""
+        if (error := unread()) is not None:
+            await end_with(context, self.dispatcher.refuse(method.name, error))
+        served = self.serve(method, request, context, self.parent(context), context.time_remaining())
+        outcome: Outcome[R] = await served if isinstance(served, asyncio.Future) else served
+        if isinstance(outcome, OperationError):
+            await end_with(context, outcome)
+        return outcome
+
+    async def ask(self, context: Context, name: str, request: Q, call: Callable[[], Awaitable[R]]) -> R:
+        """A call under no lease that is no Method: an operator's, of any length, carried out as WORK."""
+        later = self.dispatcher.later
+        method: Method[Q, R] = Method(name, lambda ask, _: later(ask, Kind.WORK, lambda _: call()))
+        return await self.answer(method, request, context)
+
+    async def require_read(self, method: Method[Q, R], context: Context) -> None:
+        """Ends the stream whose message at hand could not be read."""
+        if (error := unread()) is not None:
+            await end_with(context, self.dispatcher.refuse(method.name, error))
+
+    def serve(
+        self, method: Method[Q, R], request: Q, context: Context, parent: Parent, seconds: float | None = None
+    ) -> Served[R]:
+        """One message of a call, of any shape."""
+        process = partial(self._process, context)
+        return self.dispatcher.serve(caller(), method, request, process=process, seconds=seconds, parent=parent)
+
+    def parent(self, context: Context) -> Parent:
+        """Whose child the call's span is."""
+        return None if self._tracer is None else self._tracer.parent_of(context.invocation_metadata())
+
+    def _process(self, context: Context) -> CallerKey:
+        """Who calls: a process that the life socket knows, else whatever is at the other end of the connection."""
+        _, token = credentials_of(context.invocation_metadata())
+        return token if self.dispatcher.node.knows(token) else context.peer()
+
+
+async def refuse(context: Context, error: CacheError) -> NoReturn:
+    """End the call with the error's status."""
+    await end_with(context, refusal(error))
+
+
+async def end_with(context: Context, error: OperationError) -> NoReturn:
+    """End the call with a refusal's status, and its name in the trailing metadata; a defect has none."""
+    if error.code != INTERNAL:
+        context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code),))
+    await context.abort(_STATUSES[error.code], error.message)

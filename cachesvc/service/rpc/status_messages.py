@@ -1,0 +1,128 @@
+"""Answers about the whole daemon as messages: status, models, leases, sequences, transfers, tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvcache.v1 import admin_pb2, inspect_pb2
+
+from cachesvc.model.answers import TicketView
+from cachesvc.model.words import PageState
+from cachesvc.questions.listing import ModelLine, SequenceLine
+from cachesvc.questions.status import HitLine, LeaseLine, PoolLine, Status
+from cachesvc.questions.view import Listed
+from cachesvc.service.access.auth import UNPROVEN, Caller
+from cachesvc.service.access.quota import TenantLine
+from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.service.host.facts import Facts
+from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
+
+
+def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetStatusResponse:
+    """Everything at a glance, for ``who``."""
+    serving, faults = facts.health.serving(), facts.health.faults()
+    return admin_pb2.GetStatusResponse(
+        version=facts.version,
+        epoch=facts.epoch,
+        uptime_seconds=facts.uptime_seconds,
+        backend=facts.backend,
+        draining=found.draining,
+        config=facts.settings if who.sees_all else {},
+        pools=[pool_to_proto(line) for line in found.pools],
+        counters={
+            **found.counters,
+            "tickets_running": found.running,
+            "blocks": found.blocks,
+            "hit_blocks_device": found.hits.device_blocks,
+            "hit_blocks_host": found.hits.host_blocks,
+            "hit_blocks_storage": found.hits.storage_blocks,
+        },
+        devices=[_device(line, faults.get(line.uuid, "")) for line in facts.devices],
+        host_pool_bytes=facts.host_pool_bytes,
+        host_pool_ready_bytes=facts.host_pool_ready_bytes,
+        ready=serving.ready,
+        live=serving.live,
+        caller=who.name,
+        scopes=sorted(scope.value for scope in who.scopes),
+        tenant=who.tenant or "",
+        tokens=who not in UNPROVEN,
+        attention=[*found.attention, *facts.attention()],
+        hits=_hits(found.hits),
+        transfers=admin_pb2.TransferStatus(**found.transfers._asdict()),
+        holders=[_lease(line) for line in found.holders],
+        silent=[_lease(line) for line in found.silent],
+    )
+
+
+def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
+    """One pool."""
+    return admin_pb2.PoolStatus(
+        model_id=line.model,
+        place=line.place,
+        group=line.group,
+        capacity=line.capacity,
+        free=line.counts[PageState.FREE],
+        private=line.counts[PageState.PRIVATE],
+        sealed=line.counts[PageState.SEALED],
+        in_flight=line.counts[PageState.IN_FLIGHT],
+        quarantined=line.counts[PageState.QUARANTINED],
+        page_bytes=line.page_bytes,
+    )
+
+
+def models_to_proto(lines: Iterable[ModelLine]) -> admin_pb2.ListModelsResponse:
+    """The answer of ListModels."""
+    return admin_pb2.ListModelsResponse(models=[_model(line) for line in lines])
+
+
+def leases_to_proto(lines: Iterable[LeaseLine]) -> admin_pb2.ListLeasesResponse:
+    """The answer of ListLeases."""
+    return admin_pb2.ListLeasesResponse(leases=[_lease(line) for line in lines])
+
+
+def sequences_to_proto(listed: Listed[SequenceLine]) -> admin_pb2.ListSequencesResponse:
+    """The answer of ListSequences."""
+    sequences = [admin_pb2.SequenceStatus(**line._asdict()) for line in listed.lines]
+    return admin_pb2.ListSequencesResponse(sequences=sequences, truncated=listed.truncated)
+
+
+def tickets_to_proto(lines: Iterable[TicketView]) -> admin_pb2.ListTicketsResponse:
+    """The answer of ListTickets."""
+    return admin_pb2.ListTicketsResponse(tickets=[ticket_to_proto(line) for line in lines])
+
+
+def tenants_to_proto(lines: Iterable[TenantLine]) -> inspect_pb2.ListTenantsResponse:
+    """The answer of ListTenants."""
+    return inspect_pb2.ListTenantsResponse(tenants=[inspect_pb2.TenantStatus(**line._asdict()) for line in lines])
+
+
+def _model(line: ModelLine) -> admin_pb2.ModelStatus:
+    known = line._asdict()
+    known |= {
+        "namespace_hex": line.namespace.hex(),
+        "layout": layout_to_proto(line.layout),
+        "replicas": [admin_pb2.ReplicaStatus(**replica._asdict()) for replica in line.replicas],
+    }
+    return admin_pb2.ModelStatus(**known)
+
+
+def _lease(line: LeaseLine) -> admin_pb2.LeaseStatus:
+    return admin_pb2.LeaseStatus(**line._asdict())
+
+
+def _hits(hits: HitLine) -> admin_pb2.HitStatus:
+    """Counts and their shares of what was looked up."""
+    of = max(1, hits.looked_up_blocks)
+    return admin_pb2.HitStatus(
+        **hits._asdict(),
+        missed_blocks=hits.missed_blocks,
+        device_ratio=hits.device_blocks / of,
+        host_ratio=hits.host_blocks / of,
+        storage_ratio=hits.storage_blocks / of,
+    )
+
+
+def _device(line: DeviceLine, fault: str) -> admin_pb2.DeviceStatus:
+    known: dict[str, Any] = line.shown()
+    return admin_pb2.DeviceStatus(**known, healthy=not fault, fault=fault)

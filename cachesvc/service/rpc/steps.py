@@ -1,0 +1,238 @@
+"""A Step: many operations of one lease in one message, applied in order for each sequence.
+
+An operation that has to wait for transfers parks, and with it the later operations of its sequence; those of other
+sequences go on. So the order of the request holds for each sequence, and between sequences as long as nothing waits:
+
+    request   match A   allocate A (waits)   extend A   extend B   release C
+    applied   match A   ...                             extend B   release C   allocate A   extend A
+
+The stock is filled up when all have ended, and then the step is answered, results in the order of the request. Nothing
+waits beyond the step's own deadline, and with ``no_wait`` nothing waits at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvcache.v1 import cache_pb2
+
+from cachesvc.flows.call import Call
+from cachesvc.flows.stock import check_stock, refill_stock
+from cachesvc.model.answers import GroupCells, Wait
+from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
+from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.dispatch import INTERNAL, Ask, refusal
+from cachesvc.service.node import end_wait
+from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
+from cachesvc.service.watch import OK
+from cachesvc.telemetry.tracing import current_span
+from cachesvc.wire.convert import cells_to_proto
+from cachesvc.wire.limits import check_fields
+
+TURN_OPERATIONS = 64
+"""Operations before other calls get their turn: some 3 ms."""
+NONE = "none"
+"""The name of an operation that is empty."""
+
+
+class Parked(NamedTuple):
+    """An operation that waits for transfers, and what is to be run again."""
+
+    number: int
+    operation: Operation[Any, Any, Any]
+    run: Callable[[], Any]
+    wait: Wait
+
+
+class StepRun:
+    """One step. ``begin`` answers, or has the dispatcher go on. ``counts``: operations by name and code, added to once
+    at the end."""
+
+    def __init__(
+        self, runner: Runner, ask: Ask, request: cache_pb2.StepRequest, counts: dict[tuple[str, str], int]
+    ) -> None:
+        self._runner = runner
+        self._dispatcher = runner.dispatcher
+        self._ask = ask
+        self._request = request
+        self._operations = request.operations
+        self._response = cache_pb2.StepResponse(request_id=request.request_id)
+        self._results = [self._response.results.add() for _ in self._operations]
+        self._next = 0
+        self._parked: list[tuple[Parked, deque[int]]] = []
+        self._behind: dict[int, deque[int]] = {}
+        self._is_broken = False
+        self._all_counts = counts
+        self._counts: dict[tuple[str, str], int] = {}
+        self._span = current_span.get()
+
+    def begin(self) -> cache_pb2.StepResponse | asyncio.Future[Any]:
+        """Apply what can be applied at once. Raises what refuses the step as a whole, with nothing applied."""
+        call = self._dispatcher.resolve(self._ask)
+        if self._request.stock_pages:
+            check_stock(self._dispatcher.node.core, call.lease, tuple(self._request.stock_pages))
+        self._take_turn(call)
+        if self._next < len(self._operations):
+            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
+        if self._parked:
+            try:
+                return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
+            except LimitExceeded as full:
+                self._give_up_waiting(full)
+        return self._end()
+
+    async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
+        while self._next < len(self._operations):
+            await asyncio.sleep(0)
+            self._take_turn(None)
+        if self._parked:
+            try:
+                place.wait()
+            except LimitExceeded as full:
+                self._give_up_waiting(full)
+            await asyncio.gather(*(self._wait_out(parked, behind) for parked, behind in self._parked))
+        return self._end()
+
+    def _take_turn(self, call: Call | None) -> None:
+        """Apply the next operations, or put them behind those of their sequence. ``call``: as looked up just now."""
+        last = min(self._next + TURN_OPERATIONS, len(self._operations))
+        for number in range(self._next, last):
+            message = self._operations[number]
+            sequence = _sequence_of(message) if self._behind else None
+            if sequence is not None and sequence in self._behind:
+                self._behind[sequence].append(number)
+            elif (parked := self._start(number, message, call)) is not None:
+                self._park(parked, message)
+        self._next = last
+
+    def _park(self, parked: Parked, message: cache_pb2.StepOperation) -> None:
+        behind: deque[int] = deque()
+        self._parked.append((parked, behind))
+        sequence = _sequence_of(message)
+        if sequence is not None:
+            self._behind[sequence] = behind
+
+    def _start(self, number: int, message: cache_pb2.StepOperation, call: Call | None) -> Parked | None:
+        """Run one operation for the first time, and tell its result unless it has to wait."""
+        name = message.WhichOneof("operation") or NONE
+        try:
+            if self._is_broken:
+                raise Unavailable("not carried out: an operation of this step met a defect of the daemon")
+            if name == NONE:
+                raise InvalidRequest("an operation of the step is empty")
+            operation = OPERATIONS[name]
+            inner = operation.of(message)
+            check_fields(inner)
+            flow = operation.begin(inner)
+            answer = self._runner.run_under(call or self._dispatcher.resolve(self._ask), operation, inner, flow)
+            if isinstance(answer, Wait):
+                run = partial(self._runner.run, self._ask, operation, inner, flow)
+                if not self._request.no_wait:
+                    return Parked(number, operation, run, answer)
+                answer = _without_waiting(run, answer)
+            self._tell(number, operation, answer)
+        except CacheError as error:
+            self._refuse(number, name, error)
+        except Exception:  # noqa: BLE001 - the root of an operation: the others have results of their own
+            self._break(number, name)
+        return None
+
+    async def _wait_out(self, parked: Parked, behind: deque[int]) -> None:
+        """See an operation through that waits, and those behind it in turn."""
+        waiting: Parked | None = parked
+        until = self._dispatcher.until(self._ask)
+        while waiting is not None:
+            number, operation, run, wait = waiting
+            try:
+                self._tell(number, operation, await self._dispatcher.node.wait_out(run, wait, until))
+            except CacheError as error:
+                self._refuse(number, operation.name, error)
+            except Exception:  # noqa: BLE001 - the root of an operation
+                self._break(number, operation.name)
+            waiting = self._run_behind(behind)
+
+    def _run_behind(self, behind: deque[int]) -> Parked | None:
+        """The operations of one sequence in order, up to one that has to wait."""
+        waiting: Parked | None = None
+        while behind and waiting is None:
+            number = behind.popleft()
+            waiting = self._start(number, self._operations[number], None)
+        return waiting
+
+    def _give_up_waiting(self, why: CacheError) -> None:
+        """Nothing may wait: refuse what does, and go on behind it."""
+        for parked, behind in self._parked:
+            waiting: Parked | None = parked
+            while waiting is not None:
+                end_wait(waiting.wait)
+                self._refuse(waiting.number, waiting.operation.name, why)
+                waiting = self._run_behind(behind)
+        self._parked.clear()
+
+    def _tell(self, number: int, operation: Operation[Any, Any, Any], answer: Any) -> None:
+        operation.into(self._results[number]).CopyFrom(operation.reply(answer))
+        self._count(operation.name, OK)
+
+    def _refuse(self, number: int, name: str, error: CacheError) -> None:
+        self._results[number].error.CopyFrom(refusal(error))
+        self._count(name, error.code.value)
+
+    def _break(self, number: int, name: str) -> None:
+        """A defect, from within its ``except``: nothing of this step is carried out any more."""
+        self._is_broken = True
+        self._results[number].error.CopyFrom(self._dispatcher.broke(f"{self._ask.method}/{name}", self._ask.lease))
+        self._count(name, INTERNAL)
+
+    def _count(self, name: str, code: str) -> None:
+        key = (name, code)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if self._span is not None:
+            self._span.event(name, code=code)
+
+    def _end(self) -> cache_pb2.StepResponse:
+        targets = tuple(self._request.stock_pages)
+        if targets and not self._is_broken:
+            self._response.stock.extend(cells_to_proto(self._fill_stock(targets)))
+        for key, count in self._counts.items():
+            self._all_counts[key] = self._all_counts.get(key, 0) + count
+        return self._response
+
+    def _fill_stock(self, targets: tuple[int, ...]) -> tuple[GroupCells, ...]:
+        """Pages for the stock; none is no error. What was applied counts: a lease that was lost meanwhile is told by
+        the next call."""
+        quotas = self._runner.quotas
+        try:
+            call = self._dispatcher.resolve(self._ask)
+            allowed = targets if quotas is None else quotas.cap_stock(call, targets)
+            node = self._dispatcher.node
+            return node.run_of(call.model.id, refill_stock, node.core, call, allowed)
+        except CacheError:
+            return ()
+        except Exception:  # noqa: BLE001 - the root of the refill: the operations have their results
+            self._dispatcher.broke(f"{self._ask.method}/stock", self._ask.lease)
+            return ()
+
+
+def _sequence_of(message: cache_pb2.StepOperation) -> int | None:
+    """Whose order an operation keeps; None: nobody's."""
+    operation = OPERATIONS.get(message.WhichOneof("operation") or NONE)
+    if operation is None or operation.sequence is None:
+        return None
+    return operation.sequence(operation.of(message))
+
+
+def _without_waiting(run: Callable[[], Any], answer: Wait) -> Any:
+    """Run again what can do without its transfers. Raises DeadlineExceeded for what cannot."""
+    outcome: Any = answer
+    while isinstance(outcome, Wait):
+        end_wait(outcome)
+        if outcome.seconds is None:
+            raise DeadlineExceeded(
+                "the operation has to wait for transfers, and its step does not; they go on: ask again"
+            )
+        outcome = run()
+    return outcome

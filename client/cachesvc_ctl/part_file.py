@@ -1,0 +1,24 @@
+"""A file that is there whole or not at all: what fails half way, a full disk say, leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def part_file(path: Path) -> Iterator[Path]:
+    """Where to write what ``path`` is to hold: beside it, with the same suffix; it takes its place at the end.
+
+    A pipe or a device is written as it is.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    part = path.with_name(f"{path.stem}.part{path.suffix}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,84 @@
+"""The few calls of operators that change something: evict, drain, reload."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvcache.v1 import admin_pb2, inspect_pb2
+
+from cachesvc_ctl.command import count, flag
+from cachesvc_ctl.questions.models import list_models, require_model
+from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
+from cachesvc_ctl.questions.status import describe_setting
+from cachesvc_ctl.text import table
+
+
+class Evict(Question[admin_pb2.EvictResponse]):
+    """Evict, of one model or of each in turn. The call takes no keys: blocks go in the order of eviction."""
+
+    name = "evict"
+    about = "drop unpinned blocks of a model from a tier"
+    epilog = "They go in the order of eviction; a single block cannot be named."
+    flags = (
+        flag("--tier", choices=("device", "host"), default="device", help="default device"),
+        flag(
+            "--blocks", type=count, default=0, metavar="N", help="of each model at most; 0: all that can go (default)"
+        ),
+    )
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Of what has to be said: nobody drops a whole cache by mistake."""
+        of = parser.add_mutually_exclusive_group(required=True)
+        flag("--model", metavar="MODEL", help="its name or number").add_to(of)
+        flag("--all", action="store_true", help="of every model").add_to(of)
+        super().add_flags(parser)
+
+    def ask(self, admin: Admin) -> admin_pb2.EvictResponse:
+        """The sum over the models."""
+        said = self.arguments
+        models = list_models(admin).models if said.all else [require_model(admin, said.model)]
+        evicted = 0
+        for model in models:
+            request = admin_pb2.EvictRequest(model_id=model.model_id, tier=said.tier, blocks=said.blocks)
+            evicted += admin.Evict(request, timeout=DEADLINE_SECONDS).evicted
+        return admin_pb2.EvictResponse(evicted=evicted)
+
+    def show(self, answer: admin_pb2.EvictResponse) -> str:
+        """How many."""
+        return f"evicted {answer.evicted:,} blocks" if answer.evicted else "evicted none"
+
+
+class Drain(Question[admin_pb2.DrainResponse]):
+    """Drain."""
+
+    name = "drain"
+    about = "open nothing new from now on; only a restart ends it"
+
+    def ask(self, admin: Admin) -> admin_pb2.DrainResponse:
+        """Idempotent."""
+        return admin.Drain(admin_pb2.DrainRequest(), timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: admin_pb2.DrainResponse) -> str:
+        """Who is still there."""
+        return f"draining; {answer.live_leases} leases are still live"
+
+
+class Reload(Question[inspect_pb2.ReloadResponse]):
+    """Reload."""
+
+    name = "reload"
+    about = "read the configuration file again: all of it or nothing"
+    epilog = "cachesvcd --help marks the settings that change live; for others it is refused, by name."
+
+    def ask(self, admin: Admin) -> inspect_pb2.ReloadResponse:
+        """What was changed; refused whole where a setting cannot change live."""
+        return admin.Reload(inspect_pb2.ReloadRequest(), timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: inspect_pb2.ReloadResponse) -> str:
+        """One setting a line."""
+        rows = [
+            (change.name, describe_setting(change.name, change.before), describe_setting(change.name, change.after))
+            for change in answer.changes
+        ]
+        return table(("setting", "before", "now"), rows) if rows else "nothing changed"

@@ -1,0 +1,112 @@
+"""``cachesvc status``: what stands out, pools, hits and transfers; on demand all counters and settings."""
+
+from __future__ import annotations
+
+from kvcache.v1 import admin_pb2
+
+from cachesvc_ctl.command import flag
+from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
+from cachesvc_ctl.text import describe_bytes, table
+
+SIZE_ENDINGS = ("_pool", "_chunk", "_limit", "_bytes")
+"""How the names of settings end that are bytes, or bytes per second."""
+
+
+class Status(Question[admin_pb2.GetStatusResponse]):
+    """GetStatus."""
+
+    name = "status"
+    about = "what needs attention, pools, hits, transfers"
+    flags = (
+        flag("--counters", action="store_true", help="what was counted since the start, too"),
+        flag("--config", action="store_true", help="the settings in effect, too"),
+    )
+
+    def ask(self, admin: Admin) -> admin_pb2.GetStatusResponse:
+        """Brief, unless more is shown."""
+        brief = not (self.arguments.counters or self.arguments.config or self.arguments.json)
+        return admin.GetStatus(admin_pb2.GetStatusRequest(brief=brief), timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: admin_pb2.GetStatusResponse) -> str:
+        """A screen, with more below where it was asked for."""
+        host_pool = f"{describe_bytes(answer.host_pool_ready_bytes)} of {describe_bytes(answer.host_pool_bytes)} ready"
+        first = [
+            describe_daemon(answer) + f", epoch {answer.epoch}",
+            f"host pool: {host_pool}",
+            *map(describe_device, answer.devices),
+            *(f"! {line}" for line in answer.attention),
+            describe_hits(answer.hits),
+            describe_transfers(answer.transfers),
+        ]
+        parts = ["\n".join(first), _pools(answer)]
+        if self.arguments.counters:
+            parts.append(table(("counter", "value"), sorted(answer.counters.items())))
+        if self.arguments.config:
+            settings = [(name, describe_setting(name, value)) for name, value in sorted(answer.config.items())]
+            parts.append(table(("setting", "value"), settings))
+        return "\n\n".join(parts)
+
+
+def _pools(answer: admin_pb2.GetStatusResponse) -> str:
+    head = ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page")
+    rows = [
+        (
+            p.model_id,
+            p.place,
+            p.group,
+            p.capacity,
+            p.free,
+            p.private,
+            p.sealed,
+            p.in_flight,
+            p.quarantined,
+            describe_bytes(p.page_bytes),
+        )
+        for p in answer.pools
+    ]
+    return table(head, rows) if rows else "no pools: no model is registered yet"
+
+
+def describe_daemon(status: admin_pb2.GetStatusResponse) -> str:
+    """Which daemon, and whether it drains."""
+    drains = ", DRAINING" if status.draining else ""
+    return f"cachesvcd {status.version}, backend {status.backend}, up {status.uptime_seconds:.0f} s{drains}"
+
+
+def describe_device(d: admin_pb2.DeviceStatus) -> str:
+    """What the daemon takes of a GPU, and how fast its link is."""
+    link = (
+        f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
+        f"planes under {describe_bytes(d.narrow_plane_bytes)} load at less than half of that"
+        if d.load_gb_per_second
+        else "link not measured (calibration never)"
+    )
+    taken = f"pool {describe_bytes(d.pool_bytes)}, {describe_bytes(d.context_bytes)} beside it"
+    return f"{d.name} {d.uuid}: {taken}\n  {link}"
+
+
+def describe_hits(h: admin_pb2.HitStatus) -> str:
+    """One line: what of the blocks that engines asked for was there."""
+    if not h.looked_up_blocks:
+        return "hits: nothing was looked up yet"
+    return (
+        f"hits: {h.looked_up_blocks:,} blocks looked up, {h.device_ratio:.1%} in place, {h.host_ratio:.1%} loaded from "
+        f"the host, {h.missed_blocks / h.looked_up_blocks:.1%} computed"
+    )
+
+
+def describe_transfers(t: admin_pb2.TransferStatus) -> str:
+    """Two lines: what moves now, and what has moved."""
+    return (
+        f"transfers: {t.running_loads} loads and {t.running_stores} stores run ({t.awaited} awaited, "
+        f"{describe_bytes(t.running_bytes)}); {t.done:,} done, {t.failed:,} failed\n"
+        f"  {describe_bytes(t.loaded_bytes)} in, {describe_bytes(t.stored_bytes)} out, "
+        f"{describe_bytes(t.peer_bytes)} between replicas"
+    )
+
+
+def describe_setting(name: str, value: str) -> str:
+    """A setting as it is, and sizes with a unit beside."""
+    if name.endswith(SIZE_ENDINGS) and value.isdecimal() and int(value) >= 1024:
+        return f"{value} ({describe_bytes(int(value))})"
+    return value or "-"

@@ -1,0 +1,64 @@
+"""``cachesvc verify``: whether all pages and counts are consistent, and pages what they were when published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcache.v1 import admin_pb2, inspect_pb2
+
+from cachesvc_ctl.command import flag
+from cachesvc_ctl.questions.models import model_flag, model_number
+from cachesvc_ctl.questions.question import Admin, Question
+from cachesvc_ctl.text import describe_bytes
+
+VERIFY_DEADLINE_SECONDS = 600.0
+
+
+class Verify(Question[admin_pb2.VerifyResponse]):
+    """Verify."""
+
+    name = "verify"
+    about = "check that all pages and counts are consistent"
+    epilog = "Exit code 1 where something is wrong."
+    flags = (
+        model_flag("every model"),
+        flag("--checksums", action="store_true", help="also compare sealed pages with their checksums"),
+    )
+
+    def ask(self, admin: Admin) -> admin_pb2.VerifyResponse:
+        """Takes long where there are many checksums to compare."""
+        model = model_number(admin, self.arguments.model)
+        request = admin_pb2.VerifyRequest(checksums=self.arguments.checksums, model_id=model)
+        return admin.Verify(request, timeout=VERIFY_DEADLINE_SECONDS)
+
+    def show(self, answer: admin_pb2.VerifyResponse) -> str:
+        """What was looked at, and each thing that is wrong."""
+        took = f"{answer.blocks_checked:,} blocks checked in {answer.seconds:.2f} s"
+        pause = f"none kept calls waiting for more than {answer.longest_pause_ms:.1f} ms"
+        lines = [
+            f"{'ok' if answer.ok else 'NOT ok'}: {answer.pages_checked:,} pages and {took},",
+            f"in {len(answer.checks)} parts of which {pause}",
+            *(_checksums(answer.checksums) if self.arguments.checksums else ()),
+            *answer.problems,
+        ]
+        return "\n".join(lines)
+
+    def code(self, answer: admin_pb2.VerifyResponse) -> int:
+        """1 where something is wrong."""
+        return int(not answer.ok)
+
+
+def _checksums(c: inspect_pb2.ChecksumStatus) -> Iterator[str]:
+    if c.mode == "off":
+        yield "no checksums are taken: start the daemon with --checksums sample or --checksums all"
+        return
+    yield (
+        f"{c.pages_checked:,} pages of {c.known_blocks:,} blocks read ({describe_bytes(c.bytes_read)}) and compared "
+        "with their checksums;"
+    )
+    yield f"{c.pages_skipped:,} skipped, {c.passed_over_blocks:,} blocks have none"
+    for m in c.mismatches:
+        yield (
+            f"model {m.model_id}, {m.place}, group {m.group}, rank {m.rank}, page {m.page}: the bytes of block "
+            f"{m.key_hex} changed since they were published ({m.published} then, {m.found} now)"
+        )

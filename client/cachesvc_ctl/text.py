@@ -1,0 +1,35 @@
+"""What commands write for people: aligned tables, bytes with a unit, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns; numbers to the right. Without rows: ``none``."""
+    if not rows:
+        return "none"
+    cells = [list(head), *([f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    right = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def describe_bytes(count: float) -> str:
+    """A number of bytes with a binary unit, four digits at most before the point: ``12 B``, ``3.42 GiB``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.2f} {unit}"
+    return f"{count / 1024:,.2f} TiB"
+
+
+def left_out(*flags: str) -> str:
+    """A last line where there is more than was shown; ``flags``: those that held it back and can be raised."""
+    return f"\n(more are there; raise {' and '.join(flags)})" if flags else "\n(more are there)"

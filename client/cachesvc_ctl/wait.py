@@ -1,0 +1,63 @@
+"""``cachesvc wait``: until the daemon takes work, for whatever starts after it and for container engines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+from cachesvc_client.wire.credentials import Credentials, open_remote
+from cachesvc_client.wire.settings import ChannelOptions
+
+from cachesvc_ctl.command import DaemonCommand, flag, seconds
+from cachesvc_ctl.target import no_answer
+
+METHOD = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"
+"""A HealthCheckResponse whose one field, the status, is SERVING. Its generated messages are the daemon's extra."""
+LOOK_SECONDS = 0.2
+CALL_SECONDS = 5.0
+OPTIONS = ChannelOptions(first_reconnect_ms=1000, longest_reconnect_ms=1000)
+"""A daemon that comes is found within a second; an attempt to connect has as long."""
+
+
+class Wait(DaemonCommand):
+    """Health checks are open to everybody: no token and no scope is needed, and none is sent."""
+
+    name = "wait"
+    about = "wait until the daemon takes new work, or fail in time"
+    epilog = "A daemon that starts, drains or has lost its GPU is not ready. Exit code 1 when the time is over."
+    flags = (
+        flag("--ready", action="store_true", default=True, help="until health checks say SERVING"),
+        flag("--timeout", type=seconds, default=300.0, metavar="SECONDS", help="at most so long (default 300)"),
+    )
+
+    def run(self) -> int:
+        """0 as soon as it is ready, 1 when the time is over."""
+        said, target = self.arguments, self.target
+        proof = Credentials(root_ca=said.tls_ca, certificate=said.tls_certificate, key=said.tls_key)
+        until = time.monotonic() + said.timeout
+        pause = threading.Event()
+        with open_remote(target.address, proof, OPTIONS) as channel:
+            check: Callable[..., bytes] = channel.unary_unary(
+                METHOD, request_serializer=bytes, response_deserializer=bytes
+            )
+            while True:
+                left = until - time.monotonic()
+                why = self._look(check, min(CALL_SECONDS, max(LOOK_SECONDS, left)))
+                if not why:
+                    print("ready")
+                    return 0
+                if left <= LOOK_SECONDS:
+                    print(f"not ready after {said.timeout:g} s: {why}")
+                    return 1
+                pause.wait(LOOK_SECONDS)
+
+    def _look(self, check: Callable[..., bytes], limit: float) -> str:
+        """Why it is not ready; empty once it is."""
+        try:
+            is_ready = check(b"", timeout=limit) == SERVING
+        except grpc.RpcError as failure:
+            return no_answer(failure, self.arguments)
+        return "" if is_ready else f"{self.target.address} answers NOT_SERVING: it starts, drains or is broken"

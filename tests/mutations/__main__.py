@@ -1,0 +1,179 @@
+"""Put in one defect after another and see what notices it.
+
+python -m tests.mutations [--only NAME ...] [--json OUT]
+
+Each defect is put into a copy of the working tree. Its quick tests run there until one fails; apart from them, where
+the simulation drives the code, seeds are simulated until one fails or ``--seconds`` of processor time are spent. With
+``--json`` the results are written after each defect, and those that stand there already are not run again. Exit code 1
+where a defect got through all quick tests, or the tests fail without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.mutations.table import ROOT, Mutation, load_mutations
+
+LIMIT_SECONDS = 1800.0
+"""A defect that lets a test hang is noticed, in the end."""
+MISSED = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What noticed a defect: the test's name, the failing seed; empty: nothing did, None: not tried."""
+
+    name: str
+    part: str
+    file: str
+    breaks: str
+    tests: str | None
+    simulation: str | None
+
+
+class Copy:
+    """The working tree as it is, in a folder of its own."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        self._folder = folder
+        self._processes = processes
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, stdout=-1
+        )
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def test(self, tests: tuple[str, ...]) -> str:
+        """The first test that fails, or empty."""
+        spread = ["-n", str(self._processes)] if self._processes > 1 else []
+        said = self._run("pytest", "-q", "-x", "-p", "no:cacheprovider", *spread, *tests)
+        if said is None:
+            return f"no end after {LIMIT_SECONDS:g} s"
+        code, text = said
+        found = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", text, re.MULTILINE)
+        return MISSED if code == 0 else found[1] if found else f"exit code {code}: {text.strip()[-200:]}"
+
+    def simulate(self, seconds: float) -> str:
+        """The first seed that fails, or empty."""
+        said = self._run("tests.sim", "0..", "--seconds", f"{seconds:g}")
+        if said is None:
+            return f"no end after {LIMIT_SECONDS:g} s"
+        code, text = said
+        found = re.search(r"^FAILED (.*)$", text, re.MULTILINE)
+        return MISSED if code == 0 else found[1] if found else f"exit code {code}: {text.strip()[-200:]}"
+
+    def put_in(self, mutation: Mutation) -> None:
+        """Break one file. Raises Stale."""
+        source = (ROOT / mutation.file).read_text(encoding="utf-8")
+        (self._folder / mutation.file).write_text(mutation.applied_to(source), encoding="utf-8")
+
+    def take_out(self, mutation: Mutation) -> None:
+        """Mend it."""
+        shutil.copy2(ROOT / mutation.file, self._folder / mutation.file)
+
+    def _run(self, *module: str) -> tuple[int, str] | None:
+        path = os.pathsep.join(str(self._folder / part) for part in ("", "client", "proto/gen"))
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", *module],
+                cwd=self._folder,
+                env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        return ended.returncode, ended.stdout + ended.stderr
+
+
+class Harness:
+    """Runs defects; remembers which tests pass without any."""
+
+    def __init__(self, copy: Copy, seconds: float, *, tests: bool, simulation: bool) -> None:
+        self._copy = copy
+        self._seconds = seconds
+        self._tests = tests
+        self._simulation = simulation
+        self._sound: set[tuple[str, ...]] = set()
+
+    def run(self, mutation: Mutation) -> Outcome:
+        """One defect. Raises SystemExit where its tests fail without it."""
+        if self._tests and mutation.tests not in self._sound:
+            failing = self._copy.test(mutation.tests)
+            if failing:
+                sys.exit(f"without any defect: {failing}")
+            self._sound.add(mutation.tests)
+        self._copy.put_in(mutation)
+        try:
+            tests = self._copy.test(mutation.tests) if self._tests else None
+            simulated = self._simulation and mutation.simulated
+            seed = self._copy.simulate(self._seconds) if simulated else None
+        finally:
+            self._copy.take_out(mutation)
+        return Outcome(mutation.name, mutation.part, mutation.file, mutation.breaks, tests, seed)
+
+
+def shown(outcome: Outcome) -> str:
+    """One line."""
+    tests, seed = (
+        "-" if found is None else found.removeprefix("tests/") or "NOT NOTICED"
+        for found in (outcome.tests, outcome.simulation)
+    )
+    return f"{outcome.part:8} {outcome.name:42} {tests[:88]:90} {seed[:60]}"
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """How many were noticed."""
+    tried = [each.tests for each in outcomes if each.tests is not None]
+    driven = [each.simulation for each in outcomes if each.simulation is not None]
+    return (
+        f"quick tests noticed {sum(map(bool, tried))} of {len(tried)}; "
+        f"the simulation by itself {sum(map(bool, driven))} of {len(driven)}"
+    )
+
+
+def main() -> None:
+    """Exit codes: 0 all were noticed, 1 some were not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="defects by name, or by part")
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--no-simulation", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60.0, help="processor time of a simulation (default 60)")
+    parser.add_argument("--processes", type=int, default=1, help="for the tests of one defect")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    known = load_mutations()
+    chosen = [each for each in known if not given.only or {each.name, each.part} & set(given.only)]
+    outcomes: list[Outcome] = []
+    if given.json is not None and given.json.exists():
+        outcomes = [Outcome(**row) for row in json.loads(given.json.read_text(encoding="utf-8"))["mutations"]]
+    done = {each.name for each in outcomes}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copy = Copy(Path(folder), given.processes)
+        harness = Harness(copy, given.seconds, tests=not given.no_tests, simulation=not given.no_simulation)
+        for mutation in chosen:
+            if mutation.name not in done:
+                outcomes.append(harness.run(mutation))
+                if given.json is not None:
+                    rows = {"seconds": given.seconds, "mutations": [asdict(each) for each in outcomes]}
+                    given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                print(shown(outcomes[-1]), flush=True)
+    print(summary(outcomes))
+    sys.exit(any(each.tests == MISSED for each in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The order of candidates: always what a plain sort gives, and no single call that grows with their number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc.ledger.leaves import BUCKET, ROW_BITS, ROW_MASK, LeafOrder
+from cachesvc.model.errors import LedgerBroken
+
+
+class Rows:
+    """Ranks of rows that may go, and how often somebody looked."""
+
+    def __init__(self, rows: int) -> None:
+        self.ranks: dict[int, int] = {}
+        self.looked = 0
+        self.order = LeafOrder(self.ranks.__contains__, self.rank)
+        self.order.grow(rows)
+
+    def rank(self, row: int) -> int:
+        self.looked += 1
+        return self.ranks[row]
+
+    def give(self, row: int, rank: int) -> None:
+        """The row may go from now on, under this rank."""
+        self.order.remove(row)
+        self.ranks[row] = rank
+        self.order.update(row)
+
+    def expected(self) -> list[int]:
+        return sorted(rank << ROW_BITS | row for row, rank in self.ranks.items())
+
+
+def in_steps(order: LeafOrder) -> Iterator[int]:
+    """All entries, as the walk that checks them while the ledger goes on reads them."""
+    last: int | None = None
+    while entries := order.entries_after(last):
+        yield from entries
+        last = entries[-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("ranks", [3, 10**6])
+def test_the_order_is_that_of_a_plain_sort(seed: int, ranks: int) -> None:
+    rng = random.Random(seed)
+    rows = Rows(6 * BUCKET)
+    for phase in (0.9, 0.5, 0.1, 0.6):  # it fills, stays, empties and fills again
+        for _ in range(3 * BUCKET):
+            row = rng.randrange(6 * BUCKET)
+            if rng.random() < phase:
+                rows.give(row, rng.randrange(-ranks, ranks))
+            elif row in rows.order:
+                assert rows.order.remove(row)
+                del rows.ranks[row]
+        expected = rows.expected()
+        assert list(rows.order) == expected
+        assert list(in_steps(rows.order)) == expected
+        assert len(rows.order) == len(expected)
+        assert {row for row in range(6 * BUCKET) if row in rows.order} == {entry & ROW_MASK for entry in expected}
+
+
+def test_updating_says_what_is_so_however_often() -> None:
+    rows = Rows(4)
+    for _ in range(3):
+        rows.order.update(2)
+        assert list(rows.order) == []
+    rows.ranks[2] = -7
+    for _ in range(3):
+        rows.order.update(2)
+        assert [entry & ROW_MASK for entry in rows.order] == [2]
+    del rows.ranks[2]
+    rows.ranks[2] = -7
+    assert rows.order.remove(2)
+    assert not rows.order.remove(2)
+
+
+def test_a_rank_that_changed_under_it_is_a_bug_and_is_told() -> None:
+    rows = Rows(4)
+    rows.give(1, 5)
+    rows.ranks[1] = 6
+    with pytest.raises(LedgerBroken, match="row 1 is not filed under its rank 6"):
+        rows.order.remove(1)
+
+
+def test_no_single_call_grows_with_the_number_of_candidates() -> None:
+    """Found by measuring: now and then one call rebuilt the whole order: 270 ms at 100,000 leaves."""
+    rng = random.Random(3)
+    rows = Rows(20_000)
+    most = 0
+    for row in range(20_000):
+        before = rows.looked
+        rows.give(row, rng.randrange(1 << 40))
+        most = max(most, rows.looked - before)
+    for row in rng.sample(range(20_000), 10_000):
+        before = rows.looked
+        rows.give(row, rng.randrange(1 << 40))
+        most = max(most, rows.looked - before)
+    assert most <= 2
+    assert max(len(bucket) for bucket in rows.order.buckets) <= BUCKET
+    assert len(rows.order.buckets) <= 4 * len(rows.order) // BUCKET + 1

@@ -1,0 +1,205 @@
+"""Who is at the other end of the life socket, and when they count as gone; with real sockets and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cachesvc.service.host.life import LifeServer
+from cachesvc.service.host.peer_process import PROC, PeerProcess, peer_process, pidfd_by_number
+from cachesvc.wire.status import LIFE_GREETING
+from tests.e2e.rig import short_folder
+
+GRACE_SECONDS = 0.05
+
+
+def since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@contextmanager
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing until its standard input ends."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection as the daemon has it, and as this process has it."""
+    with short_folder() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / "s"))
+        listener.listen()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own:
+            own.connect(str(folder / "s"))
+            accepted, _ = listener.accept()
+            with accepted:
+                yield accepted, own
+
+
+def test_the_kernel_says_who_connected(ends: tuple[socket.socket, socket.socket]) -> None:
+    found = peer_process(ends[0])
+    assert (found.pid, found.uid) == (os.getpid(), os.getuid())
+    assert os.getgid() in found.gids
+    assert found.pidfd >= 0
+    os.close(found.pidfd)
+
+
+# -- kernels that tell a number alone ----------------------------------------------------------------------------------
+
+
+def by_number(connection: socket.socket, pid: int, accepted: float, proc: Path = PROC) -> bool:
+    """True where a process is taken for the one that connected."""
+    pidfd = pidfd_by_number(connection, pid, accepted, proc)
+    if pidfd >= 0:
+        os.close(pidfd)
+    return pidfd >= 0
+
+
+def test_a_process_that_was_there_before_is_the_one_that_connected(ends: tuple[socket.socket, socket.socket]) -> None:
+    assert by_number(ends[0], os.getpid(), since_boot())
+
+
+def test_a_number_that_passed_to_a_later_process_is_of_nobody(ends: tuple[socket.socket, socket.socket]) -> None:
+    accepted = since_boot()
+    with process() as later:
+        assert not by_number(ends[0], later.pid, accepted)
+
+
+def test_a_process_that_has_hung_up_may_be_another_by_now(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[1].close()
+    assert not by_number(ends[0], os.getpid(), since_boot())
+
+
+def test_a_process_that_has_ended_is_unknown(ends: tuple[socket.socket, socket.socket]) -> None:
+    with process() as ended:
+        ended.kill()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its number is still its own
+        assert not by_number(ends[0], ended.pid, since_boot())
+
+
+@pytest.mark.parametrize("stat", [None, "", "1 (two) words)", "1 (a ) b) S 1 " + "x " * 20])
+def test_a_process_of_which_nothing_can_be_read_is_unknown(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path, stat: str | None
+) -> None:
+    if stat is not None:
+        (tmp_path / str(os.getpid())).mkdir()
+        (tmp_path / str(os.getpid()) / "stat").write_text(stat, encoding="ascii")
+    assert not by_number(ends[0], os.getpid(), since_boot(), tmp_path)
+
+
+def test_a_name_with_brackets_hides_nothing(ends: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
+    (tmp_path / str(os.getpid())).mkdir()
+    own = (PROC / "self" / "stat").read_text(encoding="ascii")
+    named = f"{os.getpid()} (a) 1 (b) S 2)" + own.rpartition(")")[2]
+    (tmp_path / str(os.getpid()) / "stat").write_text(named, encoding="ascii")
+    assert by_number(ends[0], os.getpid(), since_boot(), tmp_path)
+
+
+def test_a_process_of_another_pid_namespace_has_no_number(ends: tuple[socket.socket, socket.socket]) -> None:
+    assert not by_number(ends[0], 0, since_boot())
+
+
+# -- when they are gone ------------------------------------------------------------------------------------------------
+
+
+class Site:
+    """A life server whose peers are whoever the test says. ``gone``: their tokens, as they go."""
+
+    def __init__(self, path: str) -> None:
+        self.next = PeerProcess(0, 0, frozenset(), -1, is_certain=False)
+        self.gone: list[bytes] = []
+        self.went = asyncio.Event()
+        self.server = LifeServer(
+            path,
+            epoch=7,
+            allowed_uids=frozenset((0,)),
+            grace_seconds=GRACE_SECONDS,
+            arrived=lambda *_: None,
+            gone=self._gone,
+            descriptor=lambda _: None,
+            holds=lambda _: True,
+            identify=lambda _: self.next,
+        )
+        self._path = path
+
+    def _gone(self, token: bytes) -> None:
+        self.gone.append(token)
+        self.went.set()
+
+    async def connect(self, pid: int = 0, pidfd: int = -1, *, is_certain: bool = False) -> tuple[socket.socket, bytes]:
+        """A connection, and its token."""
+        self.next = PeerProcess(pid, 0, frozenset(), pidfd, is_certain=is_certain)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made.setblocking(False)
+        made.connect(self._path)
+        greeting = await asyncio.get_running_loop().sock_recv(made, 64)
+        return made, greeting[len(LIFE_GREETING) : len(LIFE_GREETING) + 16]
+
+    async def next_gone(self) -> bytes:
+        """Wait for the next one to go."""
+        await self.went.wait()
+        self.went.clear()
+        return self.gone[-1]
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    with short_folder() as folder:
+        made = Site(str(folder / "s.life"))
+        made.server.start()
+        yield made
+        made.server.close()
+
+
+async def test_a_number_that_is_another_process_keeps_nothing_for_ever(site: Site) -> None:
+    """Its process never ends; the end of the connection counts, after the grace."""
+    connection, token = await site.connect(os.getpid(), os.pidfd_open(os.getpid()), is_certain=False)
+    connection.close()
+    assert await site.next_gone() == token
+
+
+async def test_a_process_that_is_known_for_certain_is_there_until_it_ends(site: Site) -> None:
+    with process() as engine:
+        known, token = await site.connect(engine.pid, os.pidfd_open(engine.pid), is_certain=True)
+        known.close()
+        unknown, other = await site.connect()
+        unknown.close()
+        assert await site.next_gone() == other, "whose grace began later"
+        assert site.gone == [other]
+        engine.kill()
+        assert await site.next_gone() == token
+
+
+async def test_an_end_that_is_told_twice_is_one(site: Site) -> None:
+    with process() as engine:
+        connection, token = await site.connect(engine.pid, os.pidfd_open(engine.pid), is_certain=False)
+        engine.kill()
+        assert await site.next_gone() == token
+        connection.close()
+    other, last = await site.connect()
+    other.close()
+    assert await site.next_gone() == last
+    assert site.gone == [token, last]
+
+
+async def test_at_the_end_of_the_daemon_every_engine_is_told_at_once(site: Site) -> None:
+    connections = [(await site.connect())[0] for _ in range(8)]
+    site.server.close()
+    assert all(select.select([each], [], [], 0)[0] for each in connections)
+    assert [each.recv(64) for each in connections] == [b""] * 8
+    site.server.close()
+    assert site.gone == [], "nobody is told of engines: they live"

@@ -1,0 +1,100 @@
+"""One daemon a socket, from its start until nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachesvc.model.errors import Unavailable
+from cachesvc.service.host.socket_files import LOCK_SUFFIX, SocketClaim, open_to_group
+from cachesvc.wire.status import LIFE_SUFFIX
+from tests.e2e.rig import short_folder
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_folder() as folder:
+        yield str(folder / "s")
+
+
+def files_beside(path: str) -> list[str]:
+    return sorted(each.name for each in Path(path).parent.iterdir())
+
+
+def leave(path: str, text: str = "") -> None:
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def listen(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(path)
+    made.listen()
+    return made
+
+
+async def test_the_next_daemon_waits_until_the_last_one_has_let_go(path: str) -> None:
+    last, following = SocketClaim(path), SocketClaim(path)
+    await last.take()
+    waiting = asyncio.ensure_future(following.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    last.release()
+    await waiting
+    last.release()
+    assert files_beside(path) == ["s" + LOCK_SUFFIX], "who has let go removes nothing of the next one's"
+    third = SocketClaim(path, wait_seconds=0.0)
+    with pytest.raises(Unavailable, match="it is starting or ending for more than 0 s"):
+        await third.take()
+    following.release()
+    assert files_beside(path) == []
+    await third.take()
+    third.release()
+
+
+async def test_a_daemon_that_serves_is_not_waited_for(path: str) -> None:
+    serving = SocketClaim(path)
+    await serving.take()
+    with listen(path), pytest.raises(Unavailable, match="in use by a running daemon"):
+        await SocketClaim(path).take()
+    serving.release()
+
+
+async def test_what_a_killed_daemon_left_is_removed(path: str) -> None:
+    listen(path).close()
+    listen(path + LIFE_SUFFIX).close()
+    leave(path + LOCK_SUFFIX)
+    claim = SocketClaim(path)
+    await claim.take()
+    assert files_beside(path) == ["s" + LOCK_SUFFIX]
+    claim.release()
+
+
+async def test_a_daemon_of_another_release_is_not_driven_out(path: str) -> None:
+    """One that knows of no lock."""
+    with listen(path):
+        with pytest.raises(Unavailable, match="in use by a running daemon"):
+            await SocketClaim(path).take()
+        assert files_beside(path) == ["s"]
+
+
+@pytest.mark.parametrize("suffix", ["", LIFE_SUFFIX])
+async def test_a_file_in_a_sockets_place_is_left_alone_and_the_lock_is_free(path: str, suffix: str) -> None:
+    leave(path + suffix, "mine")
+    with pytest.raises(Unavailable, match="is not a socket; move it away"):
+        await SocketClaim(path).take()
+    assert files_beside(path) == ["s" + suffix]
+
+
+async def test_a_folder_that_is_missing_is_named(path: str) -> None:
+    with pytest.raises(Unavailable, match=r"the folder of the socket .* does not exist; make it"):
+        await SocketClaim(path + "/deeper").take()
+
+
+def test_a_group_that_is_not_there_is_named(path: str) -> None:
+    leave(path)
+    with pytest.raises(Unavailable, match="there is no group 'of nobody'"):
+        open_to_group(path, "of nobody")

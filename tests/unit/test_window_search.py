@@ -1,0 +1,158 @@
+"""The longest hit with its windows, against the walk over the whole prompt that a match once was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cachesvc.ledger.blocks import BlockLedger, Hit
+from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.windows import hit_window_blocks, window_positions
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
+from cachesvc.policy.eviction import lru
+from tests.unit.ledger_rig import chain
+
+BLOCK_TOKENS = 4
+PAGES = 256
+
+
+def layout_of(rng: random.Random) -> Layout:
+    """A full group and up to three windowed ones, of any windows and sinks."""
+    windowed = [
+        PlaneGroup(f"window-{number}", rng.randint(1, 30), rng.choice((0, 0, 1, 4, 9)))
+        for number in range(rng.randint(1, 3))
+    ]
+    groups = [PlaneGroup("full"), *windowed]
+    planes = tuple(Plane("k", at, group.name, (8,), "uint8") for at, group in enumerate(groups))
+    return Layout(BLOCK_TOKENS, 1, tuple(groups), planes)
+
+
+def pools(layout: Layout) -> tuple[PagePool, ...]:
+    made = tuple(PagePool(group.name, PAGES) for group in layout.groups)
+    for pool in made:
+        pool.add(0, PAGES)
+    return made
+
+
+def put(ledger: BlockLedger, place: Place, row: int, state: int, windows: list[int]) -> None:
+    """A copy in ``state`` whose windowed groups are in the states ``windows``."""
+    states = [state, *windows]
+    for group, wanted in enumerate(states):
+        if wanted == FILLING:
+            place.fill(group, [row])
+        elif wanted != ABSENT:
+            place.seal(group, row, place.pools[group].take(1, PageState.PRIVATE)[0])
+    if state == DRAINING:
+        place.drain(0, row)
+    assert [place.states[group][row] for group in range(len(states))] == states
+
+
+def naive(ledger: BlockLedger, rows: list[int], place: Place, hit: Hit) -> Hit:
+    """Look at every block of the prompt, front to end."""
+    path, host = rows[: hit.blocks], ledger.host
+    loadable = len(path)
+    while loadable and host.state(path[loadable - 1]) == READY:
+        loadable -= 1
+    blocks = covered(ledger, path, loadable, hit.device_blocks, place)
+    device = min(blocks, hit.device_blocks)
+    for group in place.window_groups:
+        states = place.states[group]
+        needed = window_positions(ledger.layout, group, blocks)
+        device = min([device, *(position for position in needed if states[path[position]] != READY)])
+    return Hit(device, path[device - 1] if device else NO_ROW, blocks, path[blocks - 1] if blocks else NO_ROW)
+
+
+def covered(ledger: BlockLedger, path: list[int], loadable: int, device_blocks: int, place: Place) -> int:
+    """Longest n <= len(path) such that each windowed group holds what a sequence of n blocks needs."""
+    runs = dict.fromkeys(place.window_groups, 0)
+    sinks_whole = dict.fromkeys(place.window_groups, True)
+    best = 0
+    for position, row in enumerate(path):
+        whole = True
+        for group in place.window_groups:
+            there = position < device_blocks and place.states[group][row] == READY
+            there = there or (position >= loadable and ledger.host.states[group][row] == READY)
+            runs[group] = runs[group] + 1 if there else 0
+            if position < ledger.layout.sink_blocks(group) and not there:
+                sinks_whole[group] = False
+            window = hit_window_blocks(ledger.layout, group)
+            whole = whole and sinks_whole[group] and runs[group] >= min(position + 1, window)
+        if whole:
+            best = position + 1
+    return best
+
+
+def walked(ledger: BlockLedger, rows: list[int], place: Place) -> Hit:
+    """The hit of the full groups, one look-up a block."""
+    device = 0
+    while device < len(rows) and place.is_hittable(rows[device]):
+        device += 1
+    blocks = device
+    while blocks < len(rows) and ledger.host.state(rows[blocks]) == READY:
+        blocks += 1
+    return Hit(device, rows[device - 1] if device else NO_ROW, blocks, rows[blocks - 1] if blocks else NO_ROW)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_the_search_finds_what_a_walk_over_the_whole_prompt_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    layout = layout_of(rng)
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place, other = (ledger.add_replica(name, pools(layout)) for name in ("one", "other"))
+    length = rng.randint(1, 60)
+    device = rng.choice((0, length, rng.randint(0, length)))
+    draining_from = rng.randint(0, device)
+    holes = rng.choice((0.0, 0.02, 0.1, 0.5, 0.9))
+    elsewhere = rng.choice((0.0, 0.05))
+    host_from = rng.choice((0, device, rng.randint(0, device)))
+    keys = chain(*range(length))
+    rows: list[int] = []
+
+    def windows(missing: float) -> list[int]:
+        wanted = (FILLING if rng.random() < 0.1 else ABSENT if rng.random() < missing else READY for _ in range(9))
+        return [next(wanted) for _ in place.window_groups]
+
+    for i in range(length):
+        row = ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], rows[-1] if rows else NO_ROW, 1)
+        rows.append(row)
+        if i < device:
+            draining = i >= draining_from and rng.random() < 0.5
+            put(ledger, place, row, DRAINING if draining else READY, windows(holes))
+        is_elsewhere = rng.random() < elsewhere
+        if is_elsewhere or (i < host_from and i >= device):
+            put(ledger, other, row, READY, windows(0.0))
+        if not is_elsewhere and (i >= host_from or rng.random() < 0.5):
+            put(ledger, ledger.host, row, READY, windows(holes / 2))
+
+    in_full = walked(ledger, rows, place)
+    assert ledger.find(keys, place) == naive(ledger, rows, place, in_full)
+    limit = rng.randint(1, length)
+    short = walked(ledger, rows[:limit], place)
+    assert ledger.find(keys + chain("more"), place, limit) == naive(ledger, rows[:limit], place, short)
+    alone = covered(ledger, rows[: in_full.device_blocks], in_full.device_blocks, in_full.device_blocks, place)
+    assert ledger.find_in_place(keys, place) == (alone, rows[alone - 1] if alone else NO_ROW)
+
+
+def test_a_gap_is_stepped_over_at_once() -> None:
+    """The windowed copy of block 35 is missing: nothing that ends within a window behind it is tried."""
+    layout = Layout(
+        BLOCK_TOKENS,
+        1,
+        (PlaneGroup("full"), PlaneGroup("window", 8 * BLOCK_TOKENS)),
+        (Plane("k", 0, "full", (8,), "uint8"), Plane("k", 1, "window", (8,), "uint8")),
+    )
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place = ledger.add_replica("one", pools(layout))
+    keys = chain(*range(40))
+    rows: list[int] = []
+    for i in range(40):
+        row = ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], rows[-1] if rows else NO_ROW, 1)
+        rows.append(row)
+        put(ledger, place, row, READY, [ABSENT if i == 35 else READY])
+    assert ledger.find(keys, place) == Hit(35, rows[34], 35, rows[34])
+    assert ledger.find_in_place(keys, place) == (35, rows[34])
+    assert NO_PAGE not in [place.pages[1][row] for row in rows[27:35]]
