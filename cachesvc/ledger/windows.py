@@ -128,7 +128,7 @@ class WindowSearch:
         return best
 
     def in_place(self, blocks: int) -> int:
-        """How many of the first ``blocks`` (``longest``) need nothing from the host, windowed copies included."""
+        """How many of the first ``blocks`` blocks (``longest``) need nothing from the host, windowed copies too."""
         least = min(blocks, self._device_blocks)
         for group, window, sinks in self._needs if self._asked_host else ():
             states = self._place.states[group]
