@@ -93,6 +93,16 @@ def test_a_broken_chain_seals_nothing(rig: Rig, bad: str) -> None:
     assert rig.run(publish, b, 1, 0, chain(*"abc"), 0).sealed_blocks == 3
 
 
+@pytest.mark.parametrize("limit", [0, 1, 3, 9])
+def test_a_hit_is_as_long_as_the_caller_wants_it(rig: Rig, limit: int) -> None:
+    a = rig.lease("a")
+    prefill(rig, a, 1, "abcd")
+    answer = rig.run(match, a, 2, chain(*"abcde"), limit)
+    assert answer.device_blocks == len(answer.tables[0].pages) == min(limit or 4, 4)
+    rig.run(allocate, a, 2, 4)
+    rig.run(release, a, 2)
+
+
 def test_the_first_to_publish_wins(rig: Rig) -> None:
     a, b = rig.lease("a"), rig.lease("b")
     mine, theirs = open_with(rig, a, 1, "abc"), open_with(rig, b, 7, "abc")
