@@ -124,21 +124,20 @@ class Registration:
     def make(self, vault: Vault) -> None:
         """Free what evicted models held and make the pools. Raises PoolExhausted and Unavailable, with nothing made."""
         new, pools, is_new = self._new, self._plan.pools, self._new.model is None
-        vault.close_retired()
-        with ExitStack() as undo:
-            if is_new:
-                vault.open_host(self._model_id, new.layout, pools.host_pages, new.devices)
-                undo.callback(vault.close_model, self._model_id)
-            vault.open_replica(self._model_id, self._replica_id, new.layout, new.devices, pools.device_pages)
-            undo.pop_all()
         where = f"device pool of model {self._model_id}, replica {self._replica_id}"
         self._on_device = _page_pools(where, new.layout, pools.device_pages)
         for pool in self._on_device:
             pool.add(0, pool.capacity)
-        if is_new:
-            self._on_host = _page_pools(f"host pool of model {self._model_id}", new.layout, pools.host_pages)
-            for group, run in vault.take_news(self._model_id):
-                self._on_host[group].add(run.first, run.count)
+        vault.close_retired()
+        with ExitStack() as undo:
+            if is_new:
+                self._on_host = _page_pools(f"host pool of model {self._model_id}", new.layout, pools.host_pages)
+                vault.open_host(self._model_id, new.layout, pools.host_pages, new.devices)
+                undo.callback(vault.close_model, self._model_id)
+                for group, run in vault.take_news(self._model_id):
+                    self._on_host[group].add(run.first, run.count)
+            vault.open_replica(self._model_id, self._replica_id, new.layout, new.devices, pools.device_pages)
+            undo.pop_all()
 
     def enter(self, core: Core, vault: Vault, now: float) -> Registered:
         """The pools are there: the model is too, or has one replica more."""
