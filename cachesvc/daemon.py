@@ -42,6 +42,7 @@ from cachesvc.service.host.web import WebPage
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.metric_values import MetricValues
 from cachesvc.service.node import Node
+from cachesvc.service.registrar import Registrar
 from cachesvc.service.rpc.admin_service import AdminService
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
@@ -69,6 +70,7 @@ class Parts:
     base: Base
     claim: SocketClaim
     life: LifeServer
+    registrar: Registrar
     keyrings: tuple[Keyring, ...]
     checksums: Checksums
     dispatcher: Dispatcher
@@ -117,6 +119,7 @@ def build(
         base=base,
         claim=SocketClaim(config.socket),
         life=_life(config, base),
+        registrar=calls.engine.registrar,
         keyrings=() if keyring is None else (keyring,),
         checksums=checksums,
         dispatcher=dispatcher,
@@ -145,6 +148,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(engine.start, engine.close),
         Step(partial(node.start, vault), node.close),
         Step(host_pool.start, host_pool.close),
+        Step(_nothing, parts.registrar.close),
         Step(parts.life.start, parts.life.close),
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
         Step(parts.checksums.start, parts.checksums.close),
@@ -235,7 +239,7 @@ def _base(config: Config, hardware: Hardware) -> Base:
     core = _core(config, engine, epoch)
     node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
     ended.connect(node.on_transfer_done)
-    host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.node, hardware.backend)
+    host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.nodes, hardware.backend)
     return Base(
         hardware, telemetry, engine, node, host_pool, Vault(hardware.backend, host_pool, engine, node.on_host_pages)
     )
