@@ -32,7 +32,7 @@ def distrust(model: Model, why: str) -> None:
 
 
 def trust(core: Core, model_id: int) -> None:
-    """A model was verified and adds up: it is in service again. Raises NotFound."""
+    """A model was verified and its accounting is consistent: it is in service again. Raises NotFound."""
     core.ledger.model(model_id).suspect = ""
 
 

@@ -71,7 +71,7 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
 def check_keys(core: Core, keys: bytes) -> None:
     """Raises InvalidRequest for packed keys of a ragged length, LimitExceeded for too many."""
     if len(keys) % KEY_BYTES:
-        raise InvalidRequest(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
+        raise InvalidRequest(f"keys has {len(keys)} bytes, which is not a multiple of {KEY_BYTES}")
     if len(keys) // KEY_BYTES > core.limits.blocks_per_sequence:
         raise LimitExceeded("block keys", len(keys) // KEY_BYTES, core.limits.blocks_per_sequence)
 

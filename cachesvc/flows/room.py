@@ -56,7 +56,7 @@ def make_room(
             room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
                 wait = _evict(core, call.model, call.replica, wanted, room)
-    finally:  # with what it wanted, or refused: it waits no more
+    finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
     if wait is None or room is None:
@@ -68,7 +68,7 @@ def make_room(
 def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
     """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
 
-    Nothing is refused and nobody waits; returns how many blocks go, now or once they are saved.
+    Nothing is refused and nobody waits; returns how many pages of a group go at most, now or once they are saved.
     """
     model, replica, place = call.model, call.replica, call.replica.place
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, None))
@@ -79,7 +79,9 @@ def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
             _carry_out(core, model, replica, plan, None)
             going = plan.found
     for group in place.window_groups:
-        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].unreserved)
+        before = place.pools[group].unreserved
+        drop_idle_windows(model.blocks, place, group, wanted[group] - before)
+        going = max(going, place.pools[group].unreserved - before)
     return going
 
 

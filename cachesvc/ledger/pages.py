@@ -82,8 +82,8 @@ class PagePool:
             if used < length:
                 self._insert_run(start + used, length - used)
             pages.extend(range(start, start + used))
+            self.states[start : start + used] = bytes((state,)) * used
         for page in pages:
-            self.states[page] = state
             self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
         self.counts[FREE] -= count
         self.counts[state] += count

@@ -35,6 +35,7 @@ class Reservation:
 
     def keep(self, wanted: Sequence[int], until: float) -> None:
         """The call waits for ``wanted`` pages from now on, ``until`` at the latest."""
+        self.give_back()
         self.wanted = list(wanted)
         self.until = until
         self._line[self] = None

@@ -209,7 +209,7 @@ LEASING = [
 
 WORKING = [
     Case("ragged keys", lambda s: s.engine.lease.match(b"k" * 33), InvalidRequest, StatusCode.INVALID_ARGUMENT,
-         "33 bytes, which is no multiple of 32"),
+         "33 bytes, which is not a multiple of 32"),
     Case("ragged keys of a prefetch", lambda s: s.engine.lease.prefetch(b"k" * 31), InvalidRequest,
          StatusCode.INVALID_ARGUMENT, "31 bytes"),
     Case("too many keys", lambda s: s.engine.lease.match(b"k" * 32 * 65537), LimitExceeded, StatusCode.OUT_OF_RANGE,

@@ -15,6 +15,7 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.mapped import populate
+from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
@@ -24,9 +25,9 @@ from cachesvc.model.words import READY, Run
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner_threads import InlinePlanning
 from cachesvc.swap.vault import Vault
 from tests.sim.biases import Bias
+from tests.sim.inline_planning import InlinePlanning
 from tests.sim.meetings import Meetings
 from tests.sim.stepped_backend import SteppedBackend
 
@@ -120,7 +121,12 @@ class SimNode:
         )
         self.engine.start()
         self.host_pool = SteppedHostPool(
-            rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend
+            rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES,
+            HOST_CHUNK_BYTES,
+            1,
+            {"step-0": 0, "step-1": 1},
+            self.backend,
+            bind=lambda *_: Placement.PLACED,
         )
         self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages)
         self.mover = Refusing(lambda: self.engine, faults)

@@ -22,7 +22,7 @@ EVENTS = (
     "loads_found_done",
     "loads_joined",
     "mirror_compared",
-    "model_gave_way",
+    "model_evicted",
     "published",
     "swap_out_failed",
     "swapped_in",

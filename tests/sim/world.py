@@ -12,8 +12,8 @@ from functools import partial
 
 from cachesvc.flows import admin
 from cachesvc.flows.leases import lose_silent
-from cachesvc.flows.models import PoolWish, register
-from cachesvc.ledger.ledger import Model
+from cachesvc.flows.models import Registered, RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
@@ -79,44 +79,31 @@ class World:
         self.names = 0
         for _ in range(24 if self.bias.host_is_there else self.rng.choice((0, 2, 8, 24, 24))):
             self.node.host_pool.fill_one()
-        self.wishes = self._draw_wishes()
+        self.requests = self._draw_requests()
         self.engines = [SimEngine(self.node, self.rng, f"engine {i}", 0) for i in range(4)]
         self.kinds = {f"engine {i}": self.rng.choice(kinds) for i, kinds in enumerate(self.bias.kinds)}
 
-    def _draw_wishes(self) -> list[tuple[Layout, bytes, tuple[str, ...], PoolWish, PoolWish]]:
+    def _draw_requests(self) -> list[RegisterRequest]:
         rng = self.rng
 
         bias = self.bias
 
-        def pages(*ranges: tuple[int, int]) -> PoolWish:
-            return PoolWish(tuple(rng.randint(*each) for each in ranges))
+        def pages(*ranges: tuple[int, int]) -> PoolRequest:
+            return PoolRequest(tuple(rng.randint(*each) for each in ranges))
 
         device, both = (bias.device,), (bias.device, bias.device_windows)
         gqa, windowed = gqa_layout(), windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)))
         gqa_host, windowed_host = pages(bias.host), pages(bias.host, bias.host_windows)
         return [
-            (gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host),
-            (gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host),
-            (windowed, b"tenant 2", ("step-0", "step-1"), pages(*both), windowed_host),
-            (windowed, b"tenant 2", ("step-1", "step-0"), pages(*both), windowed_host),
+            RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host),
+            RegisterRequest("model", gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host),
+            RegisterRequest("model", windowed, b"tenant 2", ("step-0", "step-1"), pages(*both), windowed_host),
+            RegisterRequest("model", windowed, b"tenant 2", ("step-1", "step-0"), pages(*both), windowed_host),
         ]
 
-    def _register(self, kind: int) -> tuple[Model, int]:
-        layout, salt, devices, device_wish, host_wish = self.wishes[kind]
-        flow = partial(
-            register,
-            self.node.core,
-            self.node.vault,
-            "model",
-            layout,
-            salt,
-            devices,
-            device_wish,
-            host_wish,
-            self.node.now,
-        )
-        made = self.node.run(flow)
-        return made.model, made.replica.id
+    def _register(self, request: RegisterRequest) -> Registered:
+        node = self.node
+        return node.run(partial(register, node.core, node.vault, request, node.now))
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -166,10 +153,11 @@ class World:
             return
         if not engine.is_open:
             try:
-                model, engine.replica = self._register(self.kinds[engine.name])
+                made = self._register(self.requests[self.kinds[engine.name]])
             except (Unavailable, PoolExhausted):
                 return
-            engine.start(model)
+            engine.replica = made.replica.id
+            engine.start(made.model)
             return
         if engine.silent_until and engine.lease not in self._live():
             engine.scribble()  # what its kernels did while nobody heard of it
@@ -258,30 +246,27 @@ class World:
         self.faults["operator_evicted"] += 1
 
     def _rival(self) -> None:
-        """A newcomer wants most of a device: an idle model gives way, or the newcomer is refused."""
+        """A new model wants most of a device and some of the host: idle models are evicted, or it is refused."""
         self.names += 1
         before = {model.id for model in self.node.core.ledger.models.values()}
-        flow = partial(
-            register,
-            self.node.core,
-            self.node.vault,
+        request = RegisterRequest(
             f"rival {self.names}",
             gqa_layout(),
             b"",
             (self.rng.choice(("step-0", "step-1")),),
-            PoolWish((self.rng.choice((40, 300)),)),
-            PoolWish((self.rng.choice((0, 8)),)),
-            self.node.now,
+            PoolRequest((self.rng.choice((40, 300)),)),
+            self.rng.choice((PoolRequest((0,)), PoolRequest((8,)), PoolRequest((400,)), PoolRequest())),
         )
         try:
-            self.node.run(flow)
+            self._register(request)
         except (PoolExhausted, Unavailable):
             after = {model.id for model in self.node.core.ledger.models.values()}
+            assert after == before, "a refusal evicts nobody"
             self.faults["rival_refused"] += 1
         else:
             after = {model.id for model in self.node.core.ledger.models.values()}
             self.faults["rival_came"] += 1
-        self.faults["model_gave_way"] += len(before - after)
+        self.faults["model_evicted"] += len(before - after)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

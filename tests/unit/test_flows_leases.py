@@ -98,6 +98,17 @@ def test_quarantine_ends_with_the_last_process() -> None:
     assert rig.core.ledger.leases == {}
 
 
+def test_quarantine_outlives_the_first_process_of_a_silent_engine() -> None:
+    rig, lease = engine()
+    assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3), "the scheduler's process may still write them"
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+
+
 def test_an_engine_that_closes_its_lease_has_lost_none() -> None:
     ended = {"closed": 0, "silent": 1, "process_ended": 1}
     for cause, lost in ended.items():

@@ -48,7 +48,9 @@ def test_a_load_brings_the_prefix_back_by_position() -> None:
     rows = [rig.model.blocks.index.rows[chain(*"abcd")[i * KEY_BYTES : (i + 1) * KEY_BYTES]] for i in range(4)]
     assert transfer.pages[0].host_pages == tuple(host[row] for row in rows)
     assert isinstance(rig.once(publish, a, 1, 4, b"", 1), Wait)
+    assert (rig.host.counts.pinned, rig.place().counts.pinned) == (4, 0)
     rig.settle()
+    assert (rig.host.counts.pinned, rig.place().counts.pinned) == (0, 4), "the host may let go of it now"
     assert rig.run(publish, a, 1, 4, b"", 1).sealed_blocks == 5
     assert len(rig.device_keys()) == 5
 
@@ -165,10 +167,27 @@ def test_what_others_brought_since_match_is_used_in_place() -> None:
     rig.run(match, a, 1, chain(*"ab"), 0)
     rig.run(prefetch, a, chain(*"ab"))
     rig.settle()
-    assert rig.core.ledger.leases[a].sequences.keys() == {1}, "a prefetch holds nothing once it is there"
+    assert rig.core.ledger.leases[a].prefetches == {}, "a prefetch holds nothing once it is there"
+    assert rig.place().counts.pinned == 0
     answer = rig.run(allocate, a, 1, 2)
     assert (answer.tickets, answer.loading_blocks) == ((), 2)
     rig.run(publish, a, 1, 2, b"", 0)
+
+
+@pytest.mark.parametrize("error", ["", "broken"])
+def test_what_came_since_match_is_held_though_the_rest_of_the_hit_fails(error: str) -> None:
+    """Its engine may be reading it for the layers that have come, until it has released the sequence."""
+    rig = hosted("abcd")
+    a = rig.lease()
+    rig.run(match, a, 1, chain(*"abcd"), 0)
+    rig.run(prefetch, a, chain(*"ab"))
+    rig.settle()
+    [ticket] = rig.run(allocate, a, 1, 4).tickets
+    assert (ticket.blocks, rig.place().counts.pinned) == (2, 2)
+    rig.land(ticket.id, error)
+    assert rig.place().counts.pinned == (2 if error else 4)
+    rig.run(release, a, 1)
+    assert rig.place().counts.pinned == 0
 
 
 def test_publishing_below_a_running_load_is_pending() -> None:

@@ -9,8 +9,8 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.model.answers import Matched, Wait
-from cachesvc.model.words import DRAINING, NO_PAGE, PageState
-from tests.unit.ledger_rig import serve, windowed
+from cachesvc.model.words import DRAINING, NO_PAGE, READY, PageState
+from tests.unit.ledger_rig import rig_of, serve, windowed
 from tests.unit.peers_rig import asking, hit, only_transfer, rows, shared, waits_for
 
 
@@ -84,5 +84,27 @@ def test_windows_do_not_come_to_a_block_that_drains_away() -> None:
     rig.land(drain.tickets[0])
     rig.run(release, b, 2)  # what drained was kept for its Allocate
     waits_for(ask())
+    rig.settle()
+    assert hit(ask()) == (6, 0)
+
+
+def test_a_window_in_place_does_not_go_for_the_rest_of_it() -> None:
+    """Then all that came from the other replica would have been for nothing."""
+    rig = rig_of(windowed(window_tokens=8), device=(16, 6), replicas=2)
+    a, b = rig.lease("a", 0), rig.lease("b", 1)
+    for lease in (a, b):
+        serve(rig, lease, 1, "abcdef")
+    path = rows(rig, "abcdef")
+    for row in path[:5]:
+        rig.model.blocks.drop_window(rig.place(1), 1, row)
+    rig.run(match, b, 2, b"", 0)
+    rig.run(allocate, b, 2, 5)
+    assert rig.free(1)[1] == 0, "only the last block's window could go"
+    assert hit(asking(rig, b, 3, "abcdef")()) == (0, 0)
+    assert (rig.mover.all, rig.place(1).states[1][path[5]]) == ([], READY)
+    rig.run(release, b, 2)
+    ask = asking(rig, b, 4, "abcdef")
+    waits_for(ask())
+    assert [(pair.group, len(pair.device_pages)) for pair in only_transfer(rig).pages] == [(1, 1)]
     rig.settle()
     assert hit(ask()) == (6, 0)

@@ -68,23 +68,39 @@ def test_keys_must_agree_with_match_and_be_complete(rig: Rig) -> None:
         rig.run(publish, lease, 1, 0, b"", 3)
     with pytest.raises(InvalidRequest, match="keys were sent"):
         rig.run(publish, lease, 1, 0, chain(*"ab"), 3)
-    with pytest.raises(InvalidRequest, match="no multiple"):
+    with pytest.raises(InvalidRequest, match="not a multiple"):
         rig.run(publish, lease, 1, 0, b"short", 0)
     assert rig.run(publish, lease, 1, 0, chain(*"abcd"), 0).sealed_blocks == 4
 
 
-@pytest.mark.parametrize("bad", ["below another prefix", "named twice"])
+@pytest.mark.parametrize("bad", ["below another prefix", "below none", "below another block", "named twice"])
 def test_a_broken_chain_seals_nothing(rig: Rig, bad: str) -> None:
     """Found by reading: the blocks before the broken one were sealed but never pinned."""
     a, b = rig.lease("a"), rig.lease("b")
     prefill(rig, a, 1, "xy")
     rig.run(match, b, 1, b"", 0)
     rig.run(allocate, b, 1, 3)
-    first, second = chain("a"), chain(*"xy")[KEY_BYTES:] if bad == "below another prefix" else chain("a")
+    y = chain(*"xy")[KEY_BYTES:]
+    keys = {
+        "below another prefix": chain("a") + y,
+        "below none": y + chain("a"),
+        "below another block": chain("x") + chain("x"),
+        "named twice": chain("a") + chain("a"),
+    }[bad]
     with pytest.raises(InvalidRequest, match="chained"):
-        rig.run(publish, b, 1, 0, first + second, 0)
+        rig.run(publish, b, 1, 0, keys, 0)
     assert chain("a") not in rig.device_keys()
     assert rig.run(publish, b, 1, 0, chain(*"abc"), 0).sealed_blocks == 3
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 9])
+def test_a_hit_is_as_long_as_the_caller_wants_it(rig: Rig, limit: int) -> None:
+    a = rig.lease("a")
+    prefill(rig, a, 1, "abcd")
+    answer = rig.run(match, a, 2, chain(*"abcde"), limit)
+    assert answer.device_blocks == len(answer.tables[0].pages) == min(limit or 4, 4)
+    rig.run(allocate, a, 2, 4)
+    rig.run(release, a, 2)
 
 
 def test_the_first_to_publish_wins(rig: Rig) -> None:

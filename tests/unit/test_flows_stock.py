@@ -17,7 +17,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import PageState
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
-from tests.unit.work import bytecodes
+from tests.work import steps_of
 
 
 def full_of_cache(pages: int, *, host: int = 0, layout: Layout | None = None) -> tuple[Rig, str]:
@@ -164,7 +164,7 @@ def test_where_all_is_in_use_a_refill_is_no_more_work_in_a_larger_pool(grown: in
         lease = rig.core.ledger.leases[a]
         lease.grown = grown
         rig.check = lambda: None  # type: ignore[method-assign]
-        return bytecodes(lambda: refill(rig, a, 8))
+        return steps_of(lambda: refill(rig, a, 8))
 
     assert work(2048) <= work(64) + 16
 
@@ -186,7 +186,7 @@ def test_where_little_can_go_a_refill_is_no_more_work_in_a_larger_pool() -> None
         pins = [Pin(rig.model.blocks, rig.host, row) for row in list(rig.model.blocks.index.rows.values())[1::2]]
         assert (len(rig.host_keys()), len(rig.device_keys()), rig.free()) == (chains, chains, [0])
         rig.core.ledger.leases[a].grown = 8
-        count = bytecodes(lambda: refill(rig, a, 8))
+        count = steps_of(lambda: refill(rig, a, 8))
         for pin in pins:
             pin.let_go()
         check()

@@ -9,7 +9,7 @@ import pytest
 
 from cachesvc.ledger.tickets import Ticket, TicketBook, TicketState
 from cachesvc.model.transfer import DONE, Direction, Failed, Urgency
-from tests.unit.work import bytecodes
+from tests.work import steps_of
 
 LOAD, STORE = Direction
 MODEL, REPLICA = 1, 0
@@ -111,7 +111,7 @@ def test_landing_all_of_many_is_work_for_each_of_them_once(after: Callable[[int]
     def work(count: int) -> int:
         book = book_of(count, after)
         order = range(count, 0, -1) if after is chained else range(1, count + 1)
-        return bytecodes(lambda: [book.land(number, outcome) for number in order])  # type: ignore[arg-type]
+        return steps_of(lambda: [book.land(number, outcome) for number in order])  # type: ignore[arg-type]
 
     assert work(800) < 4.4 * work(200)
 
@@ -119,7 +119,7 @@ def test_landing_all_of_many_is_work_for_each_of_them_once(after: Callable[[int]
 def test_landing_one_is_as_much_work_among_many_as_alone() -> None:
     def work(count: int) -> int:
         book = book_of(count, alone)
-        return bytecodes(lambda: book.land(count // 2, Failed("broken")))
+        return steps_of(lambda: book.land(count // 2, Failed("broken")))
 
     assert work(4096) == work(2)
 
@@ -135,6 +135,6 @@ def test_tickets_of_a_replica_are_found_without_looking_at_the_others() -> None:
 
     few, many = book_with(2), book_with(4096)
     assert ids(many.of_replica(MODEL, REPLICA, STORE)) == [4097]
-    assert bytecodes(lambda: few.of_replica(MODEL, REPLICA, STORE)) == bytecodes(
+    assert steps_of(lambda: few.of_replica(MODEL, REPLICA, STORE)) == steps_of(
         lambda: many.of_replica(MODEL, REPLICA, STORE)
     )
