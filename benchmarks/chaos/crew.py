@@ -15,10 +15,10 @@ from typing import Any
 
 import grpc
 from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.lab.replay_engine import EngineSettings
 from cachesvc_ctl.lab.trace import TraceRequest
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from benchmarks.chaos.engine import EngineSettings
 from benchmarks.chaos.figures import Figures
 from benchmarks.chaos.proc import memory_files, zombies
 

@@ -38,12 +38,12 @@ from cachesvc_client import (
     PoolExhausted,
     Reattacher,
     Timeouts,
-    opaque,
 )
 from cachesvc_client.records.steps import StepBatch
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_ctl.lab.page_pattern import PagePattern
+from cachesvc_ctl.lab.replay_engine import EngineSettings, say
 
 from cachesvc.wire.status import LIFE_SUFFIX
 
@@ -54,20 +54,6 @@ LOOK_SECONDS = 0.02
 SHARE_OF_POOL = 16
 """A prompt is cut to this part of the device pool: a pool that all engines pin at once serves nobody."""
 LOSSES = (LeaseLost, DaemonUnavailable, NotFound)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What an engine needs to know. ``layers`` planes share ``block_bytes``."""
-
-    socket: str
-    name: str
-    model: str
-    block_bytes: int
-    block_tokens: int
-    layers: int
-    device_blocks: int
-    host_blocks: int
 
 
 @dataclass(slots=True)
@@ -267,18 +253,11 @@ class ChaosEngine:
         return newest
 
     def _open_lease(self) -> Lease:
-        settings = self._settings
-        layout = opaque(block_bytes=settings.block_bytes, block_tokens=settings.block_tokens, layers=settings.layers)
-        registration = self._client.register(
-            settings.model, layout, device_pages=[settings.device_blocks], host_pages=[settings.host_blocks]
-        )
-        return self._client.open_lease(registration)
+        return self._client.open_lease(self._settings.register(self._client))
 
     def _take(self, lease: Lease) -> None:
-        settings = self._settings
         self._lease = lease
-        pool = lease.attach(0)
-        self._pattern = PagePattern(pool, block_bytes=settings.block_bytes, layers=settings.layers)
+        self._pattern = self._settings.pattern(lease.attach(0))
         self._stream = lease.step()
 
     def _forget(self) -> None:
@@ -328,17 +307,12 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: engine.cut(""))
     signal.signal(signal.SIGUSR2, lambda *_: engine.cut(LIFE_SUFFIX))
     engine.start()
-    _say({"ready": True})
+    say({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        _say(asdict(engine.serve(request["index"], request["salt"], request["block_ids"])))
-    _say({"mapped_epochs": mapped_epochs()})
+        say(asdict(engine.serve(request["index"], request["salt"], request["block_ids"])))
+    say({"mapped_epochs": mapped_epochs()})
     engine.close()
-
-
-def _say(message: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 
 from tests.sim.meetings import MEETINGS
-from tests.sim.world import run
+from tests.sim.world import LOOKS, run
 
 TOLD = 3
 STEPS = 400
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("seeds", metavar="SEED | FIRST..LAST | FIRST..")
     parser.add_argument("steps", type=int, nargs="?", default=STEPS)
     parser.add_argument("--seconds", type=float, help="stop at the first failure, or after so much processor time")
+    parser.add_argument("--every-step", action="store_true", help="look at everything after each step: where it broke")
     given = parser.parse_args()
     first, dots, last = given.seeds.partition("..")
     if dots and not last and given.seconds is None:
@@ -40,7 +41,7 @@ def main() -> int:
         if given.seconds is not None and (failures or time.process_time() > given.seconds):
             break
         try:
-            world = run(seed, given.steps)
+            world = run(seed, given.steps, 1.0 if given.every_step else LOOKS)
         except Exception as error:  # noqa: BLE001 - the search goes on
             failures[f"seed {seed}: {type(error).__name__}: {str(error)[:100]}"] += 1
             if len(failures) <= TOLD:

@@ -66,13 +66,15 @@ def windowed_layout(window_tokens: int, sink_tokens: int) -> Layout:
 class World:
     """``step`` until tired, then ``finish``. ``faults`` counts what went wrong on purpose."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, looks: float = LOOKS) -> None:
+        """``looks``: how often everything is looked at; it changes nothing that happens."""
         self.seed = seed
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.bias = bias_of(seed)
         self.node = SimNode(self.rng, self.faults, self.bias)
         self.followers = Followers(seed, self.node)
+        self._share_of_looks = looks
         self._looks = random.Random(f"looks of {seed}")
         self.frozen: dict[tuple[str, Direction], int] = {}
         self.steps = 0
@@ -137,7 +139,7 @@ class World:
     def check(self) -> None:
         """Raises AssertionError that says what broke."""
         self.followers.check()
-        if self._looks.random() < LOOKS:
+        if self._looks.random() < self._share_of_looks:
             self.look()
 
     def look(self) -> None:
@@ -301,9 +303,9 @@ class World:
         self.node.host_pool.close()
 
 
-def run(seed: int, steps: int) -> World:
+def run(seed: int, steps: int, looks: float = LOOKS) -> World:
     """One whole simulation. An AssertionError names the seed and the step."""
-    world = World(seed)
+    world = World(seed, looks)
     try:
         while world.steps < steps:
             world.step()

@@ -20,6 +20,7 @@ from cachesvc_client.errors import DaemonUnavailable, LoadFailed, PoolExhausted
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.wire.credentials import PATIENT_OPTIONS
 from cachesvc_client.wire.settings import Retries, Timeouts
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine needs to know. ``layers`` planes share ``block_bytes``."""
+    """What an engine needs to know, here and under chaos. ``layers`` planes share ``block_bytes``."""
 
     socket: str
     name: str
@@ -50,6 +51,15 @@ class EngineSettings:
     layers: int
     device_blocks: int
     host_blocks: int
+
+    def register(self, client: CacheClient) -> Registration:
+        """The model of these engines, which none of them computes. Raises as ``CacheClient.register`` does."""
+        layout = opaque(block_bytes=self.block_bytes, block_tokens=self.block_tokens, layers=self.layers)
+        return client.register(self.model, layout, device_pages=[self.device_blocks], host_pages=[self.host_blocks])
+
+    def pattern(self, pool: AttachedPool) -> PagePattern:
+        """What stands for KV in the pages of a pool."""
+        return PagePattern(pool, block_bytes=self.block_bytes, layers=self.layers)
 
 
 @dataclass(slots=True)
@@ -82,7 +92,7 @@ class ReplayEngine:
         self._lease = lease
         self._namespace = namespace
         self._pool = pool
-        self._pattern = PagePattern(pool, block_bytes=settings.block_bytes, layers=settings.layers)
+        self._pattern = settings.pattern(pool)
         self._key_of = lru_cache(maxsize=1 << 18)(self._make_key)
 
     def _make_key(self, block: int) -> bytes:
@@ -149,24 +159,22 @@ def connect(settings: EngineSettings, limit_seconds: float = PATIENCE_SECONDS) -
 def main() -> None:
     """Serve until standard input ends."""
     settings = EngineSettings(**json.loads(sys.argv[1]))
-    layout = opaque(block_bytes=settings.block_bytes, block_tokens=settings.block_tokens, layers=settings.layers)
     with connect(settings) as client:
-        registration = client.register(
-            settings.model, layout, device_pages=[settings.device_blocks], host_pages=[settings.host_blocks]
-        )
+        registration = settings.register(client)
         lease = client.open_lease(registration)
         pool = lease.attach(0)
         engine = ReplayEngine(settings, lease, pool, registration.namespace)
-        _say({"ready": True})
+        say({"ready": True})
         for line in sys.stdin:
             request = json.loads(line)
-            _say(asdict(engine.serve(request["index"], request["block_ids"])))
+            say(asdict(engine.serve(request["index"], request["block_ids"])))
         del engine
         pool.close()
         lease.close()
 
 
-def _say(message: dict[str, object]) -> None:
+def say(message: dict[str, object]) -> None:
+    """One line on standard output."""
     sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
     sys.stdout.flush()
 
