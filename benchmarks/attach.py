@@ -14,7 +14,6 @@ Match until it is there. Every byte is checked.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import statistics
 import time
@@ -31,6 +30,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 from benchmarks.interference import Neighbour, NeighbourLost
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 from benchmarks.prefixes import BLOCK_BYTES, BLOCK_TOKENS, PAGE_SHAPES, Hits, Loaded, Reused, Wish, run_engine
+from benchmarks.recording import write_result
 
 GIB, MIB = 1 << 30, 1 << 20
 PREFIX_BLOCKS = 32768 // BLOCK_TOKENS
@@ -387,7 +387,7 @@ def main() -> None:
             "cited": CITED | {"of": CITED_OF},
             "seconds": time.monotonic() - began,
         }
-        arguments.json.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, about | found)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing as mp
 import statistics
 import subprocess
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -36,6 +34,7 @@ from cachesvc_ctl.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 2048
@@ -63,7 +62,7 @@ def main() -> None:
         result[name] = CASES[name]()
         print(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in result[name].items()), flush=True)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, result)
 
 
 def waits() -> Figures:

@@ -8,10 +8,12 @@ from typing import TypeVar
 from cachesvc.flows.call import resolve
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import open_lease, process_arrived
-from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.models import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.ledger.place import Place
+from cachesvc.memory.free_ranges import FreeRanges
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import device_bytes
@@ -21,6 +23,7 @@ from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.questions.verify import verify_at_once
+from cachesvc.swap.headroom import Headroom
 
 Answer = TypeVar("Answer")
 TOKEN = b"capacity-process"
@@ -53,28 +56,24 @@ class InstantMover:
 
 
 class CountedVault:
-    """A pool of bytes that are only counted. There is no host tier."""
+    """A pool of bytes that are only counted. There is no host tier, and models stay."""
 
     def __init__(self, device_bytes: int) -> None:
+        self.capacity = device_bytes
         self.left = {"gpu-0": device_bytes}
 
     def devices(self) -> tuple[str, ...]:
         """One device."""
         return tuple(self.left)
 
-    def device_free_bytes(self, device: str) -> int:
+    def headroom(self, without: Sequence[int] = ()) -> Headroom:  # noqa: ARG002 - a protocol's
         """What is left of it."""
-        return self.left[device]
+        return Headroom(self.left, FreeRanges(()), self.capacity, 0)
 
-    def host_pages_for(self, layout: Layout, share: float) -> int:  # noqa: ARG002 - a protocol's
-        """None."""
-        return 0
-
-    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
-        """Nothing arrives."""
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        """Nothing is there."""
         if any(pages):
-            raise InvalidRequest(f"model {model}: no host pages for {len(layout.groups)} groups here")
-        return [[] for _ in pages]
+            raise InvalidRequest(f"model {model} on {devices}: no host pages for {len(layout.groups)} groups here")
 
     def open_replica(
         self,
@@ -88,8 +87,19 @@ class CountedVault:
         for device in devices:
             self.left[device] -= device_bytes(layout, pages)
 
+    def take_news(self, model: int) -> list[tuple[int, Run]]:  # noqa: ARG002
+        """Nothing arrives."""
+        return []
+
+    announce = take_news
+
     def close_model(self, model: int) -> None:
         """The model lives as long as the node."""
+
+    retire = close_model
+
+    def close_retired(self) -> None:
+        """Nobody was evicted."""
 
 
 class Node:
@@ -99,9 +109,9 @@ class Node:
         self.mover = InstantMover()
         writing = WriteRule(WritePolicy.WRITE_BACK, threshold=2, remember=64)
         self.core = Core(Ledger(), self.mover, rank_rule("lru"), writing, Limits())
-        device, host = PoolWish(device_pages), PoolWish((0,) * len(layout.groups))
-        vault = CountedVault(pool_bytes)
-        self.model = register(self.core, vault, "m", layout, b"", (), device, host, 0.0).model
+        device, host = PoolRequest(device_pages), PoolRequest((0,) * len(layout.groups))
+        request = RegisterRequest("m", layout, device_pool=device, host_pool=host)
+        self.model = register(self.core, CountedVault(pool_bytes), request, 0.0).model
         process_arrived(self.core, TOKEN, 1, 1)
         self.lease = open_lease(self.core, self.model.id, 0, "engine", TOKEN, 0, 0.0).id
         self.now = 0.0

@@ -12,7 +12,6 @@ page was wrong or something was left behind.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from benchmarks.chaos.crew import Crew, Plan, RunFailed
 from benchmarks.chaos.figures import shown, spread
 from benchmarks.chaos.proc import memory_files
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
+from benchmarks.recording import write_result
 
 PAUSE_SECONDS = (0.0, 4.0)
 """Between all engines' being served again and the next kill."""
@@ -187,7 +187,7 @@ def main() -> None:
         found |= {"gpu_mib_before": before, "gpu_mib_after": gpu_used_mib()}
     print(table(found))
     if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(given.json, found)
     wrong = problems_of(found)
     for line in wrong:
         print(f"unsound: {line}", file=sys.stderr)

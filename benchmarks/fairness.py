@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import time
@@ -23,8 +22,10 @@ import numpy as np
 
 from benchmarks.machine import describe_gpu, describe_machine, fail
 from benchmarks.mover import Arrivals, Mover, two_plane_layout
+from benchmarks.recording import write_result
 from cachesvc.model.errors import CacheError
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.swap.engine import SwapEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYERS = 32
@@ -117,6 +118,11 @@ class Loads:
         self._ended.pop(ticket)(error)
 
 
+def landed_bytes(engine: SwapEngine) -> int:
+    """Bytes of loads that have ended."""
+    return sum(count for (way, _), count in engine.transfers.device_bytes.items() if way == "h2d")
+
+
 def measure(loads: Loads, rounds: int) -> Result:
     """Alone, behind the long ones, and alone again."""
     loads.start_longs()  # every page of the device pool is touched once before anything is measured
@@ -128,12 +134,12 @@ def measure(loads: Loads, rounds: int) -> Result:
     typical_s = statistics.median(alone) * LONG_BLOCKS / SHORT_BLOCKS
     loads.start_longs()
     time.sleep(typical_s)  # until the long loads are in their stride
-    before, began = loads.engine.counters.bytes_h2d, time.perf_counter()
+    before, began = landed_bytes(loads.engine), time.perf_counter()
     behind = []
     for _ in range(rounds):
         time.sleep(rng.uniform(0.2, 1.0) * typical_s)  # at any moment in the life of a long load
         behind.append(loads.short_seconds())
-    rate = (loads.engine.counters.bytes_h2d - before) / (time.perf_counter() - began) / 1e9
+    rate = (landed_bytes(loads.engine) - before) / (time.perf_counter() - began) / 1e9
     loads.stop_longs()
     alone += [loads.short_seconds() for _ in range(rounds)]
     usual = statistics.median(alone)
@@ -193,7 +199,7 @@ def main() -> None:
             "link": mover.link,
             "budget": BUDGET,
         }
-        arguments.json.write_text(json.dumps(found | asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, found | asdict(result))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing as mp
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +24,7 @@ from cachesvc_ctl.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 from benchmarks.rpc import step_times, summary
 
 CHAIN_BLOCKS = 2048
@@ -64,7 +63,7 @@ def main() -> None:
             result = measure(daemon.socket, arguments.blocks, arguments.rounds)
     result["machine"] = describe_machine()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, result)
 
 
 def measure(socket: str, blocks: int, rounds: int) -> dict[str, object]:

@@ -13,7 +13,6 @@ not show that, its mean does.) Budgets: prefill 1.05, decode 1.02.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import numpy as np
 
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 from benchmarks.neighbours import WAYS, Job, run_engine, run_kernels, run_mover
+from benchmarks.recording import write_result
 
 MODES = ("prefill", "decode")
 THREAD_BLOCKS = (4, 16)
@@ -178,7 +178,7 @@ def main() -> None:
             "seconds": arguments.seconds,
             "rows": [asdict(row) for row in rows],
         }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ difference between the two, beside the largest value. Needs CuPy and torch.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import numpy as np
 
 from benchmarks.kernel_cases import BIG, CASES, SMALL, Case
 from benchmarks.machine import describe_gpu, describe_machine, require_gpu
+from benchmarks.recording import write_result
 from gpu_ops.kernels.batches import EVERYTHING, Reach
 from gpu_ops.kernels.decode_attention import PagedCache, decode_attention, head_rules, plan_splits, split_space
 
@@ -295,7 +295,7 @@ def main() -> None:
             "moved": [asdict(row) for row in moved],
             "attention": [asdict(row) for row in attended],
         }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, found)
 
 
 if __name__ == "__main__":

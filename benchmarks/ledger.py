@@ -1,8 +1,9 @@
 """Cost of the ledger's moves a block, with 10^4 to 10^6 resident blocks: ``python -m benchmarks.ledger --json OUT``.
 
 One model, one replica, one group. The index holds chains of 2,048 blocks (128k tokens at 64 tokens a block)
-that share their first 64; look-ups hit to a random depth with a cold second-level cache. Everything runs through the
-ledger's own calls, on one thread.
+that share their first 64; look-ups hit to a random depth with a cold second-level cache. For figures with windows there
+is a second group that looks back 1,024 tokens and to 64 sinks, and for room on the host a host full of blocks, the
+youngest of which alone have windowed pages. Everything runs through the ledger's own calls, on one thread.
 """
 
 from __future__ import annotations
@@ -10,29 +11,36 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import random
 import statistics
 import time
 import tracemalloc
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import PageState
+from cachesvc.model.words import NO_PAGE, PageState
 from cachesvc.policy.eviction import lru
 
 PROMPT_BLOCKS = 2048
 SHARED_BLOCKS = 64
-LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (64,), "uint8"),))
+FULL = Plane("bytes", 0, "full", (64,), "uint8")
+LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (FULL,))
+WINDOWED = Layout(
+    64, 1, (PlaneGroup("full"), PlaneGroup("window", 1024, 64)), (FULL, Plane("bytes", 1, "window", (64,), "uint8"))
+)
+HOST_PROMPT = 16
+"""Blocks of the prompts that the host is full of."""
+HOST_WANTED = 64
+"""Pages of each group that are wanted at a time."""
 
 
 class Filled(NamedTuple):
@@ -61,7 +69,7 @@ def main() -> None:
     flat["bytes_per_block"] = max(row["bytes_per_block"] for row in rows.values())
     flat["machine"] = describe_machine()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, flat)
 
 
 def measure(size: int) -> dict[str, float]:
@@ -88,6 +96,8 @@ def measure(size: int) -> dict[str, float]:
     return {
         "match_pin_us": statistics.median(match_pin),
         "match_pin_p99_us": sorted(match_pin)[int(len(match_pin) * 0.99)],
+        "match_pin_windowed_us": _windowed_match(size),
+        "host_room_us_per_block": _host_room(size),
         "block_table_us": statistics.median(table),
         "publish_us_per_block": filled.publish_us,
         "evict_us_per_block": evict,
@@ -96,15 +106,14 @@ def measure(size: int) -> dict[str, float]:
     }
 
 
-def fill(size: int, *, traced: bool) -> Filled:
+def fill(size: int, *, traced: bool, layout: Layout = LAYOUT) -> Filled:
     """A ledger with ``size`` resident blocks; with ``traced`` its memory is measured (and its times mean nothing)."""
     if traced:
         tracemalloc.start()
-    pool = PagePool("device", size)
-    pool.add(0, size)
+    pools = tuple(_pool(size) for _ in layout.groups)
     before = tracemalloc.get_traced_memory()[0] if traced else 0
-    ledger = BlockLedger(LAYOUT, (PagePool("host", 0),), lru)
-    place = ledger.add_replica("replica 0", (pool,))
+    ledger = BlockLedger(layout, tuple(PagePool("host", 0) for _ in layout.groups), lru)
+    place = ledger.add_replica("replica 0", pools)
     prompts: list[bytes] = []
     seconds = 0.0
     published = 0
@@ -122,6 +131,39 @@ def fill(size: int, *, traced: bool) -> Filled:
     return Filled(ledger, place, whole[:200], seconds / size * 1e6, (after - before) / size)
 
 
+def _pool(pages: int) -> PagePool:
+    pool = PagePool("pool", pages)
+    pool.add(0, pages)
+    return pool
+
+
+def _windowed_match(size: int) -> float:
+    filled = fill(size, traced=False, layout=WINDOWED)
+    rng = random.Random(1)
+    asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
+    return statistics.median(_match_and_pin(filled.ledger, filled.place, _partly_known(each, rng)) for each in asked)
+
+
+def _host_room(size: int) -> float:
+    """Microseconds a block that goes, where a host full of ``size`` blocks makes room in both of its groups."""
+    ledger = BlockLedger(WINDOWED, (_pool(size), _pool(4 * HOST_WANTED)), lru)
+    host = ledger.host
+    tip = NO_ROW
+    for number in range(size):
+        tip = ledger.index.insert(_key("host", number), NO_ROW if number % HOST_PROMPT == 0 else tip, number + 1)
+        groups = (0, 1) if number >= size - 4 * HOST_WANTED else (0,)
+        pages = [host.pools[group].take(1, PageState.PRIVATE)[0] if group in groups else NO_PAGE for group in (0, 1)]
+        ledger.seal(host, tip, pages)
+        ledger.offer(host, tip)
+    evictor = Evictor(ledger)
+    began = time.perf_counter()
+    plan, short = evictor.plan_host_room([HOST_WANTED, HOST_WANTED])
+    evictor.carry_out(plan)
+    seconds = time.perf_counter() - began
+    assert short is None
+    return seconds / HOST_WANTED * 1e6
+
+
 def chain_keys(prompt: int) -> bytes:
     """Packed keys of one prompt; the first SHARED_BLOCKS are the same for all."""
     shared = [_key("shared", i) for i in range(SHARED_BLOCKS)]
@@ -136,11 +178,13 @@ def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
     hit = ledger.find(keys, place)
     tip = hit.device_row
     missing = min(PROMPT_BLOCKS - hit.device_blocks, limit)
-    pages = place.pools[0].take(missing, PageState.PRIVATE)
-    for i, page in enumerate(pages):
+    taken = [pool.take(missing, PageState.PRIVATE) for pool in place.pools]
+    for i, pages in enumerate(zip(*taken, strict=True)):
         at = (hit.device_blocks + i) * KEY_BYTES
         row = ledger.index.insert(keys[at : at + KEY_BYTES], tip, 1)
-        ledger.seal(place, row, (page,))
+        ledger.seal(place, row, pages)
+        for group in place.window_groups:
+            place.window_leaves[group].update(row)
         tip = row
     ledger.index.touch(tip, len(ledger.index))
     ledger.offer(place, tip)
@@ -163,8 +207,8 @@ _CACHE = np.zeros(1 << 20, np.uint8)
 def _match_and_pin(ledger: BlockLedger, place: Place, keys: bytes) -> float:
     began = time.perf_counter()
     hit = ledger.find(keys, place)
-    ledger.index.touch(hit.device_row, 1 << 40)
     ledger.pin(place, hit.device_row)
+    ledger.index.touch(hit.device_row, 1 << 40)
     elapsed = time.perf_counter() - began
     assert hit.device_blocks >= SHARED_BLOCKS
     ledger.unpin(place, hit.device_row)

@@ -41,7 +41,7 @@ class Mover:
         self.costs = LinkCosts()
         self.link: dict[str, object] = {}
         chunk = min(MAX_CHUNK_BYTES, host_bytes)
-        self.host = HostPool(host_bytes, chunk, self.config.host_threads, self.hardware.node, self.backend)
+        self.host = HostPool(host_bytes, chunk, self.config.host_threads, self.hardware.nodes, self.backend)
 
     def start(self) -> None:
         """Start the backend, measure the link, and wait for the whole host pool."""

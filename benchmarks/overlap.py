@@ -14,7 +14,6 @@ larger of compute and transfer.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from cachesvc_ctl.daemon_process import DaemonFailed, DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
+from benchmarks.recording import write_result
 
 if TYPE_CHECKING:
     from benchmarks.prefill_model import PrefillModel
@@ -299,7 +299,7 @@ def main() -> None:
             "new_tokens": NEW_TOKENS,
             "rows": [asdict(row) for row in rows],
         }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, found)
 
 
 if __name__ == "__main__":

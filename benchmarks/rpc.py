@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -26,6 +24,7 @@ from cachesvc_ctl.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 
 BLOCK_TOKENS = 64
 TOKENS = (1024, 8192, 32768, 131072)
@@ -59,7 +58,7 @@ def main() -> None:
     result |= next(iter(by_clients.values()))
     result["by_clients"] = by_clients
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, result)
 
 
 def show(title: str, figures: object) -> None:

@@ -15,7 +15,6 @@ not served. It goes on beyond its time until each kind of fault was made once.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from benchmarks.chaos.faults import FaultRates, Faults
 from benchmarks.chaos.figures import shown, spread
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from benchmarks.machine import describe_machine, fail
+from benchmarks.recording import write_result
 
 SAMPLE_SECONDS = 10.0
 LOOK_SECONDS = 0.2
@@ -229,7 +229,7 @@ def main() -> None:
     found["trace"] = Path(given.trace).name
     print(table(found))
     if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(given.json, found)
     wrong = problems_of(found)
     for line in wrong:
         print(f"unsound: {line}", file=sys.stderr)

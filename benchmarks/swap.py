@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import numpy as np
 from benchmarks.machine import describe_gpu, describe_machine, fail
 from benchmarks.mover import Arrivals, Mover, two_plane_layout
 from benchmarks.plain import PlainCopies
+from benchmarks.recording import write_result
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab
@@ -294,7 +294,7 @@ def main() -> None:
             "planes": 2 * ground.layers,
             "seconds": time.monotonic() - began,
         }
-        arguments.json.write_text(json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_result(arguments.json, found | {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from cachesvc_client.stepping import StepStream
 from cachesvc_ctl.daemon_process import DaemonProcess
 
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 
 SEQUENCES = 32
 BLOCK_TOKENS = 64
@@ -61,7 +61,7 @@ def main() -> None:
     for name, row in result["variants"].items():
         print(f"{name:10}p50 {row['p50_ms']:7.3f} ms   against plain {row['cost_percent']:+6.2f} %")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, result)
 
 
 def measure(rigs: dict[str, Rig], rounds: int, steps: int) -> dict[str, list[float]]:

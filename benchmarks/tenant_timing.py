@@ -8,17 +8,17 @@ difference where there is one.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from cachesvc_client import CacheClient, Lease, block_keys, opaque
 from cachesvc_ctl.daemon_process import DaemonProcess
+
+from benchmarks.recording import write_result
 
 BLOCK_TOKENS = 16
 LAYOUT = opaque(block_bytes=1024, block_tokens=BLOCK_TOKENS, layers=2)
@@ -111,7 +111,7 @@ def main() -> None:
     for name in ("another_tenants_hit_against_a_miss", "own_hit_against_a_miss"):
         print(f"{name:40} p {found[name]['p']:.4f}, chance slower {found[name]['chance_slower']:.4f}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, found)
 
 
 if __name__ == "__main__":

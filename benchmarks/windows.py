@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.capacity_engine import Engine, Outcome, Rules
@@ -29,6 +27,7 @@ from benchmarks.capacity_plan import (
     requests_of,
 )
 from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
 
 SEED = 42
 RATE = 8.0
@@ -73,7 +72,7 @@ def main() -> None:
     rows = [joined(case, found[case], found[case._replace(recycles=True)]) for case in cases if not case.recycles]
     show(rows)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result_of(rows), indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, result_of(rows))
 
 
 def measure(case: Case) -> dict[str, float]:

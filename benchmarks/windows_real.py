@@ -12,12 +12,10 @@ long whoever is in it; on NumPy they run one after another, and requests in flig
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +24,7 @@ from cachesvc_ctl.daemon_process import DaemonProcess
 
 from benchmarks.capacity_plan import pools_shared, pools_split, requests_of
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
+from benchmarks.recording import write_result
 from examples.batch_requests import BatchCounters, BatchLimits, Request
 from examples.batching import BatchEngine
 from examples.engine import answer_alone, layout_of
@@ -161,7 +160,7 @@ def main() -> None:
     show(rows)
     if arguments.json:
         found = result_of(arguments.backend, arrays, scale, rows)
-        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_result(arguments.json, found)
 
 
 def daemon_flags(backend: str, scale: Scale) -> list[str]:

@@ -31,7 +31,6 @@ from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.dispatch import Dispatcher
-from cachesvc.service.gather import Gatherer
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.health import HealthAnswers
@@ -41,7 +40,9 @@ from cachesvc.service.host.server import Listening, Server, Services, service_na
 from cachesvc.service.host.socket_files import SocketClaim
 from cachesvc.service.host.web import WebPage
 from cachesvc.service.inspection import Inspection
+from cachesvc.service.metric_values import MetricValues
 from cachesvc.service.node import Node
+from cachesvc.service.registrar import Registrar
 from cachesvc.service.rpc.admin_service import AdminService
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
@@ -66,9 +67,10 @@ class Parts:
     ``stopping``: set it to end the daemon."""
 
     config: Config
-    truth: Truth
+    base: Base
     claim: SocketClaim
     life: LifeServer
+    registrar: Registrar
     keyrings: tuple[Keyring, ...]
     checksums: Checksums
     dispatcher: Dispatcher
@@ -76,7 +78,7 @@ class Parts:
     following: EventService
     health: DeviceHealth
     facts: Facts
-    gatherer: Gatherer
+    metrics: MetricValues
     web: WebPage
     administration: Administration
     reloader: Reloader
@@ -97,43 +99,45 @@ def build(
 
     Raises a CacheError that says what cannot be had.
     """
-    truth = _truth(config, choose(config))
-    node, telemetry = truth.node, truth.telemetry
+    base = _base(config, choose(config))
+    node, telemetry = base.node, base.telemetry
     keyring = Keyring(config.tokens, node.core.ledger.processes.get) if config.tokens else None
     answers = HealthAnswers(service_names())
-    health = DeviceHealth(truth.hardware.backend, node, answers.tell)
-    facts = _facts(config, truth, health)
+    health = DeviceHealth(base.hardware.backend, node, answers.tell)
+    facts = _facts(config, base, health)
     administration = Administration(node, health, config.drain_seconds)
-    checksums = Checksums(node, truth.engine.page_bytes, config.checksums, config.checksum_limit)
-    calls = _calls(config, truth, keyring)
+    checksums = Checksums(node, base.engine.page_bytes, config.checksums, config.checksum_limit)
+    calls = _calls(config, base, keyring)
     following = EventService(node, config.event_subscribers)
-    reloader = _reloader(config, truth, calls, administration, facts, reread)
+    reloader = _reloader(config, base, calls, administration, facts, reread)
     inspection = Inspection(node, checksums)
     admin = AdminService(calls.edge, inspection, administration, facts, calls.all_quotas, reloader.reload)
     services = Services(calls.engine, calls.lease, calls.cache, following, admin)
+    dispatcher = calls.edge.dispatcher
     return Parts(
-        config,
-        truth,
-        SocketClaim(config.socket),
-        _life(config, truth),
-        () if keyring is None else (keyring,),
-        checksums,
-        calls.edge.dispatcher,
-        Server(services, _listening(config), answers, keyring, telemetry.watch.refused),
-        following,
-        health,
-        facts,
-        Gatherer(facts, node, truth.engine, calls.edge.dispatcher.admission, telemetry.watch, calls.cache),
-        WebPage(node, config.web_listen, facts),
-        administration,
-        reloader,
-        asyncio.Event(),
+        config=config,
+        base=base,
+        claim=SocketClaim(config.socket),
+        life=_life(config, base),
+        registrar=calls.engine.registrar,
+        keyrings=() if keyring is None else (keyring,),
+        checksums=checksums,
+        dispatcher=dispatcher,
+        server=Server(services, _listening(config), answers, keyring, telemetry.watch.refused),
+        following=following,
+        health=health,
+        facts=facts,
+        metrics=MetricValues(facts, node, base.engine, dispatcher.admission, telemetry.watch, calls.cache),
+        web=WebPage(node, config.web_listen, facts),
+        administration=administration,
+        reloader=reloader,
+        stopping=asyncio.Event(),
     )
 
 
 def steps(parts: Parts) -> tuple[Step, ...]:
     """What is started, in this order, and closed in the reverse one."""
-    config, (hardware, telemetry, engine, node, host_pool, vault) = parts.config, parts.truth
+    config, (hardware, telemetry, engine, node, host_pool, vault) = parts.config, parts.base
     grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
     return (
         Step(parts.claim.take, parts.claim.release),
@@ -144,6 +148,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(engine.start, engine.close),
         Step(partial(node.start, vault), node.close),
         Step(host_pool.start, host_pool.close),
+        Step(_nothing, parts.registrar.close),
         Step(parts.life.start, parts.life.close),
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
         Step(parts.checksums.start, parts.checksums.close),
@@ -151,7 +156,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(_nothing, parts.dispatcher.stop),
         Step(parts.following.start, parts.following.close),
         Step(parts.health.start, parts.health.close),
-        Step(partial(telemetry.start_metrics, parts.gatherer), _nothing),
+        Step(partial(telemetry.start_metrics, parts.metrics), _nothing),
         Step(parts.web.start, parts.web.close),
         # Engines are told that the daemon is gone before it lets go of its socket: else a call could reach the next
         # daemon under a lease of this one.
@@ -190,7 +195,7 @@ async def started(every: Iterable[Step]) -> AsyncIterator[None]:
 # -- what the parts are made of ----------------------------------------------------------------------------------------
 
 
-class Truth(NamedTuple):
+class Base(NamedTuple):
     """The ledger, and what holds and moves the bytes that it tells of."""
 
     hardware: Hardware
@@ -227,15 +232,15 @@ class TransferEnds:
             told(ticket, error)
 
 
-def _truth(config: Config, hardware: Hardware) -> Truth:
+def _base(config: Config, hardware: Hardware) -> Base:
     telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
     ended, epoch = TransferEnds(), secrets.randbits(63)
     engine = SwapEngine(hardware.backend, ended.tell, tracer=telemetry.tracer)
     core = _core(config, engine, epoch)
     node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
     ended.connect(node.on_transfer_done)
-    host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.node, hardware.backend)
-    return Truth(
+    host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.nodes, hardware.backend)
+    return Base(
         hardware, telemetry, engine, node, host_pool, Vault(hardware.backend, host_pool, engine, node.on_host_pages)
     )
 
@@ -253,8 +258,8 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     return Core(Ledger(), engine, rank_rule(config.eviction), writing, limits, new_name=new_name)
 
 
-def _life(config: Config, truth: Truth) -> LifeServer:
-    node = truth.node
+def _life(config: Config, base: Base) -> LifeServer:
+    node = base.node
 
     def gone(token: bytes) -> None:
         node.run(partial(process_gone, node.core, token))
@@ -268,21 +273,21 @@ def _life(config: Config, truth: Truth) -> LifeServer:
         grace_seconds=config.lease_seconds,
         arrived=partial(process_arrived, node.core),
         gone=gone,
-        descriptor=truth.vault.descriptor,
+        descriptor=base.vault.descriptor,
         holds=partial(process_holds, node.core),
     )
 
 
-def _calls(config: Config, truth: Truth, keyring: Keyring | None) -> Calls:
-    node = truth.node
+def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
+    node = base.node
     quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
-    dispatcher = Dispatcher(node, admission, truth.telemetry.watch if truth.telemetry.is_on else None)
-    edge = Edge(dispatcher, truth.telemetry.tracer)
+    dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
+    edge = Edge(dispatcher, base.telemetry.tracer)
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
-        EngineService(edge, truth.hardware.backend, quotas),
+        EngineService(edge, base.hardware.backend, quotas),
         LeaseService(edge, quotas),
         CacheService(edge, config.operations_per_step, quotas),
     )
@@ -300,35 +305,33 @@ def _listening(config: Config) -> Listening:
     )
 
 
-def _facts(config: Config, truth: Truth, health: DeviceHealth) -> Facts:
+def _facts(config: Config, base: Base, health: DeviceHealth) -> Facts:
     return Facts(
         version=__version__,
-        backend=truth.hardware.backend.name,
-        epoch=truth.node.epoch,
-        started=truth.node.started,
+        backend=base.hardware.backend.name,
+        epoch=base.node.epoch,
+        started=base.node.started,
         lease_seconds=config.lease_seconds,
         device_pool_bytes=config.device_pool,
         host_pool_bytes=config.host_pool,
         host_chunk_bytes=config.host_chunk,
         eviction=config.eviction,
-        settings={**config.shown(), "backend": truth.hardware.backend.name},
+        settings={**config.shown(), "backend": base.hardware.backend.name},
         devices=[],
-        host_pool=truth.host_pool,
+        host_pool=base.host_pool,
         health=health,
     )
 
 
 def _reloader(
     config: Config,
-    truth: Truth,
+    base: Base,
     calls: Calls,
     administration: Administration,
     facts: Facts,
     reread: Callable[[], Config] | None,
 ) -> Reloader:
-    live = live_settings(
-        truth.node, calls.edge.dispatcher.admission, calls.cache, truth.hardware.backend, administration
-    )
+    live = live_settings(base.node, calls.edge.dispatcher.admission, calls.cache, base.hardware.backend, administration)
     return Reloader(asdict(config), facts.settings, None if reread is None else lambda: asdict(reread()), live)
 
 
@@ -343,8 +346,8 @@ def _nothing() -> None:
 
 
 def _measure_links(parts: Parts) -> None:
-    truth = parts.truth
-    truth.engine.plan_by(link_costs(parts.config, truth.hardware.gpus, parts.facts.devices.append))
+    base = parts.base
+    base.engine.plan_by(link_costs(parts.config, base.hardware.gpus, parts.facts.devices.append))
 
 
 def _tell_ready(parts: Parts, seconds: float) -> None:
@@ -353,10 +356,10 @@ def _tell_ready(parts: Parts, seconds: float) -> None:
         "ready",
         socket=parts.config.socket,
         port=parts.server.port,
-        metrics_port=parts.truth.telemetry.metrics_port,
+        metrics_port=parts.base.telemetry.metrics_port,
         web_port=parts.web.port,
         backend=parts.facts.backend,
-        devices=parts.truth.hardware.backend.devices(),
+        devices=parts.base.hardware.backend.devices(),
         epoch=parts.facts.epoch,
         pid=os.getpid(),
         seconds=seconds,

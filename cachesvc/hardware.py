@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from cachesvc.config import Config
 from cachesvc.memory import numa
@@ -23,11 +25,14 @@ from gpu_ops.gpu import Gpu, find_gpus
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The memory that the daemon will own. ``gpus`` are those of the cuda backend; ``node``: of the host pool."""
+    """The memory that the daemon will own. ``gpus`` are those of the cuda backend.
+
+    ``nodes``: the NUMA node of each device, where there are several and the firmware tells.
+    """
 
     backend: Backend
     gpus: tuple[Gpu, ...] = ()
-    node: int | None = None
+    nodes: Mapping[str, int] = field(default_factory=dict)
 
 
 def choose_hardware(config: Config) -> Hardware:
@@ -48,7 +53,7 @@ def choose_hardware(config: Config) -> Hardware:
     if config.fault_copies:
         events.warning("copies_are_made_to_fail", share=config.fault_copies)
     backend = ShmBackend(config.shm_devices, config.device_pool, rules=rules, fault_copies=config.fault_copies)
-    return Hardware(backend, node=0 if len(numa.nodes()) > 1 else None)
+    return Hardware(backend, nodes=dict.fromkeys(backend.devices(), 0) if len(numa.nodes()) > 1 else {})
 
 
 def copy_rules(config: Config) -> CopyRules:
@@ -61,14 +66,21 @@ def copy_rules(config: Config) -> CopyRules:
 
 
 def gpu_hardware(config: Config) -> Hardware:
-    """Every GPU that this process sees; the host pool goes to their NUMA node, where they agree on one."""
+    """Every GPU that this process sees. The host pool is divided among their NUMA nodes."""
     gpus = find_gpus()
     backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
-    near = {numa.node_of_pci(gpu.facts.pci) for gpu in gpus}
-    node = near.pop() if len(near) == 1 else None
-    if len(numa.nodes()) > 1:
-        events.event("host_pool_node", node=node, gpus=len(gpus))
-    return Hardware(backend, gpus, node)
+    nodes = device_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus})
+    for node, count in sorted(Counter(nodes.values()).items()):
+        events.event("host_pool_node", node=node, gpus=count)
+    return Hardware(backend, gpus, nodes)
+
+
+def device_nodes(devices: Mapping[str, str], sysfs: Path = numa.SYSFS) -> dict[str, int]:
+    """NUMA nodes of devices by their PCI addresses: of those whose node is known, where there are several nodes."""
+    if len(numa.nodes(sysfs)) < 2:
+        return {}
+    near = {device: numa.node_of_pci(pci, sysfs) for device, pci in devices.items()}
+    return {device: node for device, node in near.items() if node is not None}
 
 
 def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine], None]) -> LinkCosts:

@@ -1,58 +1,85 @@
-"""Models and their memory: register a layout, size its pools, give way when a newcomer needs the room."""
+"""Registering models: a layout finds its pools, or gets new ones, for which idle models may be evicted.
+
+Sizing pools takes a while and making them waits for drivers, so a registration has parts, and no other one begins
+before it is through:
+
+    begin    where the ledger is: find the pools, or see who is there
+    plan     on any thread: size new ones and choose who is evicted for them, or refuse
+    evict    where the ledger is: they go, unless one of them is in use by now
+    make     on any thread: free what they held, then make the pools, all or none
+    enter    where the ledger is: the model is there
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from cachesvc.flows.budget import Budget, make_room
+from cachesvc.flows.budget import Budget
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
+from cachesvc.flows.idle import idle_models
+from cachesvc.flows.sizing import HasHeadroom, Newcomer, Plan, PoolRequest, Pools, plan_pools, survey
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.model.errors import CacheError, DaemonDraining, InvalidRequest, LimitExceeded, PoolExhausted
-from cachesvc.model.geometry import device_bytes
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import Run
 
 MAX_SALT_BYTES = 256
 MAX_MODEL_NAME_BYTES = 512
-NO_BUDGET = Budget()
 
 
-class Vault(Protocol):
-    """Where the bytes of pools come from."""
+class Vault(HasHeadroom, Protocol):
+    """Where the bytes of pools come from. What opens and closes may be called on any thread, one at a time."""
 
     def devices(self) -> tuple[str, ...]:
         """UUIDs of the daemon's devices."""
 
-    def device_free_bytes(self, device: str) -> int:
-        """What is left of a device's pool."""
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        """Reserve a model's host pages, each rank's near its device. Raises PoolExhausted, Unavailable."""
 
-    def host_pages_for(self, layout: Layout, share: float) -> int:
-        """Pages that ``share`` of what is left of the host pool holds, the same number in every group."""
-
-    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
-        """Reserve host pages; returns for each group the runs that are usable now. Raises PoolExhausted."""
+    def take_news(self, model: int) -> list[tuple[int, Run]]:
+        """(group, run) of host pages that have become usable since the last look."""
 
     def open_replica(
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
     ) -> None:
-        """Make the device slabs of a replica, zeroed. Raises PoolExhausted."""
+        """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
 
     def close_model(self, model: int) -> None:
-        """Give back everything of a model."""
+        """Free the memory of a model that did not come into the ledger."""
+
+    def close_retired(self) -> None:
+        """Free the memory of retired models."""
+
+    def announce(self, model: int) -> list[tuple[int, Run]]:
+        """The model is in the ledger: further host pages are told to ``host_pages_arrived``. The last ``take_news``."""
+
+    def retire(self, model: int) -> None:
+        """The model has left the ledger: give out nothing of it any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolWish:
-    """What a caller wants of a pool: pages for each group, or a share of what is left."""
+class RegisterRequest:
+    """Pools for a model's layout on a set of devices (none: the daemon's first), of the tenant of ``budget``."""
 
-    pages: tuple[int, ...] = ()
-    share: float = 1.0
+    name: str
+    layout: Layout
+    salt: bytes = b""
+    devices: tuple[str, ...] = ()
+    device_pool: PoolRequest = field(default_factory=PoolRequest)
+    host_pool: PoolRequest = field(default_factory=PoolRequest)
+    budget: Budget = field(default_factory=Budget)
+
+    @property
+    def namespace(self) -> bytes:
+        """What its blocks are told apart from all others' by."""
+        return namespace_of(self.name, self.layout.fingerprint, self.salt, self.budget.tenant)
 
 
 class Registered(NamedTuple):
@@ -63,217 +90,133 @@ class Registered(NamedTuple):
     existed: bool
 
 
-def register(
-    core: Core,
-    vault: Vault,
-    name: str,
-    layout: Layout,
-    salt: bytes,
-    devices: tuple[str, ...],
-    device_wish: PoolWish,
-    host_wish: PoolWish,
-    now: float,
-    budget: Budget = NO_BUDGET,
-) -> Registered:
-    """Find or make the pools for a model on a set of devices, for the tenant of ``budget`` and within it.
+class Registration:
+    """Pools on their way: of a new model, or a further replica of one."""
 
-    Raises InvalidRequest (names, devices, shares), PoolExhausted with the numbers, QuotaExceeded, LimitExceeded,
-    DaemonDraining.
+    def __init__(self, core: Core, request: RegisterRequest, newcomer: Newcomer) -> None:
+        self.request = request
+        self._new = newcomer
+        self._others = survey(core, newcomer)
+        self._plan = Plan(Pools(()), ())
+        self._model_id = self._replica_id = 0
+        self._on_device: tuple[PagePool, ...] = ()
+        self._on_host: tuple[PagePool, ...] = ()
+
+    def plan(self, vault: Vault) -> None:
+        """Decide. Raises PoolExhausted with the numbers, QuotaExceeded, LimitExceeded."""
+        self._plan = plan_pools(self._others, vault, self._new)
+
+    def evict(self, core: Core, vault: Vault) -> bool:
+        """Evict the idle models that the plan names; False where one of them is in use by now: plan again."""
+        idle = {model.id for model in idle_models(core)}
+        if not all(model.id in idle for model in self._plan.evicted):
+            self._others = survey(core, self._new)
+            return False
+        for model in self._plan.evicted:
+            evict_model(core, vault, model)
+        if self._new.model is None:
+            self._model_id = core.next_model
+            core.next_model += 1
+        else:
+            self._model_id, self._replica_id = self._new.model.id, len(self._new.model.replicas)
+        return True
+
+    def make(self, vault: Vault) -> None:
+        """Free what evicted models held and make the pools. Raises PoolExhausted and Unavailable, with nothing made."""
+        new, pools, is_new = self._new, self._plan.pools, self._new.model is None
+        where = f"device pool of model {self._model_id}, replica {self._replica_id}"
+        self._on_device = _page_pools(where, new.layout, pools.device_pages)
+        for pool in self._on_device:
+            pool.add(0, pool.capacity)
+        vault.close_retired()
+        with ExitStack() as undo:
+            if is_new:
+                self._on_host = _page_pools(f"host pool of model {self._model_id}", new.layout, pools.host_pages)
+                vault.open_host(self._model_id, new.layout, pools.host_pages, new.devices)
+                undo.callback(vault.close_model, self._model_id)
+                for group, run in vault.take_news(self._model_id):
+                    self._on_host[group].add(run.first, run.count)
+            vault.open_replica(self._model_id, self._replica_id, new.layout, new.devices, pools.device_pages)
+            undo.pop_all()
+
+    def enter(self, core: Core, vault: Vault, now: float) -> Registered:
+        """The pools are there: the model is too, or has one replica more."""
+        model = self._new.model or self._enter_model(core, vault)
+        place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
+        made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
+        model.replicas.append(made)
+        model.last_used = now
+        return Registered(model, made, existed=False)
+
+    def _enter_model(self, core: Core, vault: Vault) -> Model:
+        ledger, request, keep = core.ledger, self.request, core.limits.events_per_model
+        blocks = BlockLedger(request.layout, self._on_host, core.rank, ledger.ages, ledger.moment, keep)
+        model = ledger.models[self._model_id] = Model(
+            self._model_id,
+            request.name,
+            request.layout,
+            request.namespace,
+            blocks,
+            Evictor(blocks),
+            self._plan.pools.host_pages,
+            tenant=request.budget.tenant,
+            is_salted=bool(request.salt),
+        )
+        for group, run in vault.announce(self._model_id):
+            host_pages_arrived(core, self._model_id, group, run)
+        return model
+
+
+def register(core: Core, vault: Vault, request: RegisterRequest, now: float) -> Registered:
+    """All parts of a registration in one go, where nobody minds that it takes long.
+
+    Raises as its parts do; whoever is refused has evicted nobody.
     """
-    device_wish = replace(device_wish, pages=layout.fill_pages(device_wish.pages))
-    host_wish = replace(host_wish, pages=layout.fill_host_pages(host_wish.pages))
-    _check(name, salt, (device_wish, host_wish), layout)
-    chosen = _devices(vault, layout, devices)
-    namespace = namespace_of(name, layout.fingerprint, salt, budget.tenant)
-    model = next((m for m in core.ledger.models.values() if m.namespace == namespace), None)
-    if model is not None:
-        model.require_trusted()
-        for replica in model.replicas:
-            if replica.devices == chosen:
-                return Registered(model, replica, existed=True)
+    begun = begin(core, vault, request)
+    if isinstance(begun, Registered):
+        return begun
+    begun.plan(vault)
+    assert begun.evict(core, vault), "nobody came between"
+    begun.make(vault)
+    return begun.enter(core, vault, now)
+
+
+def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | None:
+    """The pools that are there for this model, layout, salt, tenant and devices, whatever size is asked for.
+
+    Raises InvalidRequest (names, devices, counts, shares), LimitExceeded (salt), Unavailable (a model that is out of
+    service).
+    """
+    _check(request)
+    devices = _devices(vault, request)
+    model = _known_model(core, request)
+    if model is None:
+        return None
+    model.require_trusted()
+    return next((Registered(model, made, existed=True) for made in model.replicas if made.devices == devices), None)
+
+
+def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:
+    """Find the pools, or begin to make new ones. Raises as ``find``, and DaemonDraining."""
+    found = find(core, vault, request)
+    if found is not None:
+        return found
     if core.ledger.draining:
         raise DaemonDraining("the daemon is draining and registers nothing new")
-    _require_pages(device_wish)
-    if model is None:
-        _require_place_in_list(core)
-    keep = model.id if model is not None else None
-    room = make_room(
-        core,
-        budget,
-        layout,
-        device_wish.pages,
-        host_wish.pages,
-        is_new=model is None,
-        dismiss=lambda idle: _dismiss(core, vault, idle),
-        keep=keep,
-    )
-    pages = _device_pages(core, vault, layout, chosen, device_wish, keep, room.device_bytes)
-    if model is None:
-        _make_place_in_list(core, vault)
-        host_pages = host_wish.pages or (_host_share(vault, layout, host_wish.share, room.host_pages),) * len(
-            layout.groups
-        )
-        model = _new_model(core, vault, name, layout, namespace, host_pages)
-        model.tenant, model.is_salted = budget.tenant, bool(salt)
-    replica = _new_replica(core, vault, model, chosen, pages)
-    model.last_used = now
-    return Registered(model, replica, existed=False)
+    layout = request.layout
+    device_pool = replace(request.device_pool, pages=layout.fill_pages(request.device_pool.pages))
+    host_pool = replace(request.host_pool, pages=layout.fill_host_pages(request.host_pool.pages))
+    if not all(device_pool.pages):
+        raise InvalidRequest(f"a device pool needs at least one page in every group, got {device_pool.pages}")
+    devices, model = _devices(vault, request), _known_model(core, request)
+    return Registration(core, request, Newcomer(layout, devices, device_pool, host_pool, request.budget, model))
 
 
-def _check(name: str, salt: bytes, wishes: tuple[PoolWish, ...], layout: Layout) -> None:
-    if not name or len(name.encode()) > MAX_MODEL_NAME_BYTES:
-        raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
-    if len(salt) > MAX_SALT_BYTES:
-        raise LimitExceeded("tenant_salt bytes", len(salt), MAX_SALT_BYTES)
-    for wish in wishes:
-        if wish.pages and len(wish.pages) != len(layout.groups):
-            raise InvalidRequest(f"{len(wish.pages)} page counts for {len(layout.groups)} groups; give one for each")
-        if min(wish.pages, default=1) < 0:
-            raise InvalidRequest(f"page counts cannot be negative, got {wish.pages}")
-        if not 0 <= wish.share <= 1:
-            raise InvalidRequest(f"a pool share must be between 0 and 1, got {wish.share}")
-
-
-def _devices(vault: Vault, layout: Layout, devices: tuple[str, ...]) -> tuple[str, ...]:
-    known = vault.devices()
-    chosen = devices or known[: layout.ranks]
-    if len(chosen) != layout.ranks or len(set(chosen)) != len(chosen):
-        raise InvalidRequest(
-            f"{layout.ranks} ranks need as many distinct devices, got {len(chosen)}; this daemon has {', '.join(known)}"
-        )
-    unknown = [device for device in chosen if device not in known]
-    if unknown:
-        raise InvalidRequest(f"unknown device {unknown[0]!r}; this daemon has {', '.join(known)}")
-    return chosen
-
-
-def _device_pages(
-    core: Core,
-    vault: Vault,
-    layout: Layout,
-    devices: tuple[str, ...],
-    wish: PoolWish,
-    keep: int | None,
-    most_bytes: int | None,
-) -> tuple[int, ...]:
-    """Pages for each group on every device, making idle models give way while they do not fit.
-
-    A share comes to ``most_bytes`` on each device at most.
-    """
-    share = 1.0 if wish.pages else wish.share
-    while True:
-        left = min(vault.device_free_bytes(device) for device in devices)
-        wanted = int(left * wish.share)
-        pages = wish.pages or _fitting(layout, wanted if most_bytes is None else min(wanted, most_bytes))
-        if all(pages) and device_bytes(layout, pages) <= left:
-            return pages
-        idle = _idle_models(core, devices, keep)
-        least = device_bytes(layout, wish.pages or (1,) * len(layout.groups))
-        if not idle or any(
-            least > share * (vault.device_free_bytes(d) + sum(_bytes_on(model, d) for model in idle)) for d in devices
-        ):
-            break
-        _dismiss(core, vault, min(idle, key=lambda model: (model.last_used, model.id)))
-    per_block = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
-    raise PoolExhausted(
-        pool=f"device pool of {', '.join(devices)} ({left} bytes left, {per_block} bytes a block)",
-        wanted=max(wish.pages, default=1),
-        free=left // per_block,
-        evictable=sum(min(_bytes_on(model, d) for d in devices) for model in idle) // per_block,
-        pinned=0,
-        quarantined=0,
-        capacity=left // per_block,
-    )
-
-
-def _require_pages(wish: PoolWish) -> None:
-    if not all(wish.pages):
-        raise InvalidRequest(f"a device pool needs at least one page in every group, got {wish.pages}")
-
-
-def _host_share(vault: Vault, layout: Layout, share: float, most: int | None) -> int:
-    pages = vault.host_pages_for(layout, share)
-    return pages if most is None else min(pages, most)
-
-
-def _fitting(layout: Layout, size_bytes: int) -> tuple[int, ...]:
-    units = layout.unit_pages
-    count = size_bytes // sum(layout.page_bytes(group) * unit for group, unit in enumerate(units))
-    while count > 0 and device_bytes(layout, tuple(count * unit for unit in units)) > size_bytes:
-        count -= 1
-    return tuple(count * unit for unit in units)
-
-
-def _idle_models(core: Core, devices: tuple[str, ...] | None, keep: int | None) -> list[Model]:
-    """Models that nobody uses: those that hold memory on one of ``devices``, or all (None)."""
-    busy = {lease.model for lease in core.ledger.leases.values()}
-    busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
-    return [
-        model
-        for model in core.ledger.models.values()
-        if model.id not in busy
-        and model.id != keep
-        and (devices is None or any(set(r.devices) & set(devices) for r in model.replicas))
-    ]
-
-
-def _bytes_on(model: Model, device: str) -> int:
-    return sum(device_bytes(model.layout, r.device_pages) for r in model.replicas if device in r.devices)
-
-
-def _require_place_in_list(core: Core) -> None:
-    """Raises LimitExceeded where there are as many models as may be, all in use."""
-    if len(core.ledger.models) >= core.limits.models and not _idle_models(core, None, None):
-        raise LimitExceeded("models in use", len(core.ledger.models) + 1, core.limits.models)
-
-
-def _make_place_in_list(core: Core, vault: Vault) -> None:
-    """The longest idle model gives way where there are as many as may be; only once nothing else refuses the new."""
-    idle = _idle_models(core, None, None)
-    if len(core.ledger.models) >= core.limits.models:
-        _dismiss(core, vault, min(idle, key=lambda model: (model.last_used, model.id)))
-
-
-def _dismiss(core: Core, vault: Vault, model: Model) -> None:
-    vault.close_model(model.id)
+def evict_model(core: Core, vault: Vault, model: Model) -> None:
+    """Forget an idle model; its memory is freed with the next pools that are made."""
+    vault.retire(model.id)
     del core.ledger.models[model.id]
     core.count(Count.MODELS_DISMISSED)
-
-
-def _new_model(core: Core, vault: Vault, name: str, layout: Layout, namespace: bytes, pages: tuple[int, ...]) -> Model:
-    model_id = core.next_model
-    ready = vault.open_host(model_id, layout, pages)
-    core.next_model += 1
-    pools = tuple(
-        PagePool(f"host pool of model {model_id}, group {g.name}", n) for g, n in zip(layout.groups, pages, strict=True)
-    )
-    for pool, runs in zip(pools, ready, strict=True):
-        for run in runs:
-            pool.add(run.first, run.count)
-    blocks = BlockLedger(layout, pools, core.rank, core.ledger.ages, core.ledger.moment, core.limits.events_per_model)
-    model = Model(model_id, name, layout, namespace, blocks, Evictor(blocks), pages)
-    core.ledger.models[model_id] = model
-    return model
-
-
-def _new_replica(core: Core, vault: Vault, model: Model, devices: tuple[str, ...], pages: tuple[int, ...]) -> Replica:
-    replica_id = len(model.replicas)
-    try:
-        vault.open_replica(model.id, replica_id, model.layout, devices, pages)
-    except CacheError:
-        if not model.replicas:
-            vault.close_model(model.id)
-            del core.ledger.models[model.id]
-        raise
-    pools = []
-    for group, count in zip(model.layout.groups, pages, strict=True):
-        pool = PagePool(f"device pool of model {model.id}, replica {replica_id}, group {group.name}", count)
-        pool.add(0, count)
-        pools.append(pool)
-    place = model.blocks.add_replica(f"replica {replica_id}", tuple(pools))
-    replica = Replica(replica_id, devices, place, pages)
-    model.replicas.append(replica)
-    return replica
 
 
 def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:
@@ -281,3 +224,42 @@ def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:
     model = core.ledger.models.get(model_id)
     if model is not None:
         model.blocks.host.pools[group].add(run.first, run.count)
+
+
+def _known_model(core: Core, request: RegisterRequest) -> Model | None:
+    namespace = request.namespace
+    return next((model for model in core.ledger.models.values() if model.namespace == namespace), None)
+
+
+def _check(request: RegisterRequest) -> None:
+    layout = request.layout
+    if not request.name or len(request.name.encode()) > MAX_MODEL_NAME_BYTES:
+        raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
+    if len(request.salt) > MAX_SALT_BYTES:
+        raise LimitExceeded("tenant_salt bytes", len(request.salt), MAX_SALT_BYTES)
+    for pool in (request.device_pool, request.host_pool):
+        if pool.pages and len(pool.pages) not in (len(layout.groups), len(layout.own_groups)):
+            raise InvalidRequest(f"{len(pool.pages)} page counts for {len(layout.groups)} groups; give one for each")
+        if min(pool.pages, default=1) < 0:
+            raise InvalidRequest(f"page counts cannot be negative, got {pool.pages}")
+        if not 0 <= pool.share <= 1:
+            raise InvalidRequest(f"a pool share must be between 0 and 1, got {pool.share}")
+
+
+def _devices(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
+    known, ranks = vault.devices(), request.layout.ranks
+    chosen = request.devices or known[:ranks]
+    if len(chosen) != ranks or len(set(chosen)) != len(chosen):
+        raise InvalidRequest(
+            f"{ranks} ranks need as many distinct devices, got {len(chosen)}; this daemon has {', '.join(known)}"
+        )
+    unknown = [device for device in chosen if device not in known]
+    if unknown:
+        raise InvalidRequest(f"unknown device {unknown[0]!r}; this daemon has {', '.join(known)}")
+    return chosen
+
+
+def _page_pools(where: str, layout: Layout, pages: tuple[int, ...]) -> tuple[PagePool, ...]:
+    return tuple(
+        PagePool(f"{where}, group {group.name}", count) for group, count in zip(layout.groups, pages, strict=True)
+    )

@@ -59,6 +59,8 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
 def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     """Start to bring a sequence back; the answer has its new tables.
 
+    After a swap in that failed, asking again says that no launch that was to use it runs any more.
+
     Raises PoolExhausted, LimitExceeded (transfers), Conflict.
     """
     sequence = call.sequence(sequence_id)
@@ -76,6 +78,7 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
         wanted[group] += 1
     if any(wanted):
         require_transfer(core, model, replica)
+    sequence.free_spares()
     present = len(path) - len(absent)
     keep = Keep(path[present - 1] if present else NO_ROW)  # what a device has is prefix-closed
     wait = make_room(core, call, wanted, keep, sequence)

@@ -16,7 +16,7 @@ from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.windows import Prefix, WindowSearch, hit_window_blocks, window_positions
+from cachesvc.ledger.windows import Prefix, WindowSearch, hit_window_blocks, window_needs, window_positions
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -80,6 +80,7 @@ class BlockLedger:
         keep_events: int = KEEP_EVENTS,
     ) -> None:
         self.layout = layout
+        self._window_needs = window_needs(layout)
         self.ages = ages or Ages()
         self.index = BlockIndex()
         self.journal = Journal(self.index.keys, self.index.parent, moment or Moment(), keep_events)
@@ -147,7 +148,7 @@ class BlockLedger:
         if not blocks or not place.window_groups:
             return blocks, row
         prefix = Prefix(self.index, keys)
-        whole = WindowSearch(self.layout, prefix, place, None, blocks, blocks).longest()
+        whole = WindowSearch(self._window_needs, prefix, place, None, blocks, blocks).longest()
         return whole, prefix.row(whole - 1) if whole else NO_ROW
 
     def _bisect(self, keys: bytes, low: int, high: int, low_row: int, place: Place | None) -> tuple[int, int]:
@@ -185,7 +186,7 @@ class BlockLedger:
         blocks then count as to be loaded, though only the windowed copies of some of them may have to be.
         """
         prefix = Prefix(self.index, keys)
-        search = WindowSearch(self.layout, prefix, place, self.host, hit.device_blocks, hit.blocks)
+        search = WindowSearch(self._window_needs, prefix, place, self.host, hit.device_blocks, hit.blocks)
         blocks = search.longest()
         device = search.in_place(blocks)
         row = prefix.row(blocks - 1) if blocks else NO_ROW

@@ -149,11 +149,8 @@ class Hold:
         self.loads.remove(ticket)
         if reason and not self.failed:
             self.failed = f"load {ticket} failed: {reason}"
-        if self.loads:
-            return
-        if self.failed:
-            self.windows.leave(self.sealed, self.anchor)  # it can only be released now
-        else:
+            self.windows.leave(self.sealed, self.anchor)  # what they held may be gone; it can only be released now
+        if not self.loads and not self.failed:
             self._settle()
 
     def _settle(self) -> None:

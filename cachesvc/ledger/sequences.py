@@ -63,15 +63,20 @@ class Sequence(BlockTables):
         """Its own pages begin to leave for host pages, of which there are enough; spare ones hold nothing worth taking
         along and are free. Shared blocks are kept on both until ``swap_ended``: have them come to the host first."""
         host = self.ledger.host
+        self.free_spares()
         for group, pool in enumerate(self.place.pools):
-            spares = self.own[group].difference(self.tables[group])
-            self.own[group] -= spares
-            pool.move_all(spares, PageState.FREE)
             mine = [move for move in moves if move.group == group]
             for move, page in zip(mine, host.pools[group].take(len(mine), PageState.IN_FLIGHT), strict=True):
                 move.host_page = page
             pool.move_all([move.device_page for move in mine if move.is_own], PageState.IN_FLIGHT)
         self._begin_swap(ticket, moves)
+
+    def free_spares(self) -> None:
+        """Own pages beside the tables: of keys that others sealed first, and of a swap in that failed."""
+        for group, pool in enumerate(self.place.pools):
+            spares = self.own[group].difference(self.tables[group])
+            self.own[group] -= spares
+            pool.move_all(spares, PageState.FREE)
 
     def come_back(self, ticket: Ticket) -> None:
         """Its own pages begin to come back to device pages, of which there are enough; its shared blocks are on the
@@ -104,8 +109,10 @@ class Sequence(BlockTables):
     def swap_ended(self, ticket: Ticket) -> list[list[int]]:
         """A swap has ended, well or not; the sequence may have ended before it.
 
-        Its own pages are private where it is now, and free where it is not. Returns, by group, the device pages of a
-        sequence that has ended, in flight still: whoever was to write them may do so.
+        Its own pages are private where it is now, and free where it is not. Only where a swap in failed do the device
+        pages stay its own too, as spares: the failure has released launches that waited for it, and they write there.
+        Returns, by group, the device pages of a sequence that has ended, in flight still: whoever was to write them may
+        do so.
         """
         left = ticket.direction is Direction.STORE
         failed = bool(ticket.reason)
@@ -117,7 +124,7 @@ class Sequence(BlockTables):
             self.ledger.host.pools[group].move_all([move.host_page for move in mine], on_host)
             pages = [move.device_page for move in mine if move.is_own]
             if self.is_open:
-                pool.move_all(pages, PageState.FREE if is_out else PageState.PRIVATE)
+                pool.move_all(pages, PageState.FREE if is_out and left else PageState.PRIVATE)
             else:
                 rest[group] = pages
         if self.is_open:
@@ -134,7 +141,8 @@ class Sequence(BlockTables):
         self.windows.leave(self.sealed, self.anchor)
         self._device.let_go()
         for group in range(len(self.tables)):
-            self.own[group].clear()
+            if ticket.direction is Direction.STORE:
+                self.own[group].clear()
             self.tables[group] = [NO_PAGE] * self.blocks
 
     def _is_in(self) -> None:

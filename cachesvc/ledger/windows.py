@@ -7,6 +7,9 @@ all that ends within a window behind it would need it. No position is looked at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
@@ -25,9 +28,27 @@ def hit_window_blocks(layout: Layout, group: int) -> int:
 
 def window_positions(layout: Layout, group: int, blocks: int) -> list[int]:
     """Positions of a table of ``blocks`` cells that a windowed group needs: the sinks and the last window."""
-    sinks = min(layout.sink_blocks(group), blocks)
-    first = max(sinks, blocks - hit_window_blocks(layout, group))
-    return [*range(sinks), *range(first, blocks)]
+    return _positions(hit_window_blocks(layout, group), layout.sink_blocks(group), blocks)
+
+
+def _positions(window: int, sinks: int, blocks: int) -> list[int]:
+    sinks = min(sinks, blocks)
+    return [*range(sinks), *range(max(sinks, blocks - window), blocks)]
+
+
+class WindowNeed(NamedTuple):
+    """A windowed group, and the blocks of its window and of its sinks that a hit must have."""
+
+    group: int
+    window: int
+    sinks: int
+
+
+def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
+    """One for each windowed group."""
+    return tuple(
+        WindowNeed(group, hit_window_blocks(layout, group), layout.sink_blocks(group)) for group in layout.window_groups
+    )
 
 
 class Prefix:
@@ -51,12 +72,11 @@ class Prefix:
         """The rows of ``[first, last)``."""
         if first >= last:
             return []
-        parent, known = self._parent, self._known
+        parent = self._parent
         row = self.row(last - 1)
         out = [row]
-        for position in range(last - 2, first - 1, -1):
+        for _ in range(last - 1 - first):
             row = parent[row]
-            known[position] = row
             out.append(row)
         out.reverse()
         return out
@@ -70,9 +90,15 @@ class WindowSearch:
     """
 
     def __init__(
-        self, layout: Layout, prefix: Prefix, place: Place, host: Place | None, device_blocks: int, blocks: int
+        self,
+        needs: Sequence[WindowNeed],
+        prefix: Prefix,
+        place: Place,
+        host: Place | None,
+        device_blocks: int,
+        blocks: int,
     ) -> None:
-        self._layout = layout
+        self._needs = needs
         self._prefix = prefix
         self._place = place
         self._host = host
@@ -80,32 +106,33 @@ class WindowSearch:
         self._blocks = blocks
         self._loadable = blocks  # the host has all blocks from here to the end; further up nobody has looked yet
         self._looked_to = blocks
+        self._asked_host = False
 
     def longest(self) -> int:
         """The most blocks, up to the hit's, of which each windowed group has what they need."""
         best = self._blocks
-        for group in self._place.window_groups:
-            best = self._first_gap(group, 0, min(best, self._layout.sink_blocks(group)), best)
-        windows = [(group, hit_window_blocks(self._layout, group)) for group in self._place.window_groups]
-        whole_from = dict.fromkeys(self._place.window_groups, best)
+        for group, _, sinks in self._needs:
+            if sinks:
+                best = self._first_gap(group, 0, min(best, sinks), best)
+        whole_from = [best] * len(self._needs)
         at = 0
         checked = 0
-        while checked < len(windows):
-            group, window = windows[at]
-            first, last = max(0, best - window), min(whole_from[group], best)
+        while checked < len(self._needs):
+            group, window, _ = self._needs[at]
+            first, last = max(0, best - window), min(whole_from[at], best)
             gap = self._first_gap(group, first, last, best)
-            whole_from[group] = min(first, last) if gap == best else gap
+            whole_from[at] = min(first, last) if gap == best else gap
             checked = checked + 1 if gap == best else 0
             best = gap
-            at = (at + 1) % len(windows)
+            at = (at + 1) % len(self._needs)
         return best
 
     def in_place(self, blocks: int) -> int:
-        """How many of the first ``blocks`` blocks need nothing from the host, windowed copies included."""
+        """How many of the first ``blocks`` blocks (``longest``) need nothing from the host, windowed copies too."""
         least = min(blocks, self._device_blocks)
-        for group in self._place.window_groups:
+        for group, window, sinks in self._needs if self._asked_host else ():
             states = self._place.states[group]
-            for position in window_positions(self._layout, group, blocks):
+            for position in _positions(window, sinks, blocks):
                 if position >= least:
                     break
                 if states[self._prefix.row(position)] != IS_READY:
@@ -114,16 +141,18 @@ class WindowSearch:
 
     def _first_gap(self, group: int, first: int, last: int, otherwise: int) -> int:
         """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""
-        states = self._place.states[group]
+        states, in_place = self._place.states[group], self._device_blocks
         for position, row in enumerate(self._prefix.rows(first, last), start=first):
-            on_device = position < self._device_blocks and states[row] == IS_READY
-            if not on_device and not self._is_loadable(group, position, row):
+            if states[row] == IS_READY and position < in_place:
+                continue
+            if not self._is_loadable(group, position, row):
                 return position
         return otherwise
 
     def _is_loadable(self, group: int, position: int, row: int) -> bool:
         """True where the host has the windowed copy, and all blocks from there to the hit's end."""
         host = self._host
+        self._asked_host = True
         if host is None or host.states[group][row] != IS_READY:
             return False
         states = host.states[host.lead]

@@ -16,18 +16,17 @@ from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import CopyThread, CopyThreads
+from cachesvc.memory.cuda_queue import CudaRunner, CudaTimeline
 from cachesvc.memory.gpu_health import GpuHealth
-from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuMemory, GpuQueue
+from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
+from cachesvc.memory.holds import Holds
 from cachesvc.memory.mapped import address_of
 from cachesvc.memory.regions import Region, Regions
-from cachesvc.memory.seam import Handle, Slice
-from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline
-from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, PoolExhausted, Unavailable
-from cachesvc.model.futex import WORD_BYTES
+from cachesvc.memory.seam import Handle
+from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 
-SLICES_ON_WAY = 2
-"""While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
 SPARE_BYTES = 64 << 20
 """Left of a device beside the pool, for what rounding slabs up to 2 MiB takes."""
 
@@ -46,9 +45,9 @@ class CudaSlab:
         self._is_open = True
 
     def close(self) -> None:
-        """Give the memory back. Raises Conflict when it was given back before."""
+        """Give the memory back once nobody reads it. Raises LedgerBroken when it was given back before."""
         if not self._is_open:
-            raise Conflict(f"slab of region {self.region} was closed before")
+            raise LedgerBroken(f"slab of region {self.region} was closed before")
         self._is_open = False
         self._on_close(self)
 
@@ -58,88 +57,6 @@ def handle_of(memory: GpuMemory, size_bytes: int) -> Handle:
     if memory.handle:
         return Handle("cuda_ipc", memory.handle, size_bytes)
     return Handle("cuda_fd", secrets.token_bytes(TOKEN_BYTES), memory.size_bytes)
-
-
-class CudaTimeline(HostTimeline):
-    """Words in pinned host memory: this GPU's streams write them, those of every engine wait for them.
-
-    Measured against words on the device (H100, 2026-11): a waiting stream goes on 16 us after the write either way, a
-    wait that is met costs 4.5 against 4.3 us, and waiting streams take nothing of the link. But processors read them
-    at once, and a client whose daemon died can end its streams' waits with a store; from the device's side it may not:
-    with 128 streams waiting, one more stream to release them never gets its turn.
-    """
-
-    def __init__(self, gpu: GpuDevice, words: int) -> None:
-        super().__init__(words)
-        self._gpu = gpu
-        with ExitStack() as undo:
-            undo.callback(super().close)
-            gpu.register_host(self.address, words * WORD_BYTES)
-            undo.callback(gpu.unregister_host, self.address)
-            self._base = gpu.device_address(self.address)
-            undo.pop_all()
-
-    def place(self, word: int) -> int:
-        """Address of a word for the GPU."""
-        return self._base + WORD_BYTES * word
-
-    def close(self) -> None:
-        """Unpin, and close the descriptor. Idempotent."""
-        try:
-            if self.fd is not None:
-                self._gpu.unregister_host(self.address)
-        finally:
-            super().close()
-
-
-class CudaRunner:
-    """Queues slices on one stream."""
-
-    depth = SLICES_ON_WAY
-
-    def __init__(
-        self, queue: GpuQueue, timeline: CudaTimeline, regions: Callable[[], Regions], health: GpuHealth
-    ) -> None:
-        self._queue = queue
-        self._timeline = timeline
-        self._regions = regions
-        self._health = health
-
-    def begin(self) -> None:
-        """Nothing to do on the thread: calls make the context current by themselves."""
-
-    def submit(self, piece: Slice) -> GpuMark:
-        """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
-        nothing is on its way then."""
-        self._health.check()
-        copies = self._regions().addressed(piece.copies)
-        words: list[tuple[int, int]] = []
-        if piece.word_value is not None and piece.job.word is not None:
-            words = [(self._timeline.place(piece.job.word), piece.word_value)]
-        try:
-            return self._queue.submit(copies, words)
-        except RuntimeError as error:
-            self._settle(error)
-            raise
-
-    def wait(self, started: object) -> None:
-        """Until the mark is reached. Raises RuntimeError, and Unavailable once the GPU has broken."""
-        mark: GpuMark = started  # type: ignore[assignment]
-        try:
-            mark.wait()
-        except RuntimeError as error:
-            self._settle(error)
-            raise
-        finally:
-            mark.close()
-
-    def _settle(self, error: RuntimeError) -> None:
-        """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""
-        try:
-            self._queue.synchronize()
-        except RuntimeError:
-            self._health.broke(error)
-            self._health.check()
 
 
 @dataclass
@@ -179,6 +96,7 @@ class CudaBackend:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._slabs: dict[int, CudaSlab] = {}
+        self._holds = Holds()
         self._regions = Regions({})  # replaced, never changed: copy threads read it without the lock
         self._hosts: dict[int, tuple[memoryview, int]] = {}
         self._running = False
@@ -238,6 +156,7 @@ class CudaBackend:
         region = self._add_region(Region(memory.address, size_bytes, at.gpu))
 
         def drop(closed: CudaSlab) -> None:
+            self._holds.end(closed.region)  # no address is freed between its look-up and the copy that reads it
             self._drop_region(closed.region)
             self._slabs.pop(closed.region)
             at.health.attempt(memory.close)
@@ -306,15 +225,15 @@ class CudaBackend:
         return region
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a region. Raises NotFound for an unknown region and InvalidRequest for bytes outside of it."""
-        known = self._regions.known.get(region)
-        if known is None:
-            raise NotFound("region", region)
-        if offset < 0 or size_bytes < 0 or offset + size_bytes > known.size_bytes:
-            raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {known.size_bytes} bytes")
-        if known.gpu is None:
-            return bytes(self._hosts[region][0][offset : offset + size_bytes])
-        return known.gpu.read(known.address + offset, size_bytes)
+        """Bytes of a region, which stays until they are read. Raises NotFound for a region that is unknown or being
+        closed, and InvalidRequest for bytes outside of it."""
+        with self._holds.hold(region):
+            known = self._regions.known[region]
+            if offset < 0 or size_bytes < 0 or offset + size_bytes > known.size_bytes:
+                raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {known.size_bytes} bytes")
+            if known.gpu is None:
+                return bytes(self._hosts[region][0][offset : offset + size_bytes])
+            return known.gpu.read(known.address + offset, size_bytes)
 
     def close(self) -> None:
         """Stop the streams, then free every slab, pin and word; what a broken GPU keeps is logged. Idempotent."""
@@ -328,7 +247,8 @@ class CudaBackend:
             slab.close()
         for device in self._devices.values():
             device.health.attempt(device.timeline.close)
-        for _, address in self._hosts.values():
+        for region, (_, address) in self._hosts.items():
+            self._holds.end(region)
             uuid, gpu = next(iter(self._gpus.items()))
             self._health[uuid].attempt(partial(gpu.unregister_host, address))
         self._hosts.clear()
@@ -378,6 +298,7 @@ class CudaBackend:
         with self._lock:
             number = next(self._ids)
             self._regions = Regions({**self._regions.known, number: region})
+        self._holds.begin(number)
         return number
 
     def _drop_region(self, number: int) -> None:

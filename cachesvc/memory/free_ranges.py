@@ -1,24 +1,32 @@
-"""First-fit over the free bytes of the host pool's chunks. Plain and synchronous; the pool's lock guards
-it."""
+"""First-fit over the free bytes of the host pool's chunks, and which bytes were ever used. The pool's lock guards both.
+
+A copy of the free ranges is cheap: who plans takes from one and throws it away.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable
+import copy
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 ALIGN_BYTES = 4096
 
+Int64s = npt.NDArray[np.int64]
 
-@dataclass(frozen=True, slots=True, order=True)
+
+@dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes of one chunk. ``was_used``: they may hold what somebody left there, and are zeroed before they
-    serve."""
+    """Bytes of one chunk."""
 
     chunk: int
     offset: int
     size_bytes: int
-    was_used: bool
 
     @property
     def end(self) -> int:
@@ -27,51 +35,105 @@ class ByteRange:
 
 
 class FreeRanges:
-    """What is free, sorted; neighbours of a kind are one."""
+    """What is free, as columns sorted by chunk and offset, replaced and never written to; neighbours are one range."""
 
-    def __init__(self, chunks: Iterable[int]) -> None:
-        """``chunks``: size in bytes of each, multiples of ``ALIGN_BYTES``."""
-        self._ranges = [ByteRange(chunk, 0, size, was_used=False) for chunk, size in enumerate(chunks)]
+    def __init__(self, chunks: Iterable[int], nodes: Sequence[int | None] = ()) -> None:
+        """``chunks``: size in bytes of each, multiples of ``ALIGN_BYTES``; ``nodes``: the NUMA node of each, or none
+        at all."""
+        self._sizes: Int64s = np.array(list(chunks), np.int64)
+        self._chunks: Int64s = np.arange(len(self._sizes), dtype=np.int64)
+        self._offsets: Int64s = np.zeros_like(self._sizes)
+        self._nodes: Int64s = np.array([-1 if node is None else node for node in nodes], np.int64)
+
+    def copy(self) -> Self:
+        """The same free bytes, to take from on their own."""
+        return copy.copy(self)
 
     @property
     def free_bytes(self) -> int:
         """Free bytes in all."""
-        return sum(one.size_bytes for one in self._ranges)
+        return int(self._sizes.sum())
 
     def room(self, page_bytes: int) -> int:
         """Pages that fit; none crosses the border of a chunk."""
-        return sum(one.size_bytes // page_bytes for one in self._ranges)
+        return int((self._sizes // page_bytes).sum())
 
-    def take(self, page_bytes: int, pages: int) -> list[tuple[int, ByteRange]] | None:
-        """(pages, bytes) pieces that hold ``pages`` in all, lowest addresses first; None, changing
-        nothing, if short."""
-        taken: list[tuple[int, ByteRange]] = []
-        kept: list[ByteRange] = []
-        left = pages
-        for one in self._ranges:
-            fit = min(left, one.size_bytes // page_bytes)
-            if not fit:
-                kept.append(one)
-                continue
-            size = -(-fit * page_bytes // ALIGN_BYTES) * ALIGN_BYTES
-            taken.append((fit, ByteRange(one.chunk, one.offset, size, one.was_used)))
-            if size < one.size_bytes:
-                kept.append(ByteRange(one.chunk, one.offset + size, one.size_bytes - size, one.was_used))
-            left -= fit
-        if left:
+    def take(self, page_bytes: int, pages: int, node: int | None = None) -> list[tuple[int, ByteRange]] | None:
+        """(pages, bytes) pieces that hold ``pages`` in all; None, changing nothing, if short.
+
+        Chunks on ``node`` come first, then lowest addresses.
+        """
+        if not pages:
+            return []
+        order = self._order(node)
+        held = np.cumsum(self._sizes[order] // page_bytes)
+        if not len(held) or held[-1] < pages:
             return None
-        self._ranges = kept
-        return taken
+        last = int(np.searchsorted(held, pages))
+        counts = np.diff(held[: last + 1], prepend=0)
+        counts[last] -= held[last] - pages
+        chosen = order[: last + 1][counts > 0]
+        counts = counts[counts > 0]
+        taken = np.zeros_like(self._sizes)
+        taken[chosen] = -(-counts * page_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        columns = (counts, self._chunks[chosen], self._offsets[chosen], taken[chosen])
+        self._offsets = self._offsets + taken
+        self._sizes = self._sizes - taken
+        self._keep(self._sizes > 0)
+        return [
+            (count, ByteRange(chunk, offset, size))
+            for count, chunk, offset, size in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
-    def give_back(self, ranges: Iterable[ByteRange]) -> None:
-        """Return what ``take`` gave, with ``was_used`` as it is now."""
-        for one in ranges:
-            insort(self._ranges, one)
-        merged: list[ByteRange] = []
-        for one in self._ranges:
-            last = merged[-1] if merged else None
-            if last is None or last.chunk != one.chunk or last.end < one.offset or last.was_used != one.was_used:
-                merged.append(one)
-            else:
-                merged[-1] = ByteRange(one.chunk, last.offset, last.size_bytes + one.size_bytes, one.was_used)
-        self._ranges = merged
+    def give_back(self, back: Int64s) -> None:
+        """Return what ``take`` gave, as columns (``columns_of``)."""
+        self._chunks, self._offsets, self._sizes = (
+            np.concatenate(columns) for columns in zip((self._chunks, self._offsets, self._sizes), back.T, strict=True)
+        )
+        self._keep(np.lexsort((self._offsets, self._chunks)))
+        if not len(self._sizes):
+            return
+        ends = self._offsets[:-1] + self._sizes[:-1]
+        is_joined = (self._chunks[1:] == self._chunks[:-1]) & (self._offsets[1:] == ends)
+        heads = np.flatnonzero(np.concatenate(([True], ~is_joined)))
+        sizes = np.add.reduceat(self._sizes, heads)
+        self._keep(heads)
+        self._sizes = sizes
+
+    def _order(self, node: int | None) -> npt.NDArray[np.intp]:
+        if node is None or not len(self._nodes):
+            return np.arange(len(self._sizes))
+        return np.argsort(self._nodes[self._chunks] != node, kind="stable")
+
+    def _keep(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> None:
+        self._chunks, self._offsets, self._sizes = self._chunks[which], self._offsets[which], self._sizes[which]
+
+
+def columns_of(ranges: Iterable[ByteRange]) -> Int64s:
+    """``[ranges, 3]``: chunk, offset and size of each."""
+    return np.array([(one.chunk, one.offset, one.size_bytes) for one in ranges], np.int64).reshape(-1, 3)
+
+
+class UsedBytes:
+    """Bytes that may hold what somebody left there: they are zeroed before they serve again. They only grow."""
+
+    def __init__(self) -> None:
+        self._spans: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by chunk: sorted, apart
+
+    def mark(self, place: ByteRange) -> None:
+        """Somebody had these."""
+        spans = self._spans[place.chunk]
+        first = bisect_left(spans, (place.offset, 0))
+        if first and spans[first - 1][1] >= place.offset:
+            first -= 1
+        last = first
+        while last < len(spans) and spans[last][0] <= place.end:
+            last += 1
+        met = [(place.offset, place.end), *spans[first:last]]
+        spans[first:last] = [(min(start for start, _ in met), max(end for _, end in met))]
+
+    def overlap(self, place: ByteRange) -> bool:
+        """True where somebody had any of these."""
+        spans = self._spans[place.chunk]
+        at = bisect_left(spans, (place.end, 0))  # the last one that begins before the end
+        return at > 0 and spans[at - 1][1] > place.offset

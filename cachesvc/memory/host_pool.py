@@ -2,7 +2,8 @@
 
     start    threads map each chunk, place it on the node and populate it slice by slice; when it is full they
              register it with the backend and call on_ready(chunk)
-    reserve  gives extents of pages, none across a chunk; those that somebody used before are zeroed first
+    reserve  gives extents of pages, none across a chunk, on the node of a device where there is room; those that
+             somebody used before are zeroed first
 
 A page is usable once its chunk is registered and, after an earlier slab, its bytes are zeroed:
 ``ready_pages``.
@@ -12,17 +13,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from cachesvc.memory import numa
 from cachesvc.memory.available import MemoryLimit, memory_limits
-from cachesvc.memory.free_ranges import ALIGN_BYTES, ByteRange, FreeRanges
+from cachesvc.memory.free_ranges import ALIGN_BYTES, FreeRanges, UsedBytes
 from cachesvc.memory.host_slab import HostExtent, HostSlab, OnPages
 from cachesvc.memory.mapped import address_of, map_anonymous, populate, yield_to_callers, zero
 from cachesvc.memory.seam import Backend
-from cachesvc.model.errors import Conflict, InvalidRequest, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, InvalidRequest, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.words import Run
 
 log = logging.getLogger(__name__)
@@ -32,10 +35,14 @@ MAX_CHUNK_BYTES = 1 << 30
 SLICE_BYTES = 32 << 20
 """What a thread populates or zeroes before it looks whether to stop: some 10 ms."""
 
+Bind = Callable[[int, int, int | None], numa.Placement]
+"""As ``numa.bind``: the seam for machines that are made up."""
+
 
 @dataclass(slots=True)
 class _Chunk:
     size_bytes: int
+    node: int | None = None
     view: memoryview | None = None
     region: int | None = None
     next_slice: int = 0  # bytes handed to the threads so far
@@ -43,35 +50,40 @@ class _Chunk:
 
 
 class HostPool:
-    """``total_bytes`` of host memory in chunks of ``chunk_bytes``, on NUMA node ``node`` (None: wherever)."""
+    """``total_bytes`` of host memory in chunks of ``chunk_bytes``.
+
+    ``nodes``: the NUMA node of each device that has one; chunks are divided among them by their devices.
+    """
 
     def __init__(
         self,
         total_bytes: int,
         chunk_bytes: int,
         threads: int,
-        node: int | None,
+        nodes: Mapping[str, int] | None,
         backend: Backend,
         *,
         on_ready: Callable[[int], None] | None = None,
         limits: Callable[[], tuple[MemoryLimit, ...]] = memory_limits,
+        bind: Bind = numa.bind,
     ) -> None:
-        """``on_ready(chunk)`` is called from a pool thread. Raises InvalidRequest for sizes that cannot
-        be."""
+        """``on_ready(chunk)`` is called from a pool thread. Raises InvalidRequest for sizes that cannot be."""
         if not ALIGN_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes % ALIGN_BYTES:
             raise InvalidRequest(f"chunk_bytes must be a multiple of {ALIGN_BYTES} up to {MAX_CHUNK_BYTES}")
         if threads < 1 or total_bytes < 0:
             raise InvalidRequest(f"a host pool of {total_bytes} bytes by {threads} threads")
         self.total_bytes = total_bytes // ALIGN_BYTES * ALIGN_BYTES
         sizes = [min(chunk_bytes, self.total_bytes - at) for at in range(0, self.total_bytes, chunk_bytes)]
-        self.node = node
-        self.placement: numa.Placement | None = None
+        self.nodes = dict(nodes or {})
         self.failure: Exception | None = None
         self._backend = backend
         self._on_ready = on_ready
         self._limits = limits
-        self._chunks = [_Chunk(size, left_bytes=size) for size in sizes]
-        self._free = FreeRanges(sizes)
+        self._bind = bind
+        places = divide(sizes, Counter(self.nodes.values()))
+        self._chunks = [_Chunk(size, node, left_bytes=size) for size, node in zip(sizes, places, strict=True)]
+        self._free = FreeRanges(sizes, places)
+        self._used = UsedBytes()
         self._slabs: set[HostSlab] = set()
         self._dirty: deque[tuple[HostSlab, HostExtent]] = deque()
         self._changed = threading.Condition()
@@ -124,20 +136,25 @@ class HostPool:
         with self._changed:
             return self._free.free_bytes
 
-    def room(self, page_bytes: int) -> int:
-        """Pages of that size that could be reserved now."""
+    def plan(self, without: Iterable[HostSlab] = ()) -> FreeRanges:
+        """A copy of what is free, or would be without these slabs."""
         with self._changed:
-            return self._free.room(page_bytes)
+            free = self._free.copy()  # on its own from here on
+        if gone := [slab.places for slab in without]:
+            free.give_back(np.concatenate(gone))
+        return free
 
-    def reserve(self, page_bytes: int, pages: int) -> HostSlab:
-        """Pages for one group and rank; usable as ``ready_pages`` tells. Raises PoolExhausted with the
-        numbers."""
+    def reserve(self, page_bytes: int, pages: int, device: str = "") -> HostSlab:
+        """Pages for one group and rank, near ``device`` where there is room; usable as ``ready_pages`` tells.
+
+        Raises PoolExhausted with the numbers.
+        """
         if page_bytes < 1 or pages < 0:
             raise InvalidRequest(f"{pages} host pages of {page_bytes} bytes")
         with self._changed:
             if self._stopping:
                 raise Unavailable("the host pool is closed")
-            pieces = self._free.take(page_bytes, pages)
+            pieces = self._free.take(page_bytes, pages, self.nodes.get(device))
             if pieces is None:
                 raise self._exhausted(page_bytes, pages)
             slab = HostSlab(page_bytes, pieces)
@@ -149,19 +166,17 @@ class HostPool:
         return slab
 
     def release(self, slab: HostSlab) -> None:
-        """Take pages back; nobody may touch them any more. Raises Conflict for a slab that was
-        released before."""
+        """Take pages back; nobody may touch them any more. Raises LedgerBroken for a slab that was released before."""
         with self._changed:
             if slab.is_released or slab not in self._slabs:
-                raise Conflict("the host slab was released before, or is of another pool")
+                raise LedgerBroken("the host slab was released before, or is of another pool")
             slab.is_released = True
             slab.watchers.clear()
             self._slabs.remove(slab)
-            self._free.give_back(
-                ByteRange(place.chunk, place.offset, place.size_bytes, place.was_used or extent.is_ready)
-                for extent in slab.extents
-                for place in (extent.place,)
-            )
+            for extent in slab.extents:
+                if extent.is_ready:
+                    self._used.mark(extent.place)
+            self._free.give_back(slab.places)
 
     def ready_pages(self, slab: HostSlab, on_more: OnPages | None = None) -> list[Run]:
         """Page ids that are usable now; ``on_more`` is called from a pool thread for each run that comes later.
@@ -200,7 +215,7 @@ class HostPool:
     def _make_usable(self, slab: HostSlab, extent: HostExtent) -> None:
         """Under the lock: ready now, after zeroing, or when its chunk comes."""
         extent.region = self._chunks[extent.place.chunk].region
-        if extent.place.was_used:
+        if self._used.overlap(extent.place):
             self._dirty.append((slab, extent))
         elif extent.region is not None:
             extent.is_ready = True
@@ -221,9 +236,17 @@ class HostPool:
                 if is_full:
                     self._announce(index, self._backend.register_host(view))
         except Exception as error:  # the root of a thread: the pool stays as large as it has become
-            log.exception("host_pool_filling_failed ready_chunks=%d chunks=%d", self.ready_chunks, self.chunks)
             with self._changed:
-                self.failure = error
+                is_first, self.failure = self.failure is None, self.failure or error
+            if is_first:
+                is_ours = not isinstance(error, OSError | CacheError)  # memory that ran out needs no traceback
+                log.error(
+                    "host_pool_filling_failed ready_chunks=%d chunks=%d reason=%s",
+                    self.ready_chunks,
+                    self.chunks,
+                    error,
+                    exc_info=is_ours,
+                )
 
     def _next_slice(self) -> tuple[int, int, int] | None:
         """(chunk, start, bytes) to populate next, in order of address; None when there is no more to do."""
@@ -233,16 +256,16 @@ class HostPool:
                     return None
                 if chunk.next_slice < chunk.size_bytes:
                     if chunk.view is None:
-                        chunk.view = self._map(chunk.size_bytes)
+                        chunk.view = self._map(chunk)
                     start = chunk.next_slice
                     size_bytes = min(SLICE_BYTES, chunk.size_bytes - start)
                     chunk.next_slice += size_bytes
                     return index, start, size_bytes
         return None
 
-    def _map(self, size_bytes: int) -> memoryview:
-        view = map_anonymous(size_bytes)
-        self.placement = numa.bind(address_of(view), size_bytes, self.node)
+    def _map(self, chunk: _Chunk) -> memoryview:
+        view = map_anonymous(chunk.size_bytes)
+        self._bind(address_of(view), chunk.size_bytes, chunk.node)
         return view
 
     def _announce(self, index: int, region: int) -> None:
@@ -294,3 +317,15 @@ class HostPool:
                 tell(run)
             except Exception:
                 log.exception("host_pages_callback_failed first_page=%d pages=%d", run.first, run.count)
+
+
+def divide(sizes: Sequence[int], devices: Mapping[int, int]) -> list[int | None]:
+    """The NUMA node of each chunk: every node gets bytes by its number of ``devices``, from the first chunks on."""
+    got = dict.fromkeys(sorted(devices), 0)
+    nodes: list[int | None] = []
+    for size in sizes:
+        node = min(got, key=lambda one: (got[one] + size) / devices[one], default=None)
+        if node is not None:
+            got[node] += size
+        nodes.append(node)
+    return nodes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachesvc.memory.extents import Extent, ExtentTable
-from cachesvc.memory.free_ranges import ByteRange
+from cachesvc.memory.free_ranges import ByteRange, columns_of
 from cachesvc.model.words import Run
 
 OnPages = Callable[[Run], None]
@@ -29,8 +29,10 @@ class HostExtent:
 
 
 class HostSlab:
-    """Pages 0 .. ``pages`` - 1 of ``page_bytes``; made by ``HostPool.reserve`` and guarded by the pool's
-    lock."""
+    """Pages 0 .. ``pages`` - 1 of ``page_bytes``; made by ``HostPool.reserve`` and guarded by the pool's lock.
+
+    ``places``: its bytes as columns (``columns_of``).
+    """
 
     def __init__(self, page_bytes: int, pieces: list[tuple[int, ByteRange]]) -> None:
         """``pieces``: (pages, bytes) in order."""
@@ -41,6 +43,7 @@ class HostSlab:
             self.extents.append(HostExtent(first, count, place))
             first += count
         self.pages = first
+        self.places = columns_of(place for _, place in pieces)
         self.is_released = False
         self.table = ExtentTable(())
         self.watchers: list[OnPages] = []

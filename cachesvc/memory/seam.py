@@ -100,7 +100,8 @@ class Slab(Protocol):
     fd: int | None
 
     def close(self) -> None:
-        """Give the memory back; mappings that other processes hold stay valid until they close them."""
+        """Give the memory back, once whoever reads it is through; mappings of other processes stay valid until they
+        close them. Raises LedgerBroken when it was given back before."""
 
 
 class Timeline(Protocol):
@@ -183,9 +184,10 @@ class Backend(Protocol):
         """Find out which devices still work, for ``fault``. Any thread; waits for drivers, raises nothing."""
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a region, for verification: not on any stream, and as slow as it likes.
+        """Bytes of a region, for verification: not on any stream, and as slow as it likes. Any thread.
 
-        Raises NotFound for an unknown region and InvalidRequest for bytes outside of it.
+        The region stays as long as that takes. Raises NotFound for a region that is unknown, closed or being closed,
+        and InvalidRequest for bytes outside of it.
         """
 
     def close(self) -> None:

@@ -16,10 +16,11 @@ from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
 from cachesvc.memory.copy_faults import FaultyRunner
 from cachesvc.memory.copy_thread import CopyThread, CopyThreads, WriteWord
+from cachesvc.memory.holds import Holds
 from cachesvc.memory.mapped import map_memfd, sealed_memfd, yield_to_callers
 from cachesvc.memory.seam import CopyBatch, Handle, Slice, SliceRunner
 from cachesvc.memory.timeline import TIMELINE_WORDS, HostTimeline
-from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, PoolExhausted, Unavailable
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 
 TOKEN_BYTES = 16
@@ -35,9 +36,9 @@ class ShmSlab:
         self._on_close = on_close
 
     def close(self) -> None:
-        """Give the memory back. Raises Conflict when it was given back before."""
+        """Give the memory back once nobody reads it. Raises LedgerBroken when it was given back before."""
         if self.fd is None:
-            raise Conflict(f"slab of region {self.region} was closed before")
+            raise LedgerBroken(f"slab of region {self.region} was closed before")
         self._on_close(self)
         os.close(self.fd)
         self.fd = None
@@ -93,6 +94,7 @@ class ShmBackend:
         self._ids = itertools.count(1)
         self._used = dict.fromkeys(self._devices, 0)
         self._slabs: dict[int, ShmSlab] = {}
+        self._holds = Holds()
         self._regions: dict[int, memoryview] = {}
         self._sizes: dict[int, int] = {}
         self._timelines: dict[str, HostTimeline] = {}
@@ -107,11 +109,6 @@ class ShmBackend:
         """Bytes that slabs on ``device`` may take in all."""
         self._check_device(device)
         return self._device_bytes
-
-    def free_bytes(self, device: str) -> int:
-        """Bytes that further slabs may take."""
-        self._check_device(device)
-        return self._device_bytes - self._used[device]
 
     def start(self) -> None:
         """Make the timelines and start two copy threads for each device."""
@@ -202,15 +199,13 @@ class ShmBackend:
         return self._add_region(buffer)
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a region. Raises NotFound for an unknown region and InvalidRequest for bytes outside of
-        it."""
-        with self._lock:
-            if region not in self._regions:
-                raise NotFound("region", region)
-            view = self._regions[region]
-        if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
-            raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
-        return bytes(view[offset : offset + size_bytes])
+        """Bytes of a region, which stays until they are read. Raises NotFound for a region that is unknown or being
+        closed, and InvalidRequest for bytes outside of it."""
+        with self._holds.hold(region):
+            view = self._view(region)
+            if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
+                raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
+            return bytes(view[offset : offset + size_bytes])
 
     def close(self) -> None:
         """Stop the streams, then free every slab and timeline. Idempotent."""
@@ -219,11 +214,16 @@ class ShmBackend:
             copying.close()
         for slab in list(self._slabs.values()):
             slab.close()
+        for region in list(self._regions):  # of the host
+            self._holds.end(region)
         for timeline in self._timelines.values():
             timeline.close()
         with self._lock:  # nothing may keep a mapping alive: streams and backend know each other
             for known in (self._copying, self._timelines, self._regions, self._sizes):
                 known.clear()
+
+    def _view(self, region: int) -> memoryview:
+        return self._regions[region]
 
     def _runner(self, timeline: HostTimeline) -> SliceRunner:
         runner = ShmRunner(self._copy, timeline.write)
@@ -242,6 +242,7 @@ class ShmBackend:
             raise
 
         def drop(slab: ShmSlab) -> None:
+            self._holds.end(slab.region)
             with self._lock:
                 del self._slabs[slab.region], self._regions[slab.region], self._sizes[slab.region]
             self._give_back(device, size_bytes)
@@ -256,6 +257,7 @@ class ShmBackend:
             region = next(self._ids)
             self._regions[region] = buffer
             self._sizes[region] = buffer.nbytes
+        self._holds.begin(region)
         return region
 
     def _give_back(self, device: str, size_bytes: int) -> None:

@@ -7,7 +7,6 @@ constant stride). Host pages are block-major (all planes of a block one after an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from cachesvc.model.layout import Layout, Plane
 
@@ -32,29 +31,12 @@ class PlaneSpan:
 class Geometry:
     """The spans of one group's planes in copy order, and the bytes that ``pages`` pages take.
 
-    ``plane_pitch(i)`` of neighbouring spans of equal width is constant, so that they can be one pitched copy.
+    Neighbouring spans of equal width lie at a constant pitch, so that they can be one pitched copy.
     """
 
     spans: tuple[PlaneSpan, ...]
     pages: int
     total_bytes: int
-
-    @cached_property
-    def clusters(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of spans with the same width."""
-        out: list[tuple[int, int]] = []
-        start = 0
-        for i in range(1, len(self.spans) + 1):
-            if i == len(self.spans) or self.spans[i].width != self.spans[start].width:
-                out.append((start, i))
-                start = i
-        return tuple(out)
-
-    def plane_pitch(self, start: int) -> int:
-        """Bytes from one plane of the cluster that begins at ``start`` to the next (its width where it is alone)."""
-        if start + 1 < len(self.spans) and self.spans[start + 1].width == self.spans[start].width:
-            return self.spans[start + 1].offset - self.spans[start].offset
-        return self.spans[start].width
 
 
 def device_geometry(layout: Layout, group: int, pages: int) -> Geometry:

@@ -101,16 +101,17 @@ def blocks(
 def tree(
     view: View, model_id: int, *, key: bytes = b"", digits: str = "", depth: int = 0, limit: int = 0
 ) -> Question[Listed[TreeLine]]:
-    """The index below a block, named by its key or by how that begins, or below the root. ``depth`` 0: ``TREE_DEPTH``;
-    ``limit`` 0: ``NODES_LISTED``, at most ``MAX_LISTED``.
+    """The index below a block, named by its key or by how that begins, as bytes or ``digits``; or below the root.
+
+    ``depth`` 0: ``TREE_DEPTH``. ``limit`` 0: ``NODES_LISTED``, at most ``MAX_LISTED``.
 
     ``model_id`` 0 names the only model there is, and nothing where there is none. Raises NotFound, InvalidRequest.
     """
     model = view.model_or_only(model_id)
     if model is None:
         return Listed([], truncated=False)
-    if digits:
-        key = yield from one_key(model, digits)
+    if key or digits:
+        key = yield from one_key(model, digits or key.hex())
     nodes = partial(Tree(model, key).nodes, depth or TREE_DEPTH, min(limit or NODES_LISTED, MAX_LISTED))
     rows, truncated = yield from off_loop(nodes)
     return Listed(tree_lines(model, rows), truncated)

@@ -110,7 +110,7 @@ class _Tree:
         self.head, self.continued = int32s(index.head), states(index.continued)
         self.live = live_now(index)
         self.known = len(index.rows)
-        self.spare = np.array(index.spare_rows, np.int64)
+        self.spare = len(index.spare_rows)
 
 
 def recount_tree(where: str, tree: _Tree) -> list[str]:
@@ -119,8 +119,8 @@ def recount_tree(where: str, tree: _Tree) -> list[str]:
     live = int(tree.live.sum())
     if live != tree.known:
         out.append(f"{where}: {tree.known} keys are known, {live} rows have a copy")
-    if not np.array_equal(np.sort(tree.spare), np.flatnonzero(~tree.live)):
-        out.append(f"{where}: {len(tree.spare)} rows are spare, {len(tree.live) - live} have no copy")
+    if tree.spare != len(tree.live) - live:
+        out.append(f"{where}: {tree.spare} rows are spare, {len(tree.live) - live} have no copy")
     rows = np.flatnonzero(tree.live)
     parent = tree.parent[rows]
     rooted = parent == NO_ROW

@@ -148,7 +148,8 @@ class Node:
             events.event("model_trusted", model=model)
 
     async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
-        """Run again whenever tickets that it waits for have ended, or its patience has, until it answers.
+        """Run again whenever tickets that it waits for have ended, or its patience has, until it answers. What can do
+        without its transfers is run once more when the time is up.
 
         ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlineExceeded, Unavailable.
         """
@@ -156,18 +157,18 @@ class Node:
         try:
             while True:
                 left = until - self.now()
-                if left <= 0:  # tickets may end forever without bringing what the flow needs
-                    raise DeadlineExceeded(
-                        "the transfers that this call needs did not help in time; try again, or recompute"
-                    )
-                patience = left if wait.seconds is None else min(left, wait.seconds)
+                patience = max(0.0, left if wait.seconds is None else min(left, wait.seconds))
                 if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
                     raise DeadlineExceeded(
-                        "the transfers that this call needs did not end in time; try again, or recompute"
+                        "the transfers that this call needs did not end in time; try again or recompute"
                     )
                 answer = run()
                 if not isinstance(answer, Wait):
                     return answer
+                if left <= 0:  # tickets may end forever without bringing what the flow needs
+                    raise DeadlineExceeded(
+                        "the transfers that this call needs did not help in time; try again or recompute"
+                    )
                 wait = answer
                 reserved = wait.reserved or reserved
         finally:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.memory.seam import Backend, CopyJob, Slab, Timeline
-from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, TimelineSlot, Transfer, Urgency
 from cachesvc.swap.attached import (
@@ -42,17 +42,6 @@ OnDone = Callable[[int, Exception | None], None]
 
 
 @dataclass
-class SwapCounters:
-    """Totals since the start; bytes count once they have landed, on every rank."""
-
-    bytes_h2d: int = 0
-    bytes_d2h: int = 0
-    bytes_p2p: int = 0
-    jobs: int = 0
-    failures: int = 0
-
-
-@dataclass
 class _Flight:
     """A ticket on its way: which ranks have not ended, and the first thing that broke."""
 
@@ -60,7 +49,6 @@ class _Flight:
     slot: TimelineSlot
     devices: tuple[str, ...]
     moves: RankMoves
-    copy_bytes: int
     left: int
     urgency: Urgency
     submitted: float
@@ -102,7 +90,6 @@ class SwapEngine:
         self._timelines: dict[str, Timeline] = {}
         self._lock = threading.Lock()
         self._is_open = False
-        self.counters = SwapCounters()
         self.transfers = TransferCounts()
         self._tracer = tracer
         self._clock = clock
@@ -144,12 +131,12 @@ class SwapEngine:
         return found
 
     def attach_model(self, model_id: int, layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) -> None:
-        """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, Conflict
+        """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, LedgerBroken
         when attached."""
         model = attached_model(layout, host_slabs)
         with self._lock:
             if model_id in self._models:
-                raise Conflict(f"model {model_id} is attached already")
+                raise LedgerBroken(f"model {model_id} is attached already")
             self._models[model_id] = model
 
     def attach_replica(
@@ -163,31 +150,36 @@ class SwapEngine:
         """``slabs[rank][group]`` of ``pages[group]`` pages on ``devices[rank]``. Raises as
         ``attach_model`` does."""
         with self._lock:
+            layout = self._model(model_id).layout
+        made = attached_replica(layout, devices, slabs, pages)
+        with self._lock:
             model = self._model(model_id)
             if replica_id in model.replicas:
-                raise Conflict(f"replica {replica_id} of model {model_id} is attached already")
-            model.replicas[replica_id] = attached_replica(model.layout, devices, slabs, pages)
-
-    def detach_replica(self, model_id: int, replica_id: int) -> None:
-        """Forget a replica. Raises NotFound, or Conflict while transfers touch it."""
-        with self._lock:
-            model = self._model(model_id)
-            model.replica(replica_id)
-            self._check_idle(model_id, replica_id)
-            del model.replicas[replica_id]
+                raise LedgerBroken(f"replica {replica_id} of model {model_id} is attached already")
+            model.replicas[replica_id] = made
 
     def detach_model(self, model_id: int) -> None:
-        """Forget a model with its replicas. Raises NotFound, or Conflict while transfers touch it."""
+        """Forget a model with its replicas. Raises NotFound, or LedgerBroken while transfers touch it."""
         with self._lock:
             self._model(model_id)
-            self._check_idle(model_id, None)
+            busy = [ticket for ticket, flight in self._flights.items() if flight.transfer.model == model_id]
+            if busy:
+                raise LedgerBroken(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}")
             del self._models[model_id]
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:
+        """Transfers of a replica that ``submit`` takes now; as many until somebody submits. Raises NotFound.
+
+        Whoever alone submits may so make sure of a ticket before changing anything. 0 once closed.
+        """
+        self._model(model_id).replica(replica_id)
+        return self._slots.free if self._is_open else 0
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
         """Start a transfer and say where it can be followed; returns before anything is planned.
 
         Raises, with nothing queued: NotFound (model, replica), InvalidRequest (pages, groups),
-        LimitExceeded (too many in flight), Conflict (ticket in use), Unavailable (closed).
+        LimitExceeded (too many in flight), LedgerBroken (ticket in use), Unavailable (closed).
         """
         with self._lock:
             model = self._model(transfer.model)
@@ -198,19 +190,15 @@ class SwapEngine:
             if not self._is_open:
                 raise Unavailable("the swap engine is closed")
             if transfer.ticket in self._flights:
-                raise Conflict(f"ticket {transfer.ticket} is in flight already")
+                raise LedgerBroken(f"ticket {transfer.ticket} is in flight already")
             for number, known in ((transfer.replica, replica), (transfer.source_replica, source)):
                 if number is not None and model.replicas.get(number) is not known:
                     raise NotFound("replica", number)
             slot = self._slots.acquire(model.layout.layers)
-            copy_bytes = sum(_move_bytes(rank) for rank in moves)
-            flight = _Flight(
-                transfer, slot, replica.devices, moves, copy_bytes, len(moves), transfer.urgency, self._clock()
-            )
+            flight = _Flight(transfer, slot, replica.devices, moves, len(moves), transfer.urgency, self._clock())
             if self._tracer is not None:
-                flight.trace = self._tracer.begin(transfer, copy_bytes)
+                flight.trace = self._tracer.begin(transfer, sum(map(_move_bytes, moves)))
             self._flights[transfer.ticket] = flight
-            self.counters.jobs += 1
         self._planning.submit(
             transfer.direction,
             transfer.urgency,
@@ -219,10 +207,6 @@ class SwapEngine:
             lambda error: self._launch(flight, error),
         )
         return slot
-
-    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - all replicas share the words
-        """How many transfers of a replica could be submitted now; ends only make more of them."""
-        return self._slots.free if self._is_open else 0
 
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""
@@ -308,8 +292,9 @@ class SwapEngine:
             for device in flight.devices:
                 self._timelines[device].write(flight.slot.failed_word, flight.slot.end)
         times = TransferTimes(flight.submitted, flight.began, self._clock())
+        by_device = zip(flight.devices, map(_move_bytes, flight.moves), strict=True)
         with self._lock:
-            self._count(flight, times)
+            self.transfers.ended(flight.transfer, flight.urgency, times, by_device, well=flight.error is None)
             del self._flights[flight.transfer.ticket]
         self._slots.release(flight.slot)
         self._planning.ended(flight.transfer.direction, flight.transfer.ticket)
@@ -320,32 +305,10 @@ class SwapEngine:
         if flight.trace is not None:
             flight.trace.ended(times, flight.error)
 
-    def _count(self, flight: _Flight, times: TransferTimes) -> None:
-        by_device = zip(flight.devices, map(_move_bytes, flight.moves), strict=True)
-        self.transfers.ended(flight.transfer, flight.urgency, times, by_device, well=flight.error is None)
-        if flight.error is not None:
-            self.counters.failures += 1
-        elif flight.transfer.source_replica is not None:
-            self.counters.bytes_p2p += flight.copy_bytes
-        elif flight.transfer.direction is Direction.LOAD:
-            self.counters.bytes_h2d += flight.copy_bytes
-        else:
-            self.counters.bytes_d2h += flight.copy_bytes
-
     def _model(self, model_id: int) -> AttachedModel:
         if model_id not in self._models:
             raise NotFound("model", model_id)
         return self._models[model_id]
-
-    def _check_idle(self, model_id: int, replica_id: int | None) -> None:
-        busy = [
-            ticket
-            for ticket, flight in self._flights.items()
-            if flight.transfer.model == model_id
-            and replica_id in (None, flight.transfer.replica, flight.transfer.source_replica)
-        ]
-        if busy:
-            raise Conflict(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}; wait")
 
 
 def _move_bytes(moves: Sequence[GroupMove]) -> int:

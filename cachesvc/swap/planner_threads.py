@@ -1,5 +1,4 @@
-"""Where plans are made: on a thread for each direction, so that who submits never waits; or at once, in
-simulations.
+"""Where plans are made: on a thread for each direction, so that who submits never waits.
 
 What is submitted first is planned first, by direction, urgency and devices: awaited plans never wait for background
 ones, nor plans for one GPU for what another one is slow with.
@@ -43,33 +42,6 @@ class Planning(Protocol):
 
     def close(self) -> None:
         """Abandon what was not planned yet, and end."""
-
-
-class InlinePlanning:
-    """Plans inside ``submit``: deterministic, no thread."""
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def submit(
-        self,
-        direction: Direction,  # noqa: ARG002 - a protocol's
-        urgency: Urgency,  # noqa: ARG002
-        devices: Devices,  # noqa: ARG002
-        ticket: int,  # noqa: ARG002
-        work: Work,
-    ) -> None:
-        """Plan now."""
-        work(None)
-
-    def expedite(self, direction: Direction, ticket: int) -> None:
-        """Nothing waits."""
-
-    def ended(self, direction: Direction, ticket: int) -> None:
-        """Nothing waits."""
-
-    def close(self) -> None:
-        """Nothing waits."""
 
 
 class ThreadPlanning:

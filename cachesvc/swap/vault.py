@@ -1,39 +1,76 @@
-"""Where pools get their bytes: device slabs from the backend, host slabs from the host pool."""
+"""Where pools get their bytes: device slabs from the backend, host slabs from the host pool.
+
+Making and freeing memory waits for drivers, so it may be done on any thread, by one at a time: ``open_host``,
+``open_replica``, ``close_model`` and ``close_retired``. Everything else is called where the ledger is and never waits.
+A model of which something is still to be made or freed is not in the ledger.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 
-from cachesvc.memory.free_ranges import ALIGN_BYTES
+import numpy as np
+import numpy.typing as npt
+
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Backend, Slab
-from cachesvc.model.errors import CacheError, NotFound
+from cachesvc.model.errors import NotFound
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import Run, runs_of
+from cachesvc.model.words import Run
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.headroom import Headroom, PoolSizes
 
 OnHostPages = Callable[[int, int, Run], None]
 """``(model, group, run)``: more host pages of a group are usable on every rank; called from a thread of the pool."""
 
 
+class Arrivals:
+    """On how many ranks each host page of a model is usable."""
+
+    def __init__(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """``pages`` and the ``ranks`` that keep them, of each group."""
+        self._ranks = ranks
+        self._arrived: list[npt.NDArray[np.uint8]] = [np.zeros(count, np.uint8) for count in pages]
+
+    def count(self, group: int, run: Run) -> list[Run]:
+        """One rank's pages have arrived; returns the runs of them that now have on every rank."""
+        if self._ranks[group] == 1:
+            return [run]
+        arrived = self._arrived[group][run.first : run.first + run.count]
+        arrived += 1
+        is_whole = np.concatenate(([False], arrived == self._ranks[group], [False]))
+        edges = run.first + np.flatnonzero(is_whole[1:] != is_whole[:-1]).reshape(-1, 2)
+        return [Run(first, end - first) for first, end in edges.tolist()]
+
+
 @dataclass
 class _Holding:
-    """What one model holds. ``arrived[g][p]`` counts the ranks whose copy of host page p is usable."""
+    """What one model holds. ``news``: (group, run) pairs that arrived before it was ``announced``, not told yet."""
 
-    layout: Layout
     host: list[list[HostSlab]]
-    arrived: list[bytearray]
+    arrivals: Arrivals
     replicas: dict[int, list[list[Slab]]] = field(default_factory=dict)
     devices: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    news: list[tuple[int, Run]] = field(default_factory=list)
+    is_announced: bool = False
+
+    def slabs(self) -> Iterable[tuple[str, Slab]]:
+        """Every device slab, with its device."""
+        for replica, ranks in self.replicas.items():
+            for device, rank in zip(self.devices[replica], ranks, strict=True):
+                for slab in rank:
+                    yield device, slab
 
 
 class Vault:
-    """Makes and frees the memory of models. Calls come from one thread; ``on_host_pages`` from the pool's."""
+    """The memory of models: what is free, what is whose, and what has arrived."""
 
     def __init__(self, backend: Backend, host_pool: HostPool, engine: SwapEngine, on_host_pages: OnHostPages) -> None:
         self._backend = backend
@@ -41,8 +78,11 @@ class Vault:
         self._engine = engine
         self._on_host_pages = on_host_pages
         self._models: dict[int, _Holding] = {}
-        self._used: dict[str, int] = {}
+        self._retired: dict[int, _Holding] = {}
+        self._used: Counter[str] = Counter()
         self._lock = Lock()
+
+    # -- where the ledger is -----------------------------------------------------------------------------------
 
     def devices(self) -> tuple[str, ...]:
         """UUIDs of the daemon's devices."""
@@ -50,96 +90,39 @@ class Vault:
 
     def device_free_bytes(self, device: str) -> int:
         """What is left of a device's pool; slabs that were rounded up may take a little more than all of it."""
-        return max(0, self._backend.capacity_bytes(device) - self._used.get(device, 0))
-
-    def host_pages_for(self, layout: Layout, share: float) -> int:
-        """Pages that ``share`` of what is left of the host pool holds, the same number in every group."""
-        per_page = sum(layout.page_bytes(g) * layout.host_ranks(g) for g in range(len(layout.groups)))
-        largest = max(layout.page_bytes(g) for g in range(len(layout.groups)))
-        # A page never crosses a chunk: up to one page of each slab is lost at the end of every chunk.
-        slabs = sum(layout.host_ranks(g) for g in range(len(layout.groups)))
-        lost = slabs * (self._pool.chunks * largest if self._pool.chunks > 1 else ALIGN_BYTES)
-        usable = int(self._pool.free_bytes * share) - lost
-        return max(0, usable // per_page)
-
-    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
-        """Reserve host pages; returns for each group the runs that are usable now. Raises PoolExhausted."""
-        slabs: list[list[HostSlab]] = []
-        try:
-            for group, count in enumerate(pages):
-                slabs.append([])
-                for _ in range(layout.host_ranks(group)):
-                    slabs[-1].append(self._pool.reserve(layout.page_bytes(group), count))
-            self._engine.attach_model(model, layout, slabs)
-        except CacheError:
-            for slab in (slab for group_slabs in slabs for slab in group_slabs):
-                self._pool.release(slab)
-            raise
-        holding = _Holding(layout, slabs, [bytearray(count) for count in pages])
         with self._lock:
-            self._models[model] = holding
-        return [self._ready_now(model, holding, group) for group in range(len(pages))]
+            return max(0, self._backend.capacity_bytes(device) - self._used[device])
 
-    def _ready_now(self, model: int, holding: _Holding, group: int) -> list[Run]:
-        ready: list[Run] = []
-        for slab in holding.host[group]:
-            for run in self._pool.ready_pages(slab, partial(self._more, model, group)):
-                ready += self._count(holding, group, run)
-        return ready
-
-    def _more(self, model: int, group: int, run: Run) -> None:
+    def headroom(self, without: Collection[int] = ()) -> Headroom:
+        """What is left, or would be without some models."""
         with self._lock:
-            holding = self._models.get(model)
-        if holding is not None:
-            for whole in self._count(holding, group, run):
-                self._on_host_pages(model, group, whole)
-
-    def _count(self, holding: _Holding, group: int, run: Run) -> list[Run]:
-        """Count one rank's pages as arrived; returns the runs that have now arrived on every rank."""
-        arrived = holding.arrived[group]
-        ranks = len(holding.host[group])
-        with self._lock:
-            whole: list[int] = []
-            for page in range(run.first, run.first + run.count):
-                arrived[page] += 1
-                if arrived[page] == ranks:
-                    whole.append(page)
-        return runs_of(whole)
-
-    def open_replica(
-        self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
-    ) -> None:
-        """Make the device slabs of a replica, zeroed. Raises PoolExhausted."""
-        holding = self._models[model]
-        ranks: list[list[Slab]] = []
-        try:
-            for device in devices:
-                ranks.append([])
-                for group, count in enumerate(pages):
-                    size = device_geometry(layout, group, count).total_bytes
-                    ranks[-1].append(self._backend.create_slab(device, size))
-            self._engine.attach_replica(model, replica, devices, ranks, pages)
-        except CacheError:
-            for slab in (slab for rank in ranks for slab in rank):
-                slab.close()
-            raise
-        holding.replicas[replica] = ranks
-        holding.devices[replica] = devices
-        for device, rank in zip(devices, ranks, strict=True):
-            self._used[device] = self._used.get(device, 0) + sum(slab.handle.size_bytes for slab in rank)
+            gone = [self._models[model] for model in without]
+            used = Counter(self._used)
+        for holding in gone:
+            for device, slab in holding.slabs():
+                used[device] -= slab.handle.size_bytes
+        capacity = {device: self._backend.capacity_bytes(device) for device in self.devices()}
+        return Headroom(
+            {device: max(0, capacity[device] - used[device]) for device in capacity},
+            self._pool.plan(slab for holding in gone for group in holding.host for slab in group),
+            device_capacity=min(capacity.values(), default=0),
+            host_capacity=self._pool.total_bytes,
+            nodes=self._pool.nodes,
+        )
 
     def slabs(self, model: int, replica: int, rank: int) -> list[Slab]:
         """One rank's slabs, by group. Raises NotFound."""
-        holding = self._models.get(model)
-        if holding is None or replica not in holding.replicas:
-            raise NotFound("replica", (model, replica))
-        return holding.replicas[replica][rank]
+        with self._lock:
+            holding = self._models.get(model)
+            if holding is None or replica not in holding.replicas:
+                raise NotFound("replica", (model, replica))
+            return holding.replicas[replica][rank]
 
     def descriptor(self, token: bytes) -> int | None:
         """The file descriptor behind a handle's token, or None: for handles that travel as descriptors."""
-        for holding in self._models.values():
-            for ranks in holding.replicas.values():
-                for slab in (slab for rank in ranks for slab in rank):
+        with self._lock:
+            for holding in self._models.values():
+                for _, slab in holding.slabs():
                     if slab.handle.token == token:
                         return slab.fd
         for device in self._backend.devices():
@@ -148,16 +131,97 @@ class Vault:
                 return timeline.fd
         return None
 
-    def close_model(self, model: int) -> None:
-        """Give back everything of a model that nothing moves any more."""
-        self._engine.detach_model(model)
+    def announce(self, model: int) -> list[tuple[int, Run]]:
+        """The model is in the ledger: (group, run) of host pages that arrived since ``take_news``, and from now on
+        ``on_host_pages`` tells of them."""
         with self._lock:
-            holding = self._models.pop(model)
-        for replica, ranks in holding.replicas.items():
-            for device, rank in zip(holding.devices[replica], ranks, strict=True):
-                for slab in rank:
-                    self._used[device] -= slab.handle.size_bytes
-                    slab.close()
-        for slabs in holding.host:
-            for host_slab in slabs:
-                self._pool.release(host_slab)
+            self._models[model].is_announced = True
+        return self.take_news(model)
+
+    def retire(self, model: int) -> None:
+        """Give out nothing of a model any more: it has left the ledger. ``close_retired`` frees its memory."""
+        with self._lock:
+            self._retired[model] = self._models.pop(model)
+
+    # -- on any thread, one at a time --------------------------------------------------------------------------
+
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        """Reserve host pages, each rank's near its device where there is room. Raises PoolExhausted, Unavailable."""
+        slabs: list[list[HostSlab]] = [[] for _ in pages]
+        with ExitStack() as undo:
+            for group, rank, page_bytes in PoolSizes(layout).host_slabs:
+                slab = self._pool.reserve(page_bytes, pages[group], devices[rank])
+                undo.callback(self._pool.release, slab)
+                slabs[group].append(slab)
+            self._engine.attach_model(model, layout, slabs)
+            undo.pop_all()
+        with self._lock:
+            self._models[model] = _Holding(slabs, Arrivals(pages, [len(ranks) for ranks in slabs]))
+        for group, ranks in enumerate(slabs):
+            more = partial(self._more, model, group)
+            for slab in ranks:
+                for run in self._pool.ready_pages(slab, more):
+                    more(run)
+
+    def take_news(self, model: int) -> list[tuple[int, Run]]:
+        """(group, run) of host pages that have arrived on every rank since the last look."""
+        with self._lock:
+            holding = self._models[model]
+            news, holding.news = holding.news, []
+        return news
+
+    def open_replica(
+        self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
+    ) -> None:
+        """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
+        sizes = [device_geometry(layout, group, count).total_bytes for group, count in enumerate(pages)]
+        ranks: list[list[Slab]] = []
+        with ExitStack() as undo:
+            for device in devices:
+                ranks.append([])
+                for size in sizes:
+                    slab = self._backend.create_slab(device, size)
+                    undo.callback(slab.close)
+                    ranks[-1].append(slab)
+            self._engine.attach_replica(model, replica, devices, ranks, pages)
+            undo.pop_all()
+        with self._lock:
+            holding = self._models[model]
+            holding.replicas[replica] = ranks
+            holding.devices[replica] = devices
+            for device, rank in zip(devices, ranks, strict=True):
+                self._used[device] += sum(slab.handle.size_bytes for slab in rank)
+
+    def close_model(self, model: int) -> None:
+        """Free the memory of a model that did not come into the ledger."""
+        self.retire(model)
+        self.close_retired()
+
+    def close_retired(self) -> None:
+        """Free the memory of retired models, which nothing moves any more."""
+        while self._retired:
+            with self._lock:
+                model, holding = self._retired.popitem()
+            with ExitStack() as every:  # from the last to the first, whatever one of them raises
+                for host_slab in (slab for group in holding.host for slab in group):
+                    every.callback(self._pool.release, host_slab)
+                for device, slab in holding.slabs():
+                    every.callback(self._close_slab, device, slab)
+                every.callback(self._engine.detach_model, model)
+
+    def _close_slab(self, device: str, slab: Slab) -> None:
+        slab.close()
+        with self._lock:
+            self._used[device] -= slab.handle.size_bytes
+
+    def _more(self, model: int, group: int, run: Run) -> None:
+        with self._lock:
+            holding = self._models.get(model)
+            if holding is None:
+                return
+            whole = holding.arrivals.count(group, run)
+            if not holding.is_announced:
+                holding.news += ((group, one) for one in whole)
+                return
+        for one in whole:
+            self._on_host_pages(model, group, one)

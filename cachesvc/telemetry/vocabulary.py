@@ -45,14 +45,14 @@ VOCABULARY: dict[str, Event] = {
     ),
     "serving": Event("info", "What health checks answer from now on.", ("ready", "live")),
     "copies_are_made_to_fail": Event("warning", "The flag for tests is on: this share of copies fails.", ("share",)),
-    "host_pool_node": Event("info", "The NUMA node of the host pool.", ("node", "gpus")),
+    "host_pool_node": Event("info", "A NUMA node that gets its part of the host pool.", ("node", "gpus")),
     "numa_node_unreadable": Event("warning", "A NUMA node of the system could not be read.", ("node", "error")),
     "numa_not_applied": Event("info", "Memory was not bound to its NUMA node, and why.", ("node", "reason", "detail")),
     "numa_library_missing": Event(
         "info", "libnuma is not installed: memory lies where it falls.", ("library", "error")
     ),
     "host_pool_filling_failed": Event(
-        "error", "The host pool stays smaller than configured.", ("ready_chunks", "chunks")
+        "error", "The host pool stays smaller than configured, and why.", ("ready_chunks", "chunks", "reason")
     ),
     "host_pages_callback_failed": Event(
         "error", "Host pages came and could not be given out.", ("first_page", "pages")
@@ -63,6 +63,7 @@ VOCABULARY: dict[str, Event] = {
         "A model, or a further replica of one.",
         ("model", "model_name", "devices", "device_pages", "host_pages"),
     ),
+    "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
     "lease_silent": Event("warning", "A lease was silent for too long and is lost.", ("lease", "seconds")),

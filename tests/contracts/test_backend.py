@@ -19,7 +19,7 @@ from cachesvc.memory.copies import CopyOutOfBounds
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import COPY_FIELDS, Backend, CopyJob, CopyStep
 from cachesvc.memory.shm import ShmBackend
-from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, PoolExhausted, Unavailable
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.futex import wait_reached, words_of
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
@@ -155,7 +155,7 @@ def test_a_slab_beyond_the_budget_is_refused_with_the_numbers(bench: Bench) -> N
 def test_a_slab_is_closed_once(bench: Bench) -> None:
     slab = bench.backend.create_slab(bench.device, 4096)
     slab.close()
-    with pytest.raises(Conflict):
+    with pytest.raises(LedgerBroken):
         slab.close()
     with pytest.raises(NotFound):
         bench.backend.read(slab.region, 0, 1)

@@ -61,7 +61,7 @@ def test_help_of_a_command() -> None:
         ),
         (["leases", "--bad"], "cachesvc leases: unknown argument --bad; see cachesvc leases --help"),
         (["leases", "now"], "cachesvc leases: unknown argument now; see cachesvc leases --help"),
-        (["tree", "--limit", "0"], "cachesvc tree: argument --limit: '0' is not a number from 1 to 2147483647; see"),
+        (["tree", "--limit", "0"], "cachesvc tree: argument --limit: '0' is not a number from 1 to 4096; see"),
         (["tree", "--socket", "s", "--address", "a:1"], "argument --address: not allowed with argument --socket"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -110,9 +110,21 @@ def test_two_tenants_never_share(node: Node) -> None:
 def test_tenants_get_no_bytes_of_each_other_through_reused_memory(node: Node) -> None:
     with Engine(node.socket, salt=b"tenant a", device_pages=12_000) as a:  # most of the device pool
         a.serve(prompt(6, 64))
-    with Engine(node.socket, salt=b"tenant b", device_pages=12_000) as b:  # the idle model gives way
+    with Engine(node.socket, salt=b"tenant b", device_pages=12_000) as b:  # the idle model is evicted
         assert not b.registration.existed
         assert not any(plane.any() for plane in b.pool.planes.values())
+    assert node.counters()["models_dismissed"] == 1
+
+
+def test_idle_models_leave_their_host_memory_to_new_ones(node: Node) -> None:
+    """Found by reading: whoever came second had no host tier for its life, as long as the first one was known."""
+    pools = []
+    for salt in (b"tenant a", b"tenant b"):
+        with Engine(node.socket, salt=salt, device_pages=16, host_pages=None) as engine:
+            pools.append(engine.registration.host_pages)
+            assert engine.serve(prompt(6, 8)).bad == []
+    assert pools[0] == pools[1]
+    assert min(pools[0]) > 1000
     assert node.counters()["models_dismissed"] == 1
 
 

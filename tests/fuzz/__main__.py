@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recording import write_result
 from tests.fuzz.fuzzer import Findings
 from tests.fuzz.runs import fuzz_in_process, fuzz_socket, verdict
 
@@ -92,7 +93,7 @@ def save(path: Path, parts: Parts, rounds: int, wrong: list[str], **about: int) 
         **about,
         **{name: part.shown() for name, part in parts.items()},
     }
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    write_result(path, known)
 
 
 def table(parts: Parts) -> str:

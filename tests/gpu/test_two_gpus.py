@@ -29,6 +29,7 @@ from tests.gpu.engine import CUDA
 from tests.gpu.remote import RemoteGpuEngine
 from tests.gpu.rig import Bytes, write_device
 from tests.gpu.swap_rig import END_SECONDS, HOST_GAP, HOST_PAGES, MODEL, PinnedPages
+from tests.unit.swap_rig import landed_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -243,11 +244,11 @@ def test_a_group_that_ranks_have_alike_is_stored_once_and_loaded_to_both(
         rig.move(STORE, (0, mine, there))
         rig.settle()
         once = 20 * rig.layout.page_bytes(0)
-        assert rig.engine.counters.bytes_d2h == once
+        assert landed_bytes(rig.engine, "d2h") == once
         rig.move(LOAD, (0, back, there), layered=True)
         rig.settle()
         rig.check()
-        assert rig.engine.counters.bytes_h2d == 2 * once
+        assert landed_bytes(rig.engine, "h2d") == 2 * once
         for page in back:
             assert rig.engine.page_bytes(MODEL, 0, 0, 0, page) == rig.engine.page_bytes(MODEL, 0, 1, 0, page)
 
@@ -268,7 +269,7 @@ def test_replicas_share_device_to_device(gpus: tuple[Gpu, Gpu], rng: np.random.G
             rig.settle()
             rig.check()
         moved = 2 * 2 * 30 * sum(rig.layout.page_bytes(group) for group in range(2))
-        assert rig.engine.counters.bytes_p2p == moved
+        assert landed_bytes(rig.engine, "p2p") == moved
 
 
 class EngineOnOneGpu(RemoteGpuEngine):

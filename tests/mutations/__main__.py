@@ -21,6 +21,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.recording import write_result
 from tests.mutations.table import ROOT, Mutation, load_mutations
 
 LIMIT_SECONDS = 1800.0
@@ -169,7 +170,7 @@ def main() -> None:
                 outcomes.append(harness.run(mutation))
                 if given.json is not None:
                     rows = {"seconds": given.seconds, "mutations": [asdict(each) for each in outcomes]}
-                    given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                    write_result(given.json, rows)
                 print(shown(outcomes[-1]), flush=True)
     print(summary(outcomes))
     sys.exit(any(each.tests == MISSED for each in outcomes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from cachesvc_client.keys import block_keys
 
@@ -24,25 +23,24 @@ from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Sw
 from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,
-    KeyReused,
     LeaseLost,
-    LimitExceeded,
     LoadFailed,
     NotFound,
     NotOwned,
-    PoolExhausted,
     Unavailable,
 )
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency, has_reached
 from cachesvc.model.words import NO_PAGE
+from tests.sim.calls import SimCalls
 from tests.sim.node import content_of
-from tests.sim.processes import Pending, Request, SimProcesses
+from tests.sim.processes import Request
 
-WAIT_SECONDS = 20.0
+STARVED = {"swap_out": 5.0, "release": 2.0, "begin": 0.2, "prefetch": 0.2, "grow": 0.2}
+"""What an engine is inclined to when it was refused pages a moment ago."""
 
 
-class SimEngine(SimProcesses):
+class SimEngine(SimCalls):
     """One engine with a scheduler process and perhaps a worker, and one lease at a time."""
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -53,8 +51,9 @@ class SimEngine(SimProcesses):
             self.scribble()
             self.node.faults["wrote_after_loss"] += 1
         try:
-            if self.pending is not None:
-                self._retry_pending()
+            ready = [each for each in self.pending if self._is_ready(each)]
+            if ready and self.rng.random() < 0.7:
+                self._retry(self.rng.choice(ready))
             else:
                 self._act()
         except LeaseLost:
@@ -62,106 +61,61 @@ class SimEngine(SimProcesses):
             if self.rng.random() < 0.1:
                 self.quiesce()
 
-    def _flow(self, flow: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """A flow under the engine's lease, looked up anew each time it is run, as the daemon does."""
-        node, lease = self.node, self.lease
-        return lambda: flow(node.core, resolve(node.core.ledger, lease, node.now), *arguments)
-
     def _act(self) -> None:
         resolve(self.node.core.ledger, self.lease, self.node.now)
-        choices: list[Callable[[], None]] = [self._begin, self._begin, self._begin, self._begin, self._prefetch]
-        if self.rng.random() < 0.2:
-            choices += [self._refill, self._pause]
+        choices: list[tuple[str, float, Callable[[], None]]] = [
+            ("prefetch", 1, self._prefetch),
+            ("refill", 0.2, self._refill),
+            ("pause", 0.1, self._pause),
+        ]
+        begun = len(self.requests) + sum(each.request is None for each in self.pending)
+        if begun < self.node.bias.requests:
+            choices.append(("begin", 3, self._begin))
+        waiting = {each.request.id for each in self.pending if each.request is not None}
         for request in self.requests.values():
-            choices += [partial(action, request) for action in self._actions(request)]
-        self.rng.choice(choices)()
+            if request.id in waiting:
+                continue
+            choices += [(name, weight, partial(action, request)) for name, weight, action in self._actions(request)]
+        inclined, urge = self.node.bias.engine, STARVED if self.starved else {}
+        self.starved = max(0, self.starved - 1)
+        weights = [weight * inclined.get(name, 1.0) * urge.get(name, 1.0) for name, weight, _ in choices]
+        self.rng.choices(choices, weights)[0][2]()
 
     def _pause(self) -> None:
         """Its decode is being hurt."""
         self.node.run(self._flow(pause_write_backs, self.rng.choice((1, 400, 1000))))
 
-    def _actions(self, request: Request) -> list[Callable[[Request], None]]:
+    def _actions(self, request: Request) -> list[tuple[str, float, Callable[[Request], None]]]:
+        """What can be done with a request, and how likely it is."""
         if request.swapped:
-            return [self._swap_in, self._swap_in, self._release]
+            return [("swap_in", 2, self._swap_in), ("release", 0.3, self._release)]
         if request.total == 0:
-            return [self._allocate, self._allocate, self._release]
+            return [("allocate", 4, self._allocate), ("release", 0.3, self._release)]
         if request.tickets:
-            return [self._follow_loads] if request.returning else [self._follow_loads, self._publish]
-        many = [self._write, self._write, self._publish, self._publish, self._release]
-        return [*many, self._recycle, self._extend, self._grow, self._swap_out, self._check_tables]
-
-    def _call(
-        self, request: Request | None, contents: object, flow: Callable[[], object], then: Callable[[Any], None]
-    ) -> None:
-        """Send a call, perhaps twice; a refusal that an engine must expect ends the request."""
-        self._ids += 1
-        key = self._ids
-
-        def call() -> object:
-            answer = self.node.call(self.lease, key, contents, flow)
-            if not isinstance(answer, Wait) and self.rng.random() < 0.2:
-                self.node.faults["client_retry"] += 1
-                again = self.node.call(self.lease, key, contents, flow)
-                assert again is answer, "a retry is answered from memory"
-                try:
-                    self.node.call(self.lease, key, "another request", flow)
-                except KeyReused:
-                    return answer
-                raise AssertionError("a key was taken twice")
-            return answer
-
-        self._finish(Pending(call, then, (), self.node.now + WAIT_SECONDS, request))
-
-    def _finish(self, pending: Pending) -> None:
-        self.pending = None
-        try:
-            answer = pending.call()
-        except (PoolExhausted, LoadFailed, LimitExceeded, Unavailable) as refusal:
-            self.node.faults[f"refused_{type(refusal).__name__}"] += 1
-            patient = isinstance(refusal, PoolExhausted) and self.rng.random() < 0.5
-            if pending.request is not None and not patient:
-                self._drop(pending.request)
-            return
-        except Conflict as refusal:
-            if isinstance(refusal, LeaseLost) or "being swapped" not in str(refusal):
-                raise
-            self.node.faults["told_to_wait_for_swap"] += 1
-            return
-        if isinstance(answer, Wait):
-            assert answer.tickets, "a wait names what it waits for"
-            pending.tickets = answer.tickets
-            pending.is_patient = answer.seconds is None
-            self.pending = pending
-            self.node.faults["told_to_wait"] += 1
-            return
-        pending.then(answer)
-
-    def _retry_pending(self) -> None:
-        pending = self.pending
-        assert pending is not None
-        book = self.node.core.ledger.tickets
-        if any(not book.is_running(ticket) for ticket in pending.tickets):
-            self._finish(pending)
-        elif not pending.is_patient and self.rng.random() < 0.1:
-            self.node.faults["patience_ended"] += 1
-            self._finish(pending)
-        elif self.node.now > pending.until:
-            self.pending = None
-            self.node.faults["gave_up_waiting"] += 1
-            if pending.request is not None:
-                self._drop(pending.request)
-
-    def _drop(self, request: Request) -> None:
-        if self.requests.pop(request.id, None) is not None:
-            self.node.run(self._flow(release, request.id))
+            follow = ("follow_loads", 2.0, self._follow_loads)
+            return [follow] if request.returning else [follow, ("publish", 0.3, self._publish)]
+        can_write = request.written < min(request.total, len(request.keys) // KEY_BYTES)
+        can_publish = request.written > request.sealed
+        return [
+            ("write", 4 * can_write, self._write),
+            ("publish", 4 if can_publish else 0.2, self._publish),
+            ("release", 0.3 if can_write or can_publish else 1.5, self._release),
+            ("recycle", 1, self._recycle),
+            ("extend", 0.7 * all(self.stock), self._extend),
+            ("grow", 0.7, self._grow),
+            ("swap_out", 1, self._swap_out),
+            ("check_tables", 0.2, self._check_tables),
+        ]
 
     # -- operations --------------------------------------------------------------------------------------------
 
     def _keys(self) -> bytes:
         assert self.model is not None
         tokens: list[int] = []
-        for _ in range(self.rng.randint(1, 7)):
-            tokens += [self.rng.choice((1, 1, 1, 1, 2))] * self.model.layout.block_tokens
+        bias = self.node.bias
+        family = self.rng.randint(1, bias.families)
+        for _ in range(self.rng.randint(1, bias.most_blocks)):
+            tokens += [family if self.rng.random() < bias.same else 0] * self.model.layout.block_tokens
         return block_keys(self.model.namespace, tokens, self.model.layout.block_tokens)
 
     def _sharing(self, urgency: Urgency = Urgency.AWAITED) -> Sharing | None:
@@ -170,8 +124,6 @@ class SimEngine(SimProcesses):
 
     def _begin(self) -> None:
         assert self.model is not None
-        if len(self.requests) >= 3:
-            return
         self._ids += 1
         keys = self._keys()
         told = keys[: self.rng.choice((0, 1, 8)) * KEY_BYTES] or keys
@@ -181,6 +133,7 @@ class SimEngine(SimProcesses):
 
         def matched(answer: Matched) -> None:
             request.hit = answer.device_blocks + answer.host_blocks
+            assert not limit or request.hit <= limit, "a hit of more than was asked for"
             request.sealed = request.written = answer.device_blocks
             self.requests[request.id] = request
             for cells in answer.tables:
@@ -339,7 +292,10 @@ class SimEngine(SimProcesses):
         assert self.model is not None
         groups = len(self.model.layout.groups)
         for cells in self.node.run(self._flow(refill_stock, (2,) * groups)):
-            self.stock[cells.group] += zip(cells.pages, cells.generations, strict=True)
+            granted = list(zip(cells.pages, cells.generations, strict=True))
+            self.stock[cells.group] += granted
+            assert self.grants.isdisjoint((cells.group, *each) for each in granted), "a grant was given twice"
+            self.grants.update((cells.group, *each) for each in granted)
 
     def _extend(self, request: Request) -> None:
         if not all(self.stock) or request.tickets:

@@ -15,17 +15,20 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.mapped import populate
+from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
-from cachesvc.model.words import READY, Run, WritePolicy
+from cachesvc.model.words import READY, Run
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner_threads import InlinePlanning
 from cachesvc.swap.vault import Vault
+from tests.sim.biases import Bias
+from tests.sim.inline_planning import InlinePlanning
+from tests.sim.meetings import Meetings
 from tests.sim.stepped_backend import SteppedBackend
 
 Answer = TypeVar("Answer")
@@ -95,7 +98,8 @@ class Refusing:
 class SimNode:
     """Core, Vault and SwapEngine. What threads would bring waits in ``inbox`` until it is delivered."""
 
-    def __init__(self, rng: random.Random, faults: Counter[str]) -> None:
+    def __init__(self, rng: random.Random, faults: Counter[str], bias: Bias) -> None:
+        self.bias = bias
         self.now = 1000.0
         self.faults = faults
         self.events: Counter[str] = Counter()
@@ -117,11 +121,16 @@ class SimNode:
         )
         self.engine.start()
         self.host_pool = SteppedHostPool(
-            rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend
+            rng.choice((4, 12, 24)) * HOST_CHUNK_BYTES,
+            HOST_CHUNK_BYTES,
+            1,
+            {"step-0": 0, "step-1": 1},
+            self.backend,
+            bind=lambda *_: Placement.PLACED,
         )
         self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages)
         self.mover = Refusing(lambda: self.engine, faults)
-        policy = rng.choice(list(WritePolicy))
+        policy = rng.choice(bias.policies)
         self.core = Core(
             Ledger(keep_tickets=64),
             self.mover,
@@ -129,6 +138,7 @@ class SimNode:
             WriteRule(policy, rng.choice((1, 2)), remember=8),
             Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
         )
+        self.meetings = Meetings(self.core)
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
 
     def _on_host_pages(self, model: int, group: int, run: Run) -> None:
@@ -136,7 +146,8 @@ class SimNode:
         self.inbox.append(lambda: host_pages_arrived(self.core, model, group, run))
 
     def _land(self, ticket: int, error: Exception | None) -> None:
-        land(self.core, ticket, DONE if error is None else Failed(str(error)))
+        landed = DONE if error is None else Failed(str(error))
+        self.meetings.landing(ticket, landed, lambda: land(self.core, ticket, landed))
 
     def deliver(self) -> None:
         """One message of another thread arrives on the loop."""
@@ -154,7 +165,7 @@ class SimNode:
             if known[0] != contents:
                 raise KeyReused(request_id)
             return known[1]  # type: ignore[return-value]
-        answer = self.run(flow)
+        answer = self.meetings.call(lease, contents, lambda: self.run(flow))
         if not isinstance(answer, Wait):
             self._repeats[lease, request_id] = (contents, answer)
         return answer

@@ -38,7 +38,10 @@ class Request:
 
 @dataclass
 class Pending:
-    """A call that was told to wait; without being ``is_patient`` it may ask again before anything has ended."""
+    """A call that was told to wait; without being ``is_patient`` it may ask again before anything has ended.
+
+    ``request``: whose call it is, which nothing else is asked for meanwhile; None for one that is still to begin.
+    """
 
     call: Callable[[], object]
     then: Callable[[Any], None]
@@ -61,7 +64,9 @@ class SimProcesses:
         self.tokens: list[bytes] = []
         self.requests: dict[int, Request] = {}
         self.stock: list[list[tuple[int, int]]] = []
-        self.pending: Pending | None = None
+        self.pending: list[Pending] = []
+        self.starved = 0
+        self.grants: set[tuple[int, int, int]] = set()
         self.owned_when_lost: list[tuple[int, int]] = []
         self.silent_until = 0.0
         self.verified = 0
@@ -87,6 +92,7 @@ class SimProcesses:
         for token in self.tokens:
             attach(core, resolve(core.ledger, self.lease, now), 0, token)
         self.stock = [[] for _ in model.layout.groups]
+        self.grants = set()
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +115,8 @@ class SimProcesses:
         """Pages that this engine believes to be its own to write."""
         pages = [(group, page) for group, held in enumerate(self.stock) for page, _ in held]
         for request in self.requests.values():
-            if not (request.swapped or request.returning):
+            is_followed = all(ticket.slot is not None for ticket in request.tickets)
+            if not request.swapped and (is_followed or not request.returning):  # streams wait for what comes back
                 pages += request.spares
                 pages += [
                     (group, page)
@@ -143,11 +150,11 @@ class SimProcesses:
 
     def _forget(self) -> None:
         self.lease, self.tokens, self.requests, self.stock = "", [], {}, []
-        self.pending, self.owned_when_lost = None, []
+        self.pending, self.owned_when_lost = [], []
 
     def _lost(self) -> None:
         self.owned_when_lost = self.owned_when_lost or self.own_pages()
-        self.requests, self.pending = {}, None
+        self.requests, self.pending = {}, []
         self.stock = [[] for _ in self.stock]
 
     # -- checks ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
 from cachesvc.memory.copy_thread import end_job
 from cachesvc.memory.seam import CopyJob, Handle
-from cachesvc.model.errors import Conflict, InvalidRequest, NotFound, PoolExhausted, Unavailable
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 
 CRANKS = 1_000_000
@@ -34,9 +34,9 @@ class SteppedSlab:
         self._is_open = True
 
     def close(self) -> None:
-        """Give the memory back. Raises Conflict when it was given back before."""
+        """Give the memory back. Raises LedgerBroken when it was given back before."""
         if not self._is_open:
-            raise Conflict(f"slab of region {self.region} was closed before")
+            raise LedgerBroken(f"slab of region {self.region} was closed before")
         self._is_open = False
         self._on_close()
 

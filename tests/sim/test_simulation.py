@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
+from tests.sim.meetings import MEETINGS
 from tests.sim.world import FAULTS, SHARED, World, run
 
 SEEDS = 360
-STEPS = 250
+STEPS = 400
 BATCHES = 4
 EVENTS = (
     "device_hits",
@@ -21,7 +22,7 @@ EVENTS = (
     "loads_found_done",
     "loads_joined",
     "mirror_compared",
-    "model_gave_way",
+    "model_evicted",
     "published",
     "swap_out_failed",
     "swapped_in",
@@ -38,15 +39,16 @@ def test_nothing_breaks_under_any_seed(batch: int) -> None:
         world = run(seed, STEPS)
         _seen.update(world.faults)
         _seen.update(world.node.events)
+        _seen.update(world.node.meetings.seen)
         _seen["steps"] += world.steps
 
 
-def test_every_kind_of_fault_was_seen() -> None:
+def test_every_kind_of_fault_and_of_meeting_was_seen() -> None:
     if not _seen:
         pytest.skip("the simulations ran in another process")
     print(dict(sorted(_seen.items())))
     assert _seen["steps"] >= 10_000
-    assert [name for name in (*FAULTS, *EVENTS, *SHARED) if not _seen[name]] == []
+    assert [name for name in (*FAULTS, *EVENTS, *SHARED, *MEETINGS) if not _seen[name]] == []
 
 
 def test_a_seed_always_tells_the_same_story() -> None:

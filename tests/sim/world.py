@@ -12,18 +12,22 @@ from functools import partial
 
 from cachesvc.flows import admin
 from cachesvc.flows.leases import lose_silent
-from cachesvc.flows.models import PoolWish, register
-from cachesvc.ledger.ledger import Model
+from cachesvc.flows.models import Registered, RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import PageState
 from tests.conservation import audit
+from tests.sim.biases import bias_of
 from tests.sim.engine import SimEngine
 from tests.sim.followers import Followers
 from tests.sim.node import SimNode
+from tests.sim.rules import broken_rules
 
 SILENCE_LIMIT_SECONDS = 30.0
+LOOKS = 0.25
+"""How often everything is looked at after a step: what is wrong mostly stays wrong."""
 FAULTS = (
     "client_retry",
     "clock_jump",
@@ -51,11 +55,11 @@ def gqa_layout() -> Layout:
     return Layout(4, 1, (PlaneGroup("full"),), tuple(planes))
 
 
-def windowed_layout(sink_tokens: int) -> Layout:
-    """Two ranks: a replicated full group, and a window of 8 tokens whose bytes differ by rank."""
+def windowed_layout(window_tokens: int, sink_tokens: int) -> Layout:
+    """Two ranks: a replicated full group, and a window whose bytes differ by rank."""
     planes = [Plane("latent", layer, "full", (37,), "uint8") for layer in range(2)]
     planes += [Plane(name, 1, "window", (3, 7), "uint8") for name in ("k", "v")]
-    groups = (PlaneGroup("full", replicated=True), PlaneGroup("window", 8, sink_tokens))
+    groups = (PlaneGroup("full", replicated=True), PlaneGroup("window", window_tokens, sink_tokens))
     return Layout(4, 2, groups, tuple(planes))
 
 
@@ -66,49 +70,40 @@ class World:
         self.seed = seed
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
-        self.node = SimNode(self.rng, self.faults)
+        self.bias = bias_of(seed)
+        self.node = SimNode(self.rng, self.faults, self.bias)
         self.followers = Followers(seed, self.node)
+        self._looks = random.Random(f"looks of {seed}")
         self.frozen: dict[tuple[str, Direction], int] = {}
         self.steps = 0
         self.names = 0
-        for _ in range(self.rng.choice((0, 2, 8, 24, 24))):
+        for _ in range(24 if self.bias.host_is_there else self.rng.choice((0, 2, 8, 24, 24))):
             self.node.host_pool.fill_one()
-        self.wishes = self._draw_wishes()
+        self.requests = self._draw_requests()
         self.engines = [SimEngine(self.node, self.rng, f"engine {i}", 0) for i in range(4)]
-        self.kinds = {"engine 0": 0, "engine 1": 2}
-        self.kinds |= {"engine 2": self.rng.choice((0, 1, 1, 3)), "engine 3": self.rng.choice((0, 0, 1, 2, 3, 3))}
+        self.kinds = {f"engine {i}": self.rng.choice(kinds) for i, kinds in enumerate(self.bias.kinds)}
 
-    def _draw_wishes(self) -> list[tuple[Layout, bytes, tuple[str, ...], PoolWish, PoolWish]]:
+    def _draw_requests(self) -> list[RegisterRequest]:
         rng = self.rng
 
-        def pages(groups: int, least: int) -> PoolWish:
-            return PoolWish(tuple(rng.randint(least, 24) for _ in range(groups)))
+        bias = self.bias
 
-        gqa, windowed = gqa_layout(), windowed_layout(rng.choice((0, 0, 4)))
-        gqa_host, windowed_host = pages(1, 0), pages(2, 0)
+        def pages(*ranges: tuple[int, int]) -> PoolRequest:
+            return PoolRequest(tuple(rng.randint(*each) for each in ranges))
+
+        device, both = (bias.device,), (bias.device, bias.device_windows)
+        gqa, windowed = gqa_layout(), windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)))
+        gqa_host, windowed_host = pages(bias.host), pages(bias.host, bias.host_windows)
         return [
-            (gqa, b"tenant 1", ("step-0",), pages(1, 8), gqa_host),
-            (gqa, b"tenant 1", ("step-1",), pages(1, 8), gqa_host),
-            (windowed, b"tenant 2", ("step-0", "step-1"), pages(2, 8), windowed_host),
-            (windowed, b"tenant 2", ("step-1", "step-0"), pages(2, 8), windowed_host),
+            RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host),
+            RegisterRequest("model", gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host),
+            RegisterRequest("model", windowed, b"tenant 2", ("step-0", "step-1"), pages(*both), windowed_host),
+            RegisterRequest("model", windowed, b"tenant 2", ("step-1", "step-0"), pages(*both), windowed_host),
         ]
 
-    def _register(self, kind: int) -> tuple[Model, int]:
-        layout, salt, devices, device_wish, host_wish = self.wishes[kind]
-        flow = partial(
-            register,
-            self.node.core,
-            self.node.vault,
-            "model",
-            layout,
-            salt,
-            devices,
-            device_wish,
-            host_wish,
-            self.node.now,
-        )
-        made = self.node.run(flow)
-        return made.model, made.replica.id
+    def _register(self, request: RegisterRequest) -> Registered:
+        node = self.node
+        return node.run(partial(register, node.core, node.vault, request, node.now))
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -117,33 +112,38 @@ class World:
         self.steps += 1
         self.node.now += self.rng.random()
         self.node.backend.now = max(self.node.backend.now, self.node.now)
-        kinds: list[tuple[float, Callable[[], None]]] = [
-            (60, self._engine_acts),
-            (20, self._copy_moves),
-            (14, self._deliver),
-            (4, self._host_fills),
-            (1, self._copy_fails),
-            (3, self._copy_freezes),
-            (1, self._sweep),
-            (3, self._operator_evicts),
-        ]
-        if self.rng.random() < 0.025:
-            kinds = [
-                (1, self._clock_jumps),
-                (1, self._operator_drains),
-                (0.5, self._rival),
-                (4, self._engine_fails),
-                (2, self._refuse_mover),
-            ]
-        weights = [weight for weight, _ in kinds]
-        self.rng.choices([call for _, call in kinds], weights)[0]()
+        events: dict[str, tuple[float, Callable[[], None]]] = {
+            "engine_acts": (60, self._engine_acts),
+            "copy_moves": (20, self._copy_moves),
+            "delivers": (14, self._deliver),
+            "host_fills": (4, self._host_fills),
+            "copy_fails": (1, self._copy_fails),
+            "copy_freezes": (3, self._copy_freezes),
+            "sweeps": (1, self._sweep),
+            "operator_evicts": (3, self._operator_evicts),
+        }
+        if self.rng.random() < self.bias.misfortune:
+            events = {
+                "clock_jumps": (1, self._clock_jumps),
+                "operator_drains": (1, self._operator_drains),
+                "rival": (0.5, self._rival),
+                "engine_fails": (4, self._engine_fails),
+                "mover_refuses": (2, self._refuse_mover),
+            }
+        weights = [weight * self.bias.world.get(name, 1.0) for name, (weight, _) in events.items()]
+        self.rng.choices([call for _, call in events.values()], weights)[0]()
         self.check()
 
     def check(self) -> None:
         """Raises AssertionError that says what broke."""
-        problems = audit(self.node.core.ledger).problems
-        assert not problems, problems
         self.followers.check()
+        if self._looks.random() < LOOKS:
+            self.look()
+
+    def look(self) -> None:
+        """The whole ledger and every sealed page: most of what a step costs, so not after each."""
+        problems = [*audit(self.node.core.ledger).problems, *broken_rules(self.node.core.ledger)]
+        assert not problems, problems
         corrupt = self.node.corrupt()
         assert not corrupt, corrupt
 
@@ -153,10 +153,11 @@ class World:
             return
         if not engine.is_open:
             try:
-                model, engine.replica = self._register(self.kinds[engine.name])
+                made = self._register(self.requests[self.kinds[engine.name]])
             except (Unavailable, PoolExhausted):
                 return
-            engine.start(model)
+            engine.replica = made.replica.id
+            engine.start(made.model)
             return
         if engine.silent_until and engine.lease not in self._live():
             engine.scribble()  # what its kernels did while nobody heard of it
@@ -186,7 +187,8 @@ class World:
     def _copy_fails(self) -> None:
         pending = self.node.backend.pending()
         if pending:
-            one = self.rng.choice(pending)
+            busiest = max(pending, key=lambda stream: (stream.jobs, stream.direction is Direction.LOAD))
+            one = self.rng.choice((self.rng.choice(pending), busiest))  # others may hang on what fails there
             self.node.backend.fail_one(one.device, one.direction, RuntimeError("the simulator breaks this copy"))
             self.faults["copy_failed"] += 1
 
@@ -239,35 +241,32 @@ class World:
     def _operator_evicts(self) -> None:
         core = self.node.core
         for model in list(core.ledger.models.values()):
-            tier = self.rng.choice(("device", "device", "device", "host"))
+            tier = self.rng.choice(self.bias.evicted_tiers)
             self.node.run(partial(admin.evict, core, model.id, tier, self.rng.choice((0, 1, 3))))
         self.faults["operator_evicted"] += 1
 
     def _rival(self) -> None:
-        """A newcomer wants most of a device: an idle model gives way, or the newcomer is refused."""
+        """A new model wants most of a device and some of the host: idle models are evicted, or it is refused."""
         self.names += 1
         before = {model.id for model in self.node.core.ledger.models.values()}
-        flow = partial(
-            register,
-            self.node.core,
-            self.node.vault,
+        request = RegisterRequest(
             f"rival {self.names}",
             gqa_layout(),
             b"",
             (self.rng.choice(("step-0", "step-1")),),
-            PoolWish((self.rng.choice((40, 300)),)),
-            PoolWish((self.rng.choice((0, 8)),)),
-            self.node.now,
+            PoolRequest((self.rng.choice((40, 300)),)),
+            self.rng.choice((PoolRequest((0,)), PoolRequest((8,)), PoolRequest((400,)), PoolRequest())),
         )
         try:
-            self.node.run(flow)
+            self._register(request)
         except (PoolExhausted, Unavailable):
             after = {model.id for model in self.node.core.ledger.models.values()}
+            assert after == before, "a refusal evicts nobody"
             self.faults["rival_refused"] += 1
         else:
             after = {model.id for model in self.node.core.ledger.models.values()}
             self.faults["rival_came"] += 1
-        self.faults["model_gave_way"] += len(before - after)
+        self.faults["model_evicted"] += len(before - after)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -277,15 +276,15 @@ class World:
         while self.node.inbox:
             self.node.deliver()
             self.node.backend.run_all()
-        self.check()
+        self.look()
         for engine in self.engines:
             if engine.is_open:
                 engine.die()
-            self.check()
+            self.look()
         self.node.backend.run_all()
         while self.node.inbox:
             self.node.deliver()
-        self.check()
+        self.look()
         for name in SHARED:
             self.node.events[name] += self.node.core.counters.get(name, 0)
         ledger = self.node.core.ledger

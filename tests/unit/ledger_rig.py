@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from cachesvc.flows.allocate import allocate
@@ -13,14 +14,16 @@ from cachesvc.flows.call import resolve
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.match import match
-from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.models import RegisterRequest, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
+from cachesvc.memory.free_ranges import ByteRange, FreeRanges, columns_of
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import PoolExhausted, Unavailable
+from cachesvc.model.errors import Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
@@ -29,6 +32,7 @@ from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import rank_rule
 from cachesvc.policy.writing import WriteRule
 from cachesvc.questions.verify import verify_at_once
+from cachesvc.swap.headroom import Headroom, PoolSizes
 from tests.conservation import audit
 
 Answer = TypeVar("Answer")
@@ -89,42 +93,82 @@ class RecordingMover:
         self.pauses.append((tuple(devices), seconds))
 
 
-@dataclass
-class Budget:
-    """A vault that only counts bytes; of host pages only the first ``arrived`` are usable at once."""
+class CountedVault:
+    """A vault that only counts bytes; of host pages only the first ``arrived`` of a group are usable at once.
 
-    device_bytes: dict[str, int]
-    host_pages: int = 1 << 20
-    arrived: int = 1 << 20
-    closed: list[int] = field(default_factory=list)
-    _held: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    ``calls``: what was opened and closed, in order. ``breaks``: what making a replica ends with.
+    """
+
+    def __init__(self, device_bytes: dict[str, int], host_bytes: int = 1 << 30, arrived: int = 1 << 20) -> None:
+        self.device_bytes = device_bytes
+        self.host = FreeRanges([host_bytes])
+        self.arrived = arrived
+        self.calls: list[tuple[str, int]] = []
+        self.breaks: Exception | None = None
+        self._capacity = max(device_bytes.values()), host_bytes
+        self._held: dict[int, list[tuple[str, int]]] = {}
+        self._on_host: dict[int, list[ByteRange]] = {}
+        self._news: dict[int, list[tuple[int, Run]]] = {}
+        self._retired: list[int] = []
 
     def devices(self) -> tuple[str, ...]:
         return tuple(self.device_bytes)
 
-    def device_free_bytes(self, device: str) -> int:
-        return self.device_bytes[device]
+    def headroom(self, without: Collection[int] = ()) -> Headroom:
+        device_bytes, host = Counter(self.device_bytes), self.host.copy()
+        for model in without:
+            for device, size in self._held.get(model, ()):
+                device_bytes[device] += size
+            host.give_back(columns_of(self._on_host.get(model, ())))
+        return Headroom(device_bytes, host, *self._capacity)
 
-    def host_pages_for(self, layout: Layout, share: float) -> int:
-        return int(self.host_pages * share)
-
-    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...]) -> list[list[Run]]:
-        return [[Run(0, min(count, self.arrived))] if count else [] for count in pages]
+    def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        self.calls.append(("open host", model))
+        places: list[ByteRange] = []
+        for group, _, page_bytes in PoolSizes(layout).host_slabs:
+            pieces = self.host.take(page_bytes, pages[group])
+            assert pieces is not None, "what was planned fits"
+            places += [place for _, place in pieces]
+        self._on_host[model] = places
+        self._news[model] = [(group, Run(0, min(count, self.arrived))) for group, count in enumerate(pages) if count]
 
     def open_replica(
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
     ) -> None:
+        if self.breaks is not None:
+            raise self.breaks
+        self.calls.append(("open replica", model))
         size = device_bytes(layout, pages)
-        if any(self.device_bytes[device] < size for device in devices):
-            raise PoolExhausted(pool="bytes", wanted=size, free=0, evictable=0, pinned=0, quarantined=0, capacity=0)
+        assert all(self.device_bytes[device] >= size for device in devices), "what was planned fits"
         for device in devices:
             self.device_bytes[device] -= size
             self._held.setdefault(model, []).append((device, size))
 
+    def take_news(self, model: int) -> list[tuple[int, Run]]:
+        news, self._news[model] = self._news[model], []
+        return news
+
+    def news(self, model: int, run: Run) -> None:
+        """More pages of the first group arrive."""
+        self._news[model].append((0, run))
+
+    def announce(self, model: int) -> list[tuple[int, Run]]:
+        return self.take_news(model)
+
+    def retire(self, model: int) -> None:
+        self._retired.append(model)
+
+    def close_retired(self) -> None:
+        for model in self._retired:
+            self.calls.append(("close", model))
+            for device, size in self._held.pop(model, ()):
+                self.device_bytes[device] += size
+            self.host.give_back(columns_of(self._on_host.pop(model)))
+        self._retired.clear()
+
     def close_model(self, model: int) -> None:
-        self.closed.append(model)
-        for device, size in self._held.pop(model):
-            self.device_bytes[device] += size
+        self.retire(model)
+        self.close_retired()
 
 
 @dataclass
@@ -133,7 +177,7 @@ class Rig:
 
     core: Core
     mover: RecordingMover
-    vault: Budget
+    vault: CountedVault
     model: Model
     now: float = 0.0
 
@@ -208,10 +252,11 @@ def rig_of(
 ) -> Rig:
     mover = RecordingMover()
     core = Core(Ledger(), mover, rank_rule(eviction), WriteRule(policy, threshold, remember))
-    vault = Budget({f"gpu-{i}": 1 << 20 for i in range(replicas)})
-    host_wish = PoolWish(tuple(host) if host is not None else (0,) * len(layout.groups))
+    vault = CountedVault({f"gpu-{i}": 1 << 20 for i in range(replicas)})
+    on_host = PoolRequest(tuple(host) if host is not None else (0,) * len(layout.groups))
     for i in range(replicas):
-        register(core, vault, "m", layout, b"", (f"gpu-{i}",), PoolWish(tuple(device)), host_wish, 0.0)
+        request = RegisterRequest("m", layout, b"", (f"gpu-{i}",), PoolRequest(tuple(device)), on_host)
+        register(core, vault, request, 0.0)
     return Rig(core, mover, vault, core.ledger.models[1])
 
 

@@ -16,12 +16,17 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner_threads import InlinePlanning
+from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
 
 LOAD, STORE = Direction
 MODEL, REPLICA = 3, 1
 DEVICE_PAGES, HOST_PAGES = 24, 40
+
+
+def landed_bytes(engine: SwapEngine, direction: str) -> int:
+    """Bytes of transfers that ended well, on all devices; ``direction`` is one of DIRECTIONS."""
+    return sum(count for (way, _), count in engine.transfers.device_bytes.items() if way == direction)
 
 
 @dataclass

@@ -80,6 +80,15 @@ def test_a_sequence_that_is_dropped_unreleased_is_warned_of_and_left_as_it_is(da
     assert [request.sequence_id for request in daemon.seen["Release"]] == [2, 3, 4, 4], "nothing is cleaned up by it"
 
 
+def test_ends_are_told_though_the_daemon_has_no_room_for_the_call_now(daemon: FakeDaemon, lease: Lease) -> None:
+    """What was not told would stay held until the process ends."""
+    pool = lease.attach()
+    for rpc, end in (("Detach", pool.close), ("Close", lease.close)):
+        daemon.faults[rpc] += [refuse(ErrorCode.QUOTA_EXCEEDED), refuse(ErrorCode.LIMIT)]
+        end()
+        assert len(daemon.seen[rpc]) == 3
+
+
 def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: FakeDaemon, lease: Lease) -> None:
     """Control-C leaves the client as a lost answer does: the call may have been carried out."""
     if threading.current_thread() is not threading.main_thread():

@@ -195,7 +195,7 @@ async def test_a_match_goes_on_without_its_peer_at_its_callers_deadline() -> Non
     rig, _, b = shared("abcd")
     rig.core.limits = Limits(peer_wait_seconds=600.0)
     async with Desk(rig) as desk:
-        answer = await desk.ask(desk.cache.match, match(b, 1, "abcd"), seconds=0.01)
+        answer = await desk.ask(desk.cache.match, match(b, 1, "abcd"), seconds=0.0)
         assert (answer.device_blocks, answer.host_blocks) == (0, 0)
         [ticket] = rig.mover.transfers
         await desk.land(ticket)

@@ -268,6 +268,25 @@ def test_windowed_pages_alone_come_back_from_the_host(error: str) -> None:
     assert rig.free()[1] == (16 if error else 14)
 
 
+def test_a_load_that_fails_below_one_under_way_leaves_no_window_held() -> None:
+    """Found by simulation: the windows of what did not come were held until the load above had ended too."""
+    rig = rig_of(windowed(window_tokens=8), device=(16, 16), host=(32, 32), policy=WritePolicy.WRITE_THROUGH)
+    serve(rig, rig.lease("first"), 1, "abcd")
+    rig.settle()
+    admin.evict(rig.core, 1, "device", 0)
+    a, b = rig.lease(), rig.lease("b")
+    for lease, prompt in ((a, "abc"), (b, "abcd")):
+        rig.run(match, lease, 1, chain(*prompt), 0)
+        rig.run(allocate, lease, 1, len(prompt))
+    above, below = rig.mover.transfers
+    rig.land(below, "broken")
+    rig.land(above)
+    with pytest.raises(LoadFailed):
+        rig.run(allocate, b, 1, 5)
+    rig.run(release, b, 1)
+    assert rig.run(match, b, 2, chain(*"abcd"), 0).device_blocks == 3
+
+
 # -- write policies ----------------------------------------------------------------------------------------------
 
 

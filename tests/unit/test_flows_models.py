@@ -1,40 +1,55 @@
-"""Registering: found or made, refused with numbers, and idle models that give way."""
+"""Registering: found or made, refused with numbers, and idle models that are evicted for what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.budget import Budget as TenantBudget
+from cachesvc.flows.budget import Budget
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
-from cachesvc.flows.models import PoolWish, Registered, host_pages_arrived, register
+from cachesvc.flows.models import (
+    Registered,
+    RegisterRequest,
+    Registration,
+    begin,
+    find,
+    host_pages_arrived,
+    register,
+)
+from cachesvc.flows.sizing import STARVED, PoolRequest
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes
+from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import lru
 from cachesvc.policy.writing import WriteRule
 from tests.conservation import audit
-from tests.unit.ledger_rig import Budget, RecordingMover, windowed
+from tests.unit.ledger_rig import CountedVault, RecordingMover, windowed
 
 PAGES = 100
+PAGE_BYTES = 4096
 
 
 def one_group() -> Layout:
-    """Pages as wide as a plane's alignment, so that bytes and pages go together."""
-    return Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (PLANE_ALIGN_BYTES,), "uint8"),))
+    """Pages as wide as whatever is aligned, so that bytes and pages go together."""
+    return Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (PAGE_BYTES,), "uint8"),))
+
+
+HOST_PAGES = 200
+NONE = PoolRequest((0,))
 
 
 class Desk:
-    """A core over a budget of ``PAGES`` pages on each of two devices."""
+    """A core over a budget of ``PAGES`` pages on each of two devices, and ``HOST_PAGES`` of one rank on the host."""
 
     def __init__(self) -> None:
         self.core = Core(Ledger(), RecordingMover(), lru, WriteRule(WritePolicy.WRITE_BACK))
         room = device_bytes(one_group(), (PAGES,))
-        self.vault = Budget({"gpu-0": room, "gpu-1": room}, host_pages=10)
+        self.vault = CountedVault({"gpu-0": room, "gpu-1": room}, HOST_PAGES * PAGE_BYTES)
 
     def register(
         self,
@@ -45,9 +60,13 @@ class Desk:
         salt: bytes = b"",
         share: float = 1.0,
         gpu: int = 0,
+        host: PoolRequest = NONE,
+        budget: Budget | None = None,
+        layout: Layout | None = None,
     ) -> Registered:
-        wish = PoolWish((pages,)) if pages is not None else PoolWish(share=share)
-        return register(self.core, self.vault, name, one_group(), salt, (f"gpu-{gpu}",), wish, PoolWish((0,)), now)
+        pool = PoolRequest((pages,)) if pages is not None else PoolRequest(share=share)
+        request = RegisterRequest(name, layout or one_group(), salt, (f"gpu-{gpu}",), pool, host, budget or Budget())
+        return register(self.core, self.vault, request, now)
 
     def occupy(self, made: Registered) -> None:
         process_arrived(self.core, b"token", 1, 1)
@@ -56,6 +75,14 @@ class Desk:
     @property
     def names(self) -> list[str]:
         return [model.name for model in self.core.ledger.models.values()]
+
+    @property
+    def closed(self) -> list[int]:
+        return [model for call, model in self.vault.calls if call == "close"]
+
+    def host_pages(self, name: str) -> int:
+        (pages,) = (model.host_pages[0] for model in self.core.ledger.models.values() if model.name == name)
+        return pages
 
 
 def test_the_same_model_on_the_same_devices_is_found_again() -> None:
@@ -70,7 +97,7 @@ def test_the_same_model_on_the_same_devices_is_found_again() -> None:
     assert audit(desk.core.ledger).problems == []
 
 
-def test_the_longest_idle_model_gives_way_first() -> None:
+def test_the_longest_idle_model_is_evicted_first() -> None:
     desk = Desk()
     for now, name in enumerate(("old", "older", "young")):
         desk.register(name, 30, now=float(now))
@@ -82,15 +109,15 @@ def test_the_longest_idle_model_gives_way_first() -> None:
     assert desk.names == ["new", "newer"]
 
 
-def test_a_model_in_use_never_gives_way_and_a_refusal_dismisses_nobody() -> None:
-    """Found by reading: every idle model was dismissed before the newcomer was refused anyway."""
+def test_a_model_in_use_stays_and_a_refusal_evicts_nobody() -> None:
+    """Found by reading: every idle model was evicted before the newcomer was refused anyway."""
     desk = Desk()
     desk.occupy(desk.register("busy", 60))
     desk.register("idle", 30)
     with pytest.raises(PoolExhausted):
         desk.register("new", 50)
     assert desk.names == ["busy", "idle"]
-    assert desk.vault.closed == []
+    assert desk.closed == []
     desk.register("new", 40)
     assert desk.names == ["busy", "new"]
 
@@ -123,7 +150,7 @@ def test_what_cannot_be_registered() -> None:
     with pytest.raises(LimitExceeded):
         desk.register("m", salt=b"s" * 300)
     with pytest.raises(InvalidRequest, match="one for each"):
-        register(desk.core, desk.vault, "m", windowed(), b"", (), PoolWish((1,)), PoolWish(), 0.0)
+        desk.register("m", 1, layout=windowed())
     desk.core.ledger.draining = True
     with pytest.raises(Unavailable):
         desk.register("m", 1)
@@ -136,7 +163,7 @@ def test_the_limit_of_models_does_not_bar_a_further_replica() -> None:
     desk.register("m", 10)
     object.__setattr__(desk.core.limits, "models", 1)
     assert desk.register("m", 10, gpu=1).replica.id == 1
-    n = desk.register("n", 10)  # m is idle and gives way
+    n = desk.register("n", 10)  # m is idle and is evicted
     assert desk.names == ["n"]
     desk.occupy(n)
     with pytest.raises(LimitExceeded, match="models in use"):
@@ -148,24 +175,171 @@ def test_who_is_refused_for_other_reasons_takes_no_place_in_the_list() -> None:
     desk = Desk()
     desk.register("idle", 10)
     object.__setattr__(desk.core.limits, "models", 1)
-    poor = TenantBudget("poor", device_bytes=device_bytes(one_group(), (5,)))
-    wishes = PoolWish((10,)), PoolWish((0,))
     with pytest.raises(QuotaExceeded):
-        register(desk.core, desk.vault, "m", one_group(), b"", ("gpu-0",), *wishes, 0.0, poor)
+        desk.register("m", 10, budget=Budget("poor", device_bytes=device_bytes(one_group(), (5,))))
     with pytest.raises(PoolExhausted):
         desk.register("m", PAGES + 1)
     assert desk.names == ["idle"]
-    assert desk.vault.closed == []
+    assert desk.closed == []
 
 
 def test_host_pages_that_arrive_late_can_be_used_then() -> None:
     desk = Desk()
     desk.vault.arrived = 2
-    wish = PoolWish((8,))
-    made = register(desk.core, desk.vault, "m", one_group(), b"", ("gpu-0",), PoolWish((4,)), wish, 0.0)
+    made = desk.register("m", 4, host=PoolRequest((8,)))
     pool = made.model.blocks.host.pools[0]
     assert (pool.free, pool.usable) == (2, 2)
     host_pages_arrived(desk.core, made.model.id, 0, Run(2, 6))
     assert (pool.free, pool.usable) == (8, 8)
     host_pages_arrived(desk.core, 77, 0, Run(0, 1))
+    assert audit(desk.core.ledger).problems == []
+
+
+# -- host memory -----------------------------------------------------------------------------------------------------
+
+
+def test_host_pages_of_the_longest_idle_models_make_room_and_no_others() -> None:
+    """Found by reading: an idle model's host memory stayed its own for ever, and every later one was refused."""
+    desk = Desk()
+    desk.occupy(desk.register("busy", 10, host=PoolRequest((20,))))
+    for now, name, pages in ((1.0, "none", 0), (2.0, "few", 10), (3.0, "many", 120), (4.0, "young", 50)):
+        desk.register(name, 10, now=now, host=PoolRequest((pages,)))
+    desk.register("new", 10, now=5.0, host=PoolRequest((100,)))
+    assert desk.names == ["busy", "none", "few", "young", "new"]
+    assert desk.host_pages("new") == 100
+    assert audit(desk.core.ledger).problems == []
+
+
+def test_host_pages_that_do_not_fit_are_refused_with_the_numbers_and_evict_nobody() -> None:
+    desk = Desk()
+    desk.occupy(desk.register("busy", 10, host=PoolRequest((80,))))
+    desk.register("idle", 10, host=PoolRequest((50,)))
+    with pytest.raises(PoolExhausted, match="host pool") as told:
+        desk.register("new", 10, host=PoolRequest((121,)))
+    numbers = told.value.wanted, told.value.free, told.value.evictable, told.value.pinned, told.value.capacity
+    assert numbers == (121, 70, 50, 80, 200)
+    assert (desk.names, desk.closed) == (["busy", "idle"], [])
+    desk.register("new", 10, host=PoolRequest((120,)))
+    assert desk.names == ["busy", "new"]
+
+
+def test_what_the_device_refuses_evicts_nobody_for_the_host_either() -> None:
+    desk = Desk()
+    desk.occupy(desk.register("busy", 90))
+    desk.register("idle", 1, host=PoolRequest((HOST_PAGES,)))
+    with pytest.raises(PoolExhausted, match="device pool of gpu-0") as told:
+        desk.register("new", 20, host=PoolRequest((10,)))
+    assert (told.value.wanted, told.value.free, told.value.evictable, told.value.pinned) == (20, 9, 1, 90)
+    assert desk.names == ["busy", "idle"]
+
+
+def test_a_share_that_idle_models_leave_nothing_of_evicts_them() -> None:
+    """Found by reading: with the default share, a second model had no host tier for its life, and nobody said so."""
+    desk = Desk()
+    desk.register("first", 10, host=PoolRequest())
+    assert desk.host_pages("first") == HOST_PAGES
+    desk.register("second", 10, now=1.0, host=PoolRequest())
+    assert desk.names == ["second"]
+    assert desk.host_pages("second") == HOST_PAGES
+    desk.register("third", 10, now=2.0, host=PoolRequest(share=0.0))
+    assert desk.names == ["second", "third"]
+    desk.occupy(desk.register("second"))
+    desk.register("fourth", 10, now=3.0, host=PoolRequest())  # nobody idle holds any: it goes without
+    assert desk.names == ["second", "third", "fourth"]
+    assert desk.host_pages("fourth") == 0
+
+
+def test_a_share_of_crumbs_is_none_and_half_a_pool_is_something() -> None:
+    desk = Desk()
+    crumbs = HOST_PAGES // STARVED
+    desk.register("large", 10, host=PoolRequest((HOST_PAGES - crumbs,)))
+    desk.register("half", 10, now=1.0, host=PoolRequest(share=0.5))
+    assert (desk.names, desk.host_pages("half")) == (["half"], HOST_PAGES // 2)
+    desk.register("quarter", 10, now=2.0, host=PoolRequest(share=0.5))
+    assert (desk.names, desk.host_pages("quarter")) == (["half", "quarter"], HOST_PAGES // 4)
+
+
+def test_a_tenant_gets_what_its_quota_leaves_of_the_host_and_evicts_its_own() -> None:
+    desk = Desk()
+    budget = Budget("a", host_bytes=60 * PAGE_BYTES)
+    desk.register("others", 10, host=PoolRequest((50,)))
+    desk.register("first", 10, now=1.0, host=PoolRequest(), budget=budget)
+    assert desk.host_pages("first") == 60
+    with pytest.raises(QuotaExceeded, match="host_bytes"):
+        desk.register("second", 10, host=PoolRequest((61,)), budget=budget)
+    desk.register("second", 10, now=2.0, host=PoolRequest((40,)), budget=budget)
+    assert desk.names == ["others", "second"]
+    desk.register("third", 10, now=3.0, host=PoolRequest(), budget=budget)
+    assert (desk.names, desk.host_pages("third")) == (["others", "second", "third"], 20)
+    desk.register("fourth", 10, now=4.0, host=PoolRequest(), budget=budget)
+    assert (desk.names, desk.host_pages("fourth")) == (["others", "third", "fourth"], 40)
+
+
+# -- in parts --------------------------------------------------------------------------------------------------------
+
+
+def ask(name: str, pages: int = 40, host: int = 0) -> RegisterRequest:
+    return RegisterRequest(name, one_group(), b"", ("gpu-0",), PoolRequest((pages,)), PoolRequest((host,)))
+
+
+def test_memory_is_touched_only_when_pools_are_made_and_the_model_is_there_at_the_end() -> None:
+    desk = Desk()
+    old = desk.register("old", 80)
+    desk.vault.calls.clear()
+    begun = begin(desk.core, desk.vault, ask("new", host=8))
+    assert isinstance(begun, Registration)
+    begun.plan(desk.vault)
+    assert (desk.names, desk.vault.calls) == (["old"], [])
+    assert begun.evict(desk.core, desk.vault)
+    assert (desk.names, desk.vault.calls) == ([], []), "no lease opens on what will be closed"
+    desk.vault.arrived = 2
+    begun.make(desk.vault)
+    assert desk.vault.calls == [("close", old.model.id), ("open host", 2), ("open replica", 2)]
+    assert desk.names == []
+    desk.vault.news(2, Run(2, 3))  # between making and entering
+    made = begun.enter(desk.core, desk.vault, 1.0)
+    assert (desk.names, made.existed) == (["new"], False)
+    host_pages_arrived(desk.core, 2, 0, Run(5, 3))
+    assert made.model.blocks.host.pools[0].free == 8
+    assert find(desk.core, desk.vault, ask("new")) == (made.model, made.replica, True)
+    assert audit(desk.core.ledger).problems == []
+
+
+def test_who_is_in_use_by_the_time_it_would_be_evicted_stays() -> None:
+    desk = Desk()
+    first, second = desk.register("first", 40), desk.register("second", 40, now=1.0)
+    begun = begin(desk.core, desk.vault, ask("new"))
+    assert isinstance(begun, Registration)
+    begun.plan(desk.vault)
+    desk.occupy(first)
+    assert not begun.evict(desk.core, desk.vault)
+    begun.plan(desk.vault)
+    assert begun.evict(desk.core, desk.vault)
+    assert desk.names == ["first"]
+    begun.make(desk.vault)
+    begun.enter(desk.core, desk.vault, 2.0)
+    begun = begin(desk.core, desk.vault, ask("third", 50))
+    assert isinstance(begun, Registration)
+    begun.plan(desk.vault)
+    desk.occupy(desk.register("new"))
+    assert not begun.evict(desk.core, desk.vault)
+    with pytest.raises(PoolExhausted):
+        begun.plan(desk.vault)
+    assert desk.names == ["first", "new"]
+    assert desk.closed == [second.model.id]
+
+
+def test_pools_that_cannot_be_made_leave_nothing_behind() -> None:
+    desk = Desk()
+    desk.register("m", 10)
+    desk.vault.breaks = Unavailable("no memory")
+    for request in (ask("new", host=8), replace(ask("m", 10), devices=("gpu-1",))):
+        with pytest.raises(Unavailable):
+            register(desk.core, desk.vault, request, 0.0)
+    assert desk.names == ["m"]
+    assert len(desk.core.ledger.models[1].replicas) == 1
+    assert desk.vault.host.free_bytes == HOST_PAGES * PAGE_BYTES
+    desk.vault.breaks = None
+    desk.register("m", 10, gpu=1)
+    desk.register("new", 10)
     assert audit(desk.core.ledger).problems == []

@@ -8,7 +8,7 @@ from cachesvc.flows import admin
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import lose_silent, open_lease, process_gone
 from cachesvc.flows.match import match
-from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.models import RegisterRequest, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.ledger.leases import LeaseState
@@ -30,7 +30,7 @@ def test_nothing_is_served_of_a_model_out_of_service_until_it_is_trusted() -> No
     with pytest.raises(Unavailable, match=says):
         open_lease(rig.core, 1, 0, "b", TOKEN + b"a", 0, 0.0)
     with pytest.raises(Unavailable, match=says):
-        register(rig.core, rig.vault, "m", one_group(), b"", (), PoolWish((8,)), PoolWish((0,)), 0.0)
+        register(rig.core, rig.vault, RegisterRequest("m", one_group()), 0.0)
     admin.trust(rig.core, 1)
     assert rig.run(match, a, 2, chain(*"ab"), 0).device_blocks == 2
     with pytest.raises(NotFound):

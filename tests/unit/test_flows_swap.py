@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cachesvc.flows import admin
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import close_lease, process_gone
 from cachesvc.flows.match import match
@@ -95,6 +96,35 @@ def test_a_failed_swap_in_can_be_tried_again() -> None:
     rig.run(swap_in, a, 1)
     rig.settle()
     assert rig.run(publish, a, 1, 2, b"", 2).sealed_blocks == 4
+
+
+@pytest.mark.parametrize("end", ["asked again", "released", "lease lost", "process gone"])
+def test_pages_of_a_swap_in_that_failed_stay_their_sequences_until_it_is_heard_of(end: str) -> None:
+    """The failure releases launches that waited for it, and these write behind what was to come."""
+    rig, a = half_published(device=6)
+    rig.run(swap_out, a, 1)
+    rig.settle()
+    admin.evict(rig.core, 1, "device", 0)
+    tables = rig.run(swap_in, a, 1).tables[0].pages
+    [ticket] = rig.mover.transfers
+    rig.land(ticket, "broken")
+    pool = rig.place().pools[0]
+    assert [pool.states[page] for page in tables[2:]] == [PageState.PRIVATE] * 2, "nobody else may have them"
+    assert pool.counts[PageState.FREE] == 4
+    if end == "asked again":
+        rig.run(swap_in, a, 1)
+        assert pool.counts[PageState.FREE] == 2, "they were free, and as many are taken"
+        rig.settle()
+        rig.run(release, a, 1)
+    elif end == "released":
+        rig.run(release, a, 1)
+    else:
+        if end == "lease lost":
+            close_lease(rig.core, a, quiesced=False)
+            assert pool.counts[PageState.QUARANTINED] == 2
+        process_gone(rig.core, TOKEN + b"a")
+    assert pool.counts[PageState.FREE] + pool.counts[PageState.SEALED] == pool.usable
+    assert rig.host.pools[0].counts[PageState.PRIVATE] == 0
 
 
 def test_a_host_without_room_refuses_and_evicts_nothing() -> None:

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cachesvc.memory.available import MemoryLimit, memory_limits
-from cachesvc.memory.free_ranges import ALIGN_BYTES, ByteRange, FreeRanges
-from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.host_pool import HostPool, divide
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.mapped import map_memfd, populate, sealed_memfd
 from cachesvc.memory.numa import Placement
-from cachesvc.model.errors import Conflict, InvalidRequest, PoolExhausted, Unavailable
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.words import Run
 from tests.sim.stepped_backend import SteppedBackend
 
@@ -103,7 +100,6 @@ def test_every_chunk_is_announced_once_and_is_zeroed() -> None:
     done.wait()
     assert sorted(chunks) == [0, 1, 2]
     assert pool.ready_chunks == pool.chunks == 3
-    assert pool.placement is Placement.NO_NODE
     assert [backend.read(region, 0, size) for region, size in ((1, MIB), (2, MIB), (3, MIB))] == [bytes(MIB)] * 3
     pool.close()
     pool.close()
@@ -201,10 +197,10 @@ def test_a_slab_that_was_never_usable_leaves_nothing_to_zero() -> None:
 def test_a_slab_is_released_once_and_to_its_own_pool() -> None:
     with pool_of(MIB, MIB) as (pool, _), pool_of(MIB, MIB) as (other, _):
         slab = pool.reserve(4096, 3)
-        with pytest.raises(Conflict):
+        with pytest.raises(LedgerBroken):
             other.release(slab)
         pool.release(slab)
-        with pytest.raises(Conflict):
+        with pytest.raises(LedgerBroken):
             pool.release(slab)
         assert pool.free_bytes == MIB
 
@@ -245,9 +241,67 @@ def test_a_chunk_that_cannot_be_registered_leaves_the_others_in_use(caplog: pyte
         told.acquire()
         pool.join_filling()
     assert isinstance(pool.failure, OSError)
-    assert [record.message for record in caplog.records] == ["host_pool_filling_failed ready_chunks=1 chunks=3"]
+    (record,) = caplog.records
+    assert record.message == "host_pool_filling_failed ready_chunks=1 chunks=3 reason=[Errno 12] cannot lock memory"
+    assert not record.exc_info, "memory that ran out is no defect: what there is to say is said in a line"
     slab = pool.reserve(MIB, 3)
     assert pool.ready_pages(slab) == [Run(0, 1)]
+    pool.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_defect_while_filling_is_logged_once_with_its_traceback(
+    caplog: pytest.LogCaptureFixture, threads: int
+) -> None:
+    class Defective(SteppedBackend):
+        def register_host(self, buffer: memoryview) -> int:
+            raise ZeroDivisionError("a defect")
+
+    pool = HostPool(3 * MIB, MIB, threads, None, Defective(1, MIB))
+    with caplog.at_level(logging.ERROR):
+        pool.start()
+        pool.join_filling()
+    (record,) = caplog.records
+    assert record.message == "host_pool_filling_failed ready_chunks=0 chunks=3 reason=a defect"
+    assert record.exc_info
+    pool.close()
+
+
+def test_chunks_are_divided_among_the_nodes_of_the_devices_from_the_first_one_on() -> None:
+    assert divide([4] * 8, {0: 4, 1: 4}) == [0, 1] * 4
+    assert divide([4] * 6, {0: 1, 1: 2}) == [1, 0, 1, 1, 0, 1]
+    assert divide([4, 4, 1], {3: 1}) == [3, 3, 3]
+    assert divide([4, 4], {}) == [None, None]
+    assert divide([], {0: 1}) == []
+
+
+def test_pages_of_a_device_lie_on_its_node_while_there_is_room() -> None:
+    """With a made-up machine: two GPUs on node 1, one on node 0, and one whose node nobody knows."""
+    bound: list[int | None] = []
+
+    def bind(address: int, size_bytes: int, node: int | None) -> Placement:
+        bound.append(node)
+        return Placement.PLACED
+
+    backend = SteppedBackend(1, MIB)
+    backend.start()
+    told = threading.Semaphore(0)
+    nodes = {"gpu-0": 0, "gpu-1": 1, "gpu-2": 1}
+    pool = HostPool(6 * MIB, MIB, 1, nodes, backend, on_ready=lambda _: told.release(), bind=bind)
+    pool.start()
+    arrive(pool, told)
+    assert bound == divide([MIB] * 6, {0: 1, 1: 2})
+
+    def nodes_of(slab: HostSlab) -> list[int | None]:
+        return [bound[extent.place.chunk] for extent in slab.extents]
+
+    assert nodes_of(pool.reserve(MIB // 2, 2, "gpu-0")) == [0]
+    assert nodes_of(pool.reserve(MIB, 3, "gpu-2")) == [1, 1, 1]
+    last = pool.reserve(MIB // 2, 4, "gpu-1")
+    assert nodes_of(last) == [1, 0], "what its node no longer holds lies elsewhere"
+    assert len(pool.view(last, 3)) == MIB // 2
+    pool.release(last)
+    assert nodes_of(pool.reserve(MIB, 1, "gpu-3")) == [0], "lowest addresses first"
     pool.close()
 
 
@@ -285,37 +339,6 @@ def test_where_populating_is_unknown_pages_are_touched() -> None:
     assert bytes(view[:102]) == b"\xff" + bytes(100) + b"\xff"
     with pytest.raises(AssertionError):
         populate(view, 4096, 8192)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    chunks=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    moves=st.lists(st.tuples(st.integers(1, 3 * ALIGN_BYTES), st.integers(0, 8), st.booleans()), max_size=30),
-)
-def test_free_ranges_conserve_every_byte(chunks: list[int], moves: list[tuple[int, int, bool]]) -> None:
-    sizes = [pages * ALIGN_BYTES for pages in chunks]
-    free = FreeRanges(sizes)
-    held: list[list[tuple[int, ByteRange]]] = []
-    dirty: set[tuple[int, int]] = set()
-    for page_bytes, pages, gives_back in moves:
-        if gives_back and held:
-            back = held.pop(pages % len(held))
-            dirty |= {(r.chunk, at) for _, r in back for at in range(r.offset, r.end, ALIGN_BYTES)}
-            free.give_back(ByteRange(r.chunk, r.offset, r.size_bytes, was_used=True) for _, r in back)
-        else:
-            room = free.room(page_bytes)
-            taken = free.take(page_bytes, pages)
-            assert (taken is not None) == (room >= pages)
-            if taken is not None:
-                assert sum(count for count, _ in taken) == pages
-                assert all(count * page_bytes <= r.size_bytes for count, r in taken)
-                held.append(taken)
-        used = [r for one in held for _, r in one]
-        assert free.free_bytes + sum(r.size_bytes for r in used) == sum(sizes)
-        cells = [(r.chunk, at) for r in used for at in range(r.offset, r.end, ALIGN_BYTES)]
-        assert len(cells) == len(set(cells))
-        assert all(r.end <= sizes[r.chunk] for r in used)
-        assert all(r.was_used for r in used for at in range(r.offset, r.end, ALIGN_BYTES) if (r.chunk, at) in dirty)
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:

@@ -59,7 +59,7 @@ def test_a_match_comes_back_with_what_a_peer_brought() -> None:
     assert on_node(rig, 30.0, call).device_blocks == 4
 
 
-@pytest.mark.parametrize(("wait_seconds", "peer_wait_seconds"), [(30.0, 0.01), (0.01, 30.0)])
+@pytest.mark.parametrize(("wait_seconds", "peer_wait_seconds"), [(30.0, 0.01), (0.01, 30.0), (0.0, 30.0)])
 def test_a_match_that_no_peer_answers_goes_on_without(wait_seconds: float, peer_wait_seconds: float) -> None:
     rig, _, b = shared("abcd")
     rig.core.limits = Limits(peer_wait_seconds=peer_wait_seconds)

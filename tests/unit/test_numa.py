@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cachesvc.hardware import device_nodes
 from cachesvc.memory import numa
 from cachesvc.memory.mapped import address_of
 from cachesvc.memory.numa import NumaNode, Placement, bind, node_of_pci, nodes, parse_list, refusal
@@ -61,6 +62,18 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
     assert node_of_pci("0000:3B:00.0", tmp_path) == 1
     assert node_of_pci("0000:5e:00.0", tmp_path) is None
     assert node_of_pci("0000:ff:00.0", tmp_path) is None
+
+
+def test_devices_by_their_nodes_where_there_are_several(tmp_path: Path) -> None:
+    devices = {"GPU-a": "0000:3b:00.0", "GPU-b": "0000:5e:00.0", "GPU-c": "0000:86:00.0", "GPU-d": "0000:ff:00.0"}
+    for root, count in ((tmp_path / "two", 2), (tmp_path / "one", 1)):
+        for address, node in zip(devices.values(), ("0", "1", "-1"), strict=False):
+            (root / "bus/pci/devices" / address).mkdir(parents=True)
+            (root / "bus/pci/devices" / address / "numa_node").write_text(node + "\n")
+        sysfs_of(root, count)
+    assert device_nodes(devices, tmp_path / "two") == {"GPU-a": 0, "GPU-b": 1}
+    assert device_nodes(devices, tmp_path / "one") == {}
+    assert device_nodes({}, tmp_path / "two") == {}
 
 
 def test_where_there_is_nothing_to_choose_nothing_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -166,6 +166,20 @@ async def test_the_only_model_needs_no_number_and_one_of_several_does(target: Ta
     assert len(now(blocks(view, 2)).lines) == BLOCKS
 
 
+async def test_a_tree_begins_at_a_key_or_at_how_one_begins(target: Target) -> None:
+    await serve(target, 0, "")
+    view = View(target.core, EVERYTHING, target.node.now)
+    key = b"key of  1".ljust(KEY_BYTES)
+    for begin in (key, key[:-1], key[:9]):
+        assert [line.position for line in now(tree(view, 0, key=begin)).lines] == [1, 2]
+    with pytest.raises(InvalidRequest, match="names several blocks"):
+        now(tree(view, 0, key=key[:4]))
+    with pytest.raises(NotFound, match="no resident block's key begins so"):
+        now(tree(view, 0, key=b"nothing"))
+    with pytest.raises(InvalidRequest, match="is not 4 to 64 hexadecimal digits"):
+        now(tree(view, 0, key=b"k"))
+
+
 async def test_a_tier_that_is_not_one_is_refused_without_a_model_too(target: Target) -> None:
     request = admin_pb2.EvictRequest(tier="moon").SerializeToString()
     code, _ = await target.call(list_rpcs()["Evict"], [request])

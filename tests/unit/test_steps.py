@@ -42,7 +42,8 @@ async def test_an_operation_that_waits_holds_up_its_own_sequence_alone() -> None
         sequences = desk.rig.core.ledger.leases[lease].sequences
         assert sorted(sequences) == [1, 3], "2 was released, 3 opened, and 1 keeps its order: its release has to wait"
         await desk.land(ticket)
-        answer = await served
+        assert served.done(), "woken by the end of its transfer, not by its deadline"
+        answer = served.result()
         assert kinds(answer) == ["CONFLICT", "release", "allocate", "match", "release"]
         assert sorted(sequences) == [3]
 

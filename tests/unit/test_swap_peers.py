@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cachesvc.model.errors import Conflict, InvalidRequest, NotFound
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import (
@@ -19,6 +19,7 @@ from tests.unit.swap_rig import (
     STORE,
     Rig,
     attach_replica,
+    landed_bytes,
     mixed_layout,
     rig_of,
 )
@@ -62,7 +63,7 @@ def test_each_rank_gets_what_its_like_has_and_nothing_else_changes(rig: Rig, see
         for rank in range(2):
             for here, there in zip(mine, theirs, strict=True):
                 expected[rank, group][here] = rig.device_page(rank, group, there)
-    before = rig.engine.counters.bytes_h2d
+    before = landed_bytes(rig.engine, "h2d")
     slot = share(rig, *pairs)
     rig.settle()
     for (rank, group), pages in expected.items():
@@ -70,9 +71,8 @@ def test_each_rank_gets_what_its_like_has_and_nothing_else_changes(rig: Rig, see
         for page in range(DEVICE_PAGES):
             assert rig.device_page(rank, group, page) == rig.host_page(rank, group, page)
     assert rig.words(slot) == [(slot.end, 0)] * 2
-    counters = rig.engine.counters
     moved = 2 * sum(len(mine) * rig.layout.page_bytes(group) for group, mine, _ in pairs)
-    assert (counters.bytes_p2p, counters.bytes_h2d, counters.bytes_d2h) == (moved, before, 0)
+    assert [landed_bytes(rig.engine, way) for way in ("p2p", "h2d", "d2h")] == [moved, before, 0]
 
 
 def test_ranks_run_on_the_load_streams_of_the_target(rig: Rig) -> None:
@@ -85,18 +85,17 @@ def test_ranks_run_on_the_load_streams_of_the_target(rig: Rig) -> None:
     assert not any(rig.device_page(1, 1, 0, TARGET))
     rig.backend.fail_one("step-0", LOAD, RuntimeError("link"))
     assert str(rig.ended[-1][1]) == "link"
-    assert (rig.engine.counters.bytes_p2p, rig.engine.counters.failures) == (0, 1)
+    assert (landed_bytes(rig.engine, "p2p"), rig.engine.transfers.failures["p2p"]) == (0, 1)
 
 
-def test_neither_replica_is_detached_under_a_transfer(rig: Rig) -> None:
+def test_no_replica_is_detached_under_a_transfer(rig: Rig) -> None:
     if not isinstance(rig.backend, SteppedBackend):
         pytest.skip("shm does not wait")
     share(rig, (0, [0], [1]))
-    for replica in (REPLICA, TARGET):
-        with pytest.raises(Conflict, match="ticket 1"):
-            rig.engine.detach_replica(MODEL, replica)
+    with pytest.raises(LedgerBroken, match="ticket 1"):
+        rig.engine.detach_model(MODEL)
     rig.settle()
-    rig.engine.detach_replica(MODEL, REPLICA)
+    rig.engine.detach_model(MODEL)
     with pytest.raises(NotFound):
         share(rig, (0, [0], [1]))
 

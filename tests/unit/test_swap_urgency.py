@@ -10,7 +10,8 @@ from cachesvc_client.layouts.families import gqa
 from cachesvc.model.errors import NotFound
 from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner_threads import Devices, InlinePlanning, Work
+from cachesvc.swap.planner_threads import Devices, Work
+from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import MODEL, REPLICA, Rig, mixed_layout, rig_of
 

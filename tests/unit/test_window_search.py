@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from math import ceil
 
 import pytest
 
 from cachesvc.ledger.blocks import BlockLedger, Hit
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.windows import hit_window_blocks, window_positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
@@ -51,6 +51,12 @@ def put(ledger: BlockLedger, place: Place, row: int, state: int, windows: list[i
     assert [place.states[group][row] for group in range(len(states))] == states
 
 
+def needs(layout: Layout, group: int) -> tuple[int, int]:
+    """Blocks of a group's window and of its sinks."""
+    tokens = layout.groups[group]
+    return ceil((tokens.window_tokens or 0) / BLOCK_TOKENS), ceil(tokens.sink_tokens / BLOCK_TOKENS)
+
+
 def naive(ledger: BlockLedger, rows: list[int], place: Place, hit: Hit) -> Hit:
     """Look at every block of the prompt, front to end."""
     path, host = rows[: hit.blocks], ledger.host
@@ -61,7 +67,8 @@ def naive(ledger: BlockLedger, rows: list[int], place: Place, hit: Hit) -> Hit:
     device = min(blocks, hit.device_blocks)
     for group in place.window_groups:
         states = place.states[group]
-        needed = window_positions(ledger.layout, group, blocks)
+        window, sinks = needs(ledger.layout, group)
+        needed = [position for position in range(blocks) if position < sinks or position >= blocks - window]
         device = min([device, *(position for position in needed if states[path[position]] != READY)])
     return Hit(device, path[device - 1] if device else NO_ROW, blocks, path[blocks - 1] if blocks else NO_ROW)
 
@@ -77,9 +84,9 @@ def covered(ledger: BlockLedger, path: list[int], loadable: int, device_blocks: 
             there = position < device_blocks and place.states[group][row] == READY
             there = there or (position >= loadable and ledger.host.states[group][row] == READY)
             runs[group] = runs[group] + 1 if there else 0
-            if position < ledger.layout.sink_blocks(group) and not there:
+            window, sinks = needs(ledger.layout, group)
+            if position < sinks and not there:
                 sinks_whole[group] = False
-            window = hit_window_blocks(ledger.layout, group)
             whole = whole and sinks_whole[group] and runs[group] >= min(position + 1, window)
         if whole:
             best = position + 1

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from functools import partial
+import asyncio
+from typing import Any
 
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
 from cachesvc.flows.budget import Budget
 from cachesvc.flows.leases import attach, detach
-from cachesvc.flows.models import PoolWish, register
+from cachesvc.flows.models import Registered, RegisterRequest
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.memory.seam import Backend, Handle
 from cachesvc.model.geometry import device_geometry
 from cachesvc.questions.owned import require_no_others
-from cachesvc.service.access.admission import Kind
+from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Method
 from cachesvc.service.host.device_health import require_working
+from cachesvc.service.registrar import Registrar
 from cachesvc.service.rpc.edge import Context, Edge
-from cachesvc.telemetry import events
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
-    """Register, Attach, Detach."""
+    """Register, Attach, Detach. ``registrar``: closes before the memory does."""
 
     def __init__(self, edge: Edge, backend: Backend, quotas: Quotas | None = None) -> None:
         self._edge = edge
         self._node = edge.dispatcher.node
         self._backend = backend
         self._quotas = quotas
+        self.registrar = Registrar(self._node)
         self.register = Method("EngineService/Register", self._register)
         self.attach = Method("EngineService/Attach", self._attach, Kind.WORK, lambda m: m.lease_id)
         self.detach = Method("EngineService/Detach", self._detach, Kind.LIFE, lambda m: m.lease_id)
@@ -44,33 +47,30 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     # -- what they do ------------------------------------------------------------------------------------------
 
-    def _register(self, ask: Ask, request: engine_pb2.RegisterRequest) -> engine_pb2.RegisterResponse:
-        node = self._node
+    def _register(
+        self, ask: Ask, request: engine_pb2.RegisterRequest
+    ) -> engine_pb2.RegisterResponse | asyncio.Future[Any]:
         layout = layout_from_proto(request.layout)
         require_working(self._backend, tuple(request.devices) or self._backend.devices()[: layout.ranks])
-        flow = partial(
-            register,
-            node.core,
-            node.vault,
+        asked = RegisterRequest(
             request.model,
             layout,
             request.tenant_salt,
             tuple(request.devices),
-            _wish(request, "device_pool"),
-            _wish(request, "host_pool"),
-            node.now(),
+            _pool(request.device_pool) if request.HasField("device_pool") else PoolRequest(),
+            _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
             self._budget(ask.who.acts_for),
         )
-        made = node.run(flow)
-        if not made.existed:
-            events.event(
-                "model_registered",
-                model=made.model.id,
-                model_name=made.model.name,
-                devices=made.replica.devices,
-                device_pages=made.replica.device_pages,
-                host_pages=made.model.host_pages,
-            )
+        found = self.registrar.find(asked)
+        if found is not None:
+            return self._registered(found)
+
+        async def make(_: Place) -> engine_pb2.RegisterResponse:
+            return self._registered(await self.registrar.register(asked))
+
+        return self._edge.dispatcher.later(ask, Kind.WAITS, make)
+
+    def _registered(self, made: Registered) -> engine_pb2.RegisterResponse:
         return engine_pb2.RegisterResponse(
             model_id=made.model.id,
             replica=made.replica.id,
@@ -78,7 +78,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             device_pages=made.replica.device_pages,
             host_pages=made.model.host_pages,
             devices=made.replica.devices,
-            epoch=node.epoch,
+            epoch=self._node.epoch,
             existed=made.existed,
         )
 
@@ -115,13 +115,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.DetachResponse()
 
 
-def _wish(request: engine_pb2.RegisterRequest, name: str) -> PoolWish:
-    if not request.HasField(name):  # type: ignore[arg-type]
-        return PoolWish()
-    wish: engine_pb2.PoolShare = getattr(request, name)
-    if wish.WhichOneof("size") == "pages":
-        return PoolWish(pages=tuple(wish.pages.pages))
-    return PoolWish(share=wish.share)
+def _pool(asked: engine_pb2.PoolShare) -> PoolRequest:
+    if asked.WhichOneof("size") == "pages":
+        return PoolRequest(pages=tuple(asked.pages.pages))
+    return PoolRequest(share=asked.share)
 
 
 def _handle(handle: Handle) -> common_pb2.MemoryHandle:

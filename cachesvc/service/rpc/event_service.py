@@ -164,7 +164,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 def _require_there(subscriber: _Subscriber) -> None:
     model = subscriber.feed.model
     if not subscriber.view.has(model):
-        raise NotFound("model", model.id, "it gave way to another one, and its blocks with it; forget them")
+        raise NotFound("model", model.id, "it was evicted for another one, and its blocks with it; forget them")
 
 
 async def _send(subscriber: _Subscriber, context: Context, message: event_pb2.SubscribeResponse) -> None:

@@ -39,7 +39,7 @@ async def attach_pool(connection: Connection, registration: Registration, lease_
     async def detach() -> None:
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
-            await connection.ask(DETACH, request, connection.timeouts.close_s)
+            await connection.insist(DETACH, request, connection.timeouts.close_s)
         except NEEDLESS as gone:  # nobody must know
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 

@@ -125,7 +125,7 @@ class LeaseCalls:
         """Tell the daemon that the lease is over; what cannot be told now waits for the next connection."""
         request = lease_pb2.CloseRequest(lease_id=self.record.id, quiesced=quiesced)
         try:
-            await self.connection.ask(CLOSE, request, self.connection.timeouts.close_s)
+            await self.connection.insist(CLOSE, request, self.connection.timeouts.close_s)
         except (LeaseLost, NotFound) as over:
             log.debug("close_needless lease=%s why=%s", self.record.id, over)
         except (AlreadyClosed, DaemonUnavailable, DeadlineExceeded, Unauthenticated) as gone:

@@ -12,7 +12,15 @@ from collections.abc import Callable
 import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, NotFound, error_of
+from cachesvc_client.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    DaemonUnavailable,
+    LimitExceeded,
+    NotFound,
+    QuotaExceeded,
+    error_of,
+)
 from cachesvc_client.wire.attachments import Attachments
 from cachesvc_client.wire.attempts import Attempts, is_broken_way
 from cachesvc_client.wire.credentials import Credentials, Proof
@@ -24,6 +32,8 @@ from cachesvc_client.wire.settings import Retries, Timeouts
 from cachesvc_client.wire.trace import trace_headers
 
 NO_CREDENTIALS = Credentials()
+INSIST_PAUSE_S = 0.1
+"""A rate's bucket has another token by then, and a daemon at its limit of calls has ended some."""
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 
@@ -91,6 +101,17 @@ class Connection:
                 await self.judge(failure)
                 pause_s = attempts.pause_after(failure, time.monotonic())
             await self.port.wait_end(pause_s)
+
+    async def insist(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
+        """``ask`` for what ends something: a daemon that has no room for the call now is asked again in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self.ask(method, request, max(deadline_s - time.monotonic(), 0))
+            except (LimitExceeded, QuotaExceeded):
+                if time.monotonic() + INSIST_PAUSE_S >= deadline_s:
+                    raise
+            await self.port.wait_end(INSIST_PAUSE_S)
 
     def open_line(self, method: Method[Q, R]) -> Line:
         """A stream both ways. Raises DaemonUnavailable."""

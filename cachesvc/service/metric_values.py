@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Gatherer:
+class MetricValues:
     """The parts that count. Calling it fills a reading."""
 
     facts: Facts

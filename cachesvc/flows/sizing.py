@@ -1,0 +1,214 @@
+"""How large the pools of a registration come out, and which idle models are evicted for them: decided, nothing done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from cachesvc.flows.budget import Budget, Memory, memory_of
+from cachesvc.flows.core import Core
+from cachesvc.flows.idle import fewest, idle_models
+from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import CacheError, LimitExceeded, PoolExhausted
+from cachesvc.model.layout import Layout
+from cachesvc.swap.headroom import Headroom, PoolSizes
+
+STARVED = 64
+"""A share that comes to less than one part in so many of what it would be without idle models is none."""
+
+
+Refusal = Callable[[], CacheError]
+"""Says why, with the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """What a caller wants of a pool: pages for each group, or (where there are none) a share of what is left."""
+
+    pages: tuple[int, ...] = ()
+    share: float = 1.0
+
+
+class HasHeadroom(Protocol):
+    """Who knows what the pools have left."""
+
+    def headroom(self, without: Sequence[int] = ()) -> Headroom:
+        """What is left, or would be without the models of these numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A replica to be made, of a ``model`` that is there or of a new one. Page counts are of all groups."""
+
+    layout: Layout
+    devices: tuple[str, ...]
+    device_pool: PoolRequest
+    host_pool: PoolRequest
+    budget: Budget
+    model: Model | None
+
+
+class Pools(NamedTuple):
+    """Pages of each group on every device, and on the host (none for a model that is there)."""
+
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...] = ()
+
+
+class Plan(NamedTuple):
+    """Pools, once the ``evicted`` models are gone."""
+
+    pools: Pools
+    evicted: tuple[Model, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The models that are there, at one moment. ``idle``: the longest idle first; ``own``: of the newcomer's tenant,
+    where it has a budget."""
+
+    models: int
+    models_limit: int
+    idle: tuple[Model, ...]
+    own: tuple[Model, ...]
+
+
+def survey(core: Core, newcomer: Newcomer) -> Others:
+    """What a plan goes by."""
+    models = core.ledger.models.values()
+    tenant = newcomer.budget.tenant if newcomer.budget.is_limited else None
+    return Others(
+        len(models),
+        core.limits.models,
+        tuple(model for model in idle_models(core) if model is not newcomer.model),
+        tuple(model for model in models if model.tenant == tenant),
+    )
+
+
+def plan_pools(others: Others, vault: HasHeadroom, newcomer: Newcomer) -> Plan:
+    """Size a newcomer's pools, with as few idle models evicted as it takes: each for its device memory, its host
+    memory, its place among the models or its tenant's quota. Any thread: nothing is changed.
+
+    Raises LimitExceeded, QuotaExceeded and PoolExhausted with the numbers, where it does not fit without any of them.
+    """
+    idle = others.idle
+    sizing = _Sizing(others, vault, newcomer)
+    best = sizing.offer(idle)
+    if not isinstance(best, Pools):
+        raise best()
+
+    def fits(gone: Sequence[Model]) -> bool:
+        pools = sizing.offer(gone)
+        return isinstance(pools, Pools) and _is_worth(pools, best)
+
+    evicted = fewest(idle, fits)
+    pools = best if len(evicted) == len(idle) else sizing.offer(evicted)
+    assert isinstance(pools, Pools)
+    return Plan(pools, tuple(evicted))
+
+
+def _is_worth(pools: Pools, best: Pools) -> bool:
+    """Shares that come to something; pages that were asked for by number are equal."""
+    pairs = zip((*pools.device_pages, *pools.host_pages), (*best.device_pages, *best.host_pages), strict=True)
+    return all(pages * STARVED >= most for pages, most in pairs)
+
+
+class _Sizing:
+    """What a newcomer gets, by which of the idle models are gone."""
+
+    def __init__(self, others: Others, vault: HasHeadroom, newcomer: Newcomer) -> None:
+        self._others = others
+        self._vault = vault
+        self._new = newcomer
+        self._sizes = PoolSizes(newcomer.layout)
+        self._least = self._memory_at_least()
+        self._own = {model.id: memory_of((model,)) for model in others.own}
+
+    def offer(self, gone: Sequence[Model]) -> Pools | Refusal:
+        """The pools, or what refuses them. Many are asked for, so the reason is put into words only once."""
+        new, sizes = self._new, self._sizes
+        models = self._others.models - len(gone) + 1
+        if new.model is None and models > self._others.models_limit:
+            return partial(LimitExceeded, "models in use", models, self._others.models_limit)
+        used = self._used(gone)
+        if (refusal := new.budget.refusal(used, self._least)) is not None:
+            return lambda: refusal
+        left = self._vault.headroom([model.id for model in gone])
+        pages = self._device_pages(left, used)
+        if not all(pages) or sizes.device_bytes(pages) > left.left_on(new.devices):
+            return self._no_device_memory
+        if new.model is not None:
+            return Pools(pages)
+        host_pages = new.host_pool.pages or self._host_share(left, used)
+        if new.host_pool.pages and not left.holds(sizes, new.devices, host_pages):
+            return self._no_host_memory
+        return Pools(pages, host_pages)
+
+    def _used(self, gone: Sequence[Model]) -> Memory:
+        """What the tenant's models take that stay."""
+        left = {model.id for model in gone}
+        stay = [held for model, held in self._own.items() if model not in left]
+        return Memory(*(sum(column) for column in zip(*stay, strict=True))) if stay else Memory(0, 0, 0)
+
+    def _memory_at_least(self) -> Memory:
+        """What the newcomer takes at least: of a share, one block on the devices."""
+        new = self._new
+        is_new, pages = new.model is None, new.device_pool.pages or (1,) * len(new.layout.groups)
+        on_host = self._sizes.host_bytes(new.host_pool.pages) if is_new and new.host_pool.pages else 0
+        return Memory(self._sizes.device_bytes(pages) * new.layout.ranks, on_host, int(is_new))
+
+    def _device_pages(self, left: Headroom, used: Memory) -> tuple[int, ...]:
+        new = self._new
+        if new.device_pool.pages:
+            return new.device_pool.pages
+        size_bytes = int(left.left_on(new.devices) * new.device_pool.share)
+        if new.budget.device_bytes:
+            size_bytes = min(size_bytes, (new.budget.device_bytes - used.device_bytes) // new.layout.ranks)
+        return self._sizes.device_pages(size_bytes)
+
+    def _host_share(self, left: Headroom, used: Memory) -> tuple[int, ...]:
+        new, most = self._new, None
+        if new.budget.host_bytes:
+            most = (new.budget.host_bytes - used.host_bytes) // self._sizes.host_block_bytes
+        blocks = left.host_blocks(self._sizes, new.devices, new.host_pool.share, most)
+        return (blocks,) * len(new.layout.groups)
+
+    def _without_idle(self) -> Headroom:
+        return self._vault.headroom([model.id for model in self._others.idle])
+
+    def _no_device_memory(self) -> PoolExhausted:
+        new, now, then = self._new, self._vault.headroom(), self._without_idle()
+        block_bytes = self._sizes.device_block_bytes
+        left = now.left_on(new.devices)
+        return _exhausted(
+            f"device pool of {', '.join(new.devices)} ({left} bytes left, {block_bytes} bytes a block)",
+            new.device_pool.pages,
+            left // block_bytes,
+            then.left_on(new.devices) // block_bytes,
+            now.device_capacity // block_bytes,
+        )
+
+    def _no_host_memory(self) -> PoolExhausted:
+        new, now, then = self._new, self._vault.headroom(), self._without_idle()
+        block_bytes = self._sizes.host_block_bytes
+        return _exhausted(
+            f"host pool ({now.host.free_bytes} bytes left, {block_bytes} bytes a block on all ranks)",
+            new.host_pool.pages,
+            now.host_blocks(self._sizes, new.devices),
+            then.host_blocks(self._sizes, new.devices),
+            now.host_capacity // block_bytes,
+        )
+
+
+def _exhausted(pool: str, pages: tuple[int, ...], free: int, free_without_idle: int, capacity: int) -> PoolExhausted:
+    return PoolExhausted(
+        pool=pool,
+        wanted=max(pages, default=1),
+        free=free,
+        evictable=free_without_idle - free,
+        pinned=capacity - free_without_idle,
+        quarantined=0,
+        capacity=capacity,
+    )

@@ -1,0 +1,98 @@
+"""What runs on a GPU's two streams: slices of copies, and the words that tell how far they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from cachesvc.memory.gpu_health import GpuHealth
+from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuQueue
+from cachesvc.memory.regions import Regions
+from cachesvc.memory.seam import Slice
+from cachesvc.memory.timeline import HostTimeline
+from cachesvc.model.futex import WORD_BYTES
+
+SLICES_ON_WAY = 2
+"""While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
+
+
+class CudaTimeline(HostTimeline):
+    """Words in pinned host memory: this GPU's streams write them, those of every engine wait for them.
+
+    Measured against words on the device (H100, 2026-11): a waiting stream goes on 16 us after the write either way, a
+    wait that is met costs 4.5 against 4.3 us, and waiting streams take nothing of the link. But processors read them
+    at once, and a client whose daemon died can end its streams' waits with a store; from the device's side it may not:
+    with 128 streams waiting, one more stream to release them never gets its turn.
+    """
+
+    def __init__(self, gpu: GpuDevice, words: int) -> None:
+        super().__init__(words)
+        self._gpu = gpu
+        with ExitStack() as undo:
+            undo.callback(super().close)
+            gpu.register_host(self.address, words * WORD_BYTES)
+            undo.callback(gpu.unregister_host, self.address)
+            self._base = gpu.device_address(self.address)
+            undo.pop_all()
+
+    def place(self, word: int) -> int:
+        """Address of a word for the GPU."""
+        return self._base + WORD_BYTES * word
+
+    def close(self) -> None:
+        """Unpin, and close the descriptor. Idempotent."""
+        try:
+            if self.fd is not None:
+                self._gpu.unregister_host(self.address)
+        finally:
+            super().close()
+
+
+class CudaRunner:
+    """Queues slices on one stream."""
+
+    depth = SLICES_ON_WAY
+
+    def __init__(
+        self, queue: GpuQueue, timeline: CudaTimeline, regions: Callable[[], Regions], health: GpuHealth
+    ) -> None:
+        self._queue = queue
+        self._timeline = timeline
+        self._regions = regions
+        self._health = health
+
+    def begin(self) -> None:
+        """Nothing to do on the thread: calls make the context current by themselves."""
+
+    def submit(self, piece: Slice) -> GpuMark:
+        """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
+        nothing is on its way then."""
+        self._health.check()
+        copies = self._regions().addressed(piece.copies)
+        words: list[tuple[int, int]] = []
+        if piece.word_value is not None and piece.job.word is not None:
+            words = [(self._timeline.place(piece.job.word), piece.word_value)]
+        try:
+            return self._queue.submit(copies, words)
+        except RuntimeError as error:
+            self._settle(error)
+            raise
+
+    def wait(self, started: object) -> None:
+        """Until the mark is reached. Raises RuntimeError, and Unavailable once the GPU has broken."""
+        mark: GpuMark = started  # type: ignore[assignment]
+        try:
+            mark.wait()
+        except RuntimeError as error:
+            self._settle(error)
+            raise
+        finally:
+            mark.close()
+
+    def _settle(self, error: RuntimeError) -> None:
+        """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""
+        try:
+            self._queue.synchronize()
+        except RuntimeError:
+            self._health.broke(error)
+            self._health.check()

@@ -1,0 +1,45 @@
+"""What holds between any two events, beyond accounting: rules that a wrong order of events would break."""
+
+from __future__ import annotations
+
+from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.words import ABSENT, NO_PAGE
+
+
+def broken_rules(ledger: Ledger) -> list[str]:
+    """What is wrong; empty when nothing is."""
+    out: list[str] = []
+    for model in ledger.models.values():
+        out += _hittable_below_hittable(model)
+        for lease in ledger.leases.values():
+            if lease.model == model.id:
+                for sequence in lease.sequences.values():
+                    out += _sequence(model, sequence)
+                running = ledger.tickets.is_running
+                idle = sum(not any(map(running, prefetch.loads)) for prefetch in lease.prefetches)
+                out += [f"lease {lease.id}: {idle} prefetches without a load hold their blocks"] if idle else []
+    return out
+
+
+def _hittable_below_hittable(model: Model) -> list[str]:
+    """A block that can be hit on a device has a parent there that can be hit: bisection would not find it else."""
+    index = model.blocks.index
+    return [
+        f"{place.name} row {row}: can be hit, and its parent cannot"
+        for place in index.places[1:]
+        for row in index.rows.values()
+        if place.is_hittable(row) and index.parent[row] != NO_ROW and not place.is_hittable(index.parent[row])
+    ]
+
+
+def _sequence(model: Model, sequence: Sequence) -> list[str]:
+    where = f"sequence {sequence.id} of lease {sequence.lease}"
+    if sequence.swapped_out or sequence.swap_ticket:
+        host = model.blocks.host
+        path = model.blocks.index.path(sequence.host_anchor) if sequence.swapped_out else []
+        return [f"{where}: row {row} is gone from the host" for row in path if host.state(row) == ABSENT]
+    full = () if sequence.failed else model.replicas[sequence.replica].place.full_groups
+    holes = [group for group in full if NO_PAGE in sequence.tables[group]]
+    return [f"{where}: a hole in the table of group {group}, which has no window" for group in holes]
