@@ -44,7 +44,7 @@ class Hold:
         self._device = Pin(ledger, place)
         self._host = Pin(ledger, ledger.host)
         self.windows = WindowPins(ledger, place)
-        self._until_loaded: list[Pin | WindowPins] = []
+        self._until_loaded: tuple[Pin | WindowPins, ...] = ()
         self.sealed = 0
         self.hit_blocks = 0
         self.loads: list[int] = []
@@ -104,7 +104,7 @@ class Hold:
                     deepest = max(deepest, at)
                 elif host.states[group][path[at]] == READY:
                     there.hold(group, position, path[at])
-        self._until_loaded = [Pin(ledger, place, path[deepest] if deepest >= 0 else NO_ROW), here, there]
+        self._until_loaded = (Pin(ledger, place, path[deepest] if deepest >= 0 else NO_ROW), here, there)
 
     def hold_window(self, group: int, position: int, row: int, tip: int) -> None:
         """Keep a windowed copy that a hit down to ``tip`` looks back to."""
@@ -140,7 +140,7 @@ class Hold:
     def _let_go_until_loaded(self) -> None:
         for pin in self._until_loaded:
             pin.let_go()
-        self._until_loaded = []
+        self._until_loaded = ()
 
     def load_ended(self, ticket: int, reason: str) -> None:
         """A load has ended, for ``reason`` if it failed. After the last one all is held on the device, or it failed."""
