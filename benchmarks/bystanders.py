@@ -28,8 +28,19 @@ from typing import Any
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, CacheClientError, Lease, NotFound, Sequence, gqa, gqa_windowed, opaque
-from cachesvc_client.aio import AsyncCacheClient
+from cachesvc_client import (
+    CacheClient,
+    CacheClientError,
+    DaemonDraining,
+    Lease,
+    NotFound,
+    PoolExhausted,
+    Sequence,
+    gqa,
+    gqa_windowed,
+    opaque,
+)
+from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_ctl.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -112,7 +123,9 @@ async def park(socket: str, parked: threading.Event, done: threading.Event) -> N
             lease = await client.open_lease(model)
             sequence = await lease.match(b"")
             await sequence.allocate(4)
-            tickets = [ticket.id for ticket in (await sequence.swap_out()).tickets]
+            while (ticket := await swapped_out(sequence)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # the host pool is still arriving, of which no event tells a client
+            tickets = [ticket]
             waiting += [
                 asyncio.create_task(lease.wait_tickets(tickets, timeout_s=60)) for _ in range(WAITS // CONNECTIONS)
             ]
@@ -122,6 +135,14 @@ async def park(socket: str, parked: threading.Event, done: threading.Event) -> N
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def swapped_out(sequence: AsyncSequence) -> int | None:
+    """Start the swap and return its ticket; None while the host has no room yet."""
+    try:
+        return (await sequence.swap_out()).tickets[0].id
+    except PoolExhausted:
+        return None
 
 
 def swap() -> Figures:
@@ -260,6 +281,8 @@ def call_until_gone(socket: str, answer: Connection) -> None:
     while not lost.is_set() and time.monotonic() < until:
         try:
             lease.match(b"").release()
+        except DaemonDraining:
+            lost.wait(0.001)
         except NotFound:
             not_found += 1
             refused_at = refused_at or time.perf_counter()
