@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.transfer import Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE
+from cachesvc.swap.engine import SwapEngine
 
 
 def broken_rules(ledger: Ledger) -> list[str]:
@@ -21,6 +25,15 @@ def broken_rules(ledger: Ledger) -> list[str]:
                 idle = sum(not any(map(running, prefetch.loads)) for prefetch in lease.prefetches)
                 out += [f"lease {lease.id}: {idle} prefetches without a load hold their blocks"] if idle else []
     return out
+
+
+def unhurried(ledger: Ledger, engine: SwapEngine) -> list[str]:
+    """What somebody waits for is awaited where copies are ordered, too. Holds while no end of a transfer is unread."""
+    known = Counter(ticket.urgency for ticket in ledger.tickets.running.values() if ticket.landed is None)
+    moving: Counter[Urgency] = Counter()
+    for (_, urgency), waiting in engine.waiting().items():
+        moving[urgency] += waiting.queued + waiting.copying
+    return [] if known == moving else [f"transfers by urgency: the ledger has {known}, the mover {moving}"]
 
 
 def _hittable_below_hittable(model: Model) -> list[str]:

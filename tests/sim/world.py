@@ -23,7 +23,7 @@ from tests.sim.biases import bias_of
 from tests.sim.engine import SimEngine
 from tests.sim.followers import Followers
 from tests.sim.node import SimNode
-from tests.sim.rules import broken_rules
+from tests.sim.rules import broken_rules, unhurried
 
 SILENCE_LIMIT_SECONDS = 30.0
 LOOKS = 0.25
@@ -145,6 +145,8 @@ class World:
     def look(self) -> None:
         """The whole ledger and every sealed page: most of what a step costs, so not after each."""
         problems = [*audit(self.node.core.ledger).problems, *broken_rules(self.node.core.ledger)]
+        if not self.node.inbox:
+            problems += unhurried(self.node.core.ledger, self.node.engine)
         assert not problems, problems
         corrupt = self.node.corrupt()
         assert not corrupt, corrupt

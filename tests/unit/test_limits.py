@@ -87,6 +87,13 @@ def test_an_entry_of_a_list_has_its_own_limit() -> None:
         check_fields(request)
 
 
+def test_every_message_of_a_list_is_looked_at() -> None:
+    cells = [common_pb2.GroupPages(pages=b"x") for _ in range(3)]
+    cells[2].pages = b"x" * (CELLS.most + 1)
+    with pytest.raises(LimitExceeded, match=r"GroupPages\.pages"):
+        check_fields(cache_pb2.RecycleRequest(pages=cells))
+
+
 @pytest_asyncio.fixture(loop_scope="session")
 async def target() -> Any:
     made = Target()
