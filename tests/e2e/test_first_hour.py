@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,12 +19,14 @@ from tests.e2e.test_access import Authority, port_of
 Ended = subprocess.CompletedProcess[str]
 
 
-def cachesvc(*arguments: str, limit: Callable[[], None] | None = None, **variables: str) -> Ended:
-    """The command line in a process of its own; ``variables`` are all of CACHESVC_* and GRPC_* that it sees."""
-    command = [sys.executable, "-m", "cachesvc_ctl", *arguments]
+def cachesvc(*arguments: str, before: tuple[str, ...] = (), **variables: str) -> Ended:
+    """The command line in a process of its own; ``variables`` are all of CACHESVC_* and GRPC_* that it sees.
+
+    ``before``: what runs it, in place of code between fork and exec, where gRPC's handlers may abort the child.
+    """
+    command = [*before, sys.executable, "-m", "cachesvc_ctl", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=BOUND_SECONDS, env=environment(**variables),
-        preexec_fn=limit,
     )  # fmt: skip
 
 
@@ -175,9 +175,8 @@ def test_tls_to_a_port_without_it_is_told_as_such(folder: Path) -> None:
 # -- files that are there whole or not at all --------------------------------------------------------------------------
 
 
-def little_disk() -> None:
-    """No file of this process may grow beyond 4 KiB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+LITTLE_DISK = ("sh", "-c", 'ulimit -f 4 && exec "$@"', "sh")
+"""No file of the process may grow beyond 4 blocks of 512 bytes or 1 KiB."""
 
 
 @pytest.mark.parametrize("before", [None, "what was there\n"])
@@ -189,7 +188,7 @@ def test_a_full_disk_leaves_no_half_a_file(node: Node, folder: Path, before: str
             target = folder / "t.jsonl"
             if before is not None:
                 target.write_text(before)
-            ended = cachesvc(line[0], str(target), *line[2:], limit=little_disk)
+            ended = cachesvc(line[0], str(target), *line[2:], before=LITTLE_DISK)
             assert (ended.returncode, "File too large" in ended.stderr) == (2, True), ended.stderr
             assert (target.read_text() if target.exists() else None) == before
             assert [path.name for path in folder.iterdir() if path != target] == []
