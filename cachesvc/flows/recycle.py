@@ -51,7 +51,7 @@ def _check_owned(lease: Lease, sequence: Sequence | None, group: int, page: int)
         raise InvalidRequest(f"there is no group {group}")
     if page in lease.stock[group]:
         return
-    if sequence is None or page not in sequence.own[group]:
+    if sequence is None or sequence.pages_ahead or page not in sequence.own[group]:
         raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
     if sequence.swap_ticket or page in sequence.tables[group]:
         raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")

@@ -99,16 +99,20 @@ class BlockTables(Hold):
         for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
             table.extend(pages)
             own.update(pages)
-        self._declare()
-
-    def _declare(self) -> None:
-        """The request computes all blocks from its hit on whose keys are known."""
-        computing = self.ledger.computing
         last = min(self.blocks, self.known_keys)
-        for position in range(max(self.sealed, self.hit_blocks, self.declared), last):
-            key = self.key(position)
+        self.declare(last, last)
+
+    def declare(self, last: int, most: int) -> bool:
+        """The request computes, or is about to, all blocks from its hit on up to ``last``, whose keys are known; up to
+        ``most`` more of them are declared now. True when all are."""
+        computing, keys = self.ledger.computing, self.keys
+        first = max(self.sealed, self.hit_blocks, self.declared)
+        until = min(last, first + most)
+        for at in range(first * KEY_BYTES, until * KEY_BYTES, KEY_BYTES):
+            key = bytes(keys[at : at + KEY_BYTES])
             computing[key] = computing.get(key, 0) + 1
-        self.declared = max(self.declared, last)
+        self.declared = max(self.declared, until)
+        return until >= last
 
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""

@@ -14,6 +14,7 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
+from cachesvc.flows.turns import tidy
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
@@ -53,7 +54,9 @@ class Node:
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
+        self._is_tidying = False
         core.on_refused = _log_failure
+        core.on_ended = self._wake
 
     @property
     def vault(self) -> Vault:
@@ -114,8 +117,7 @@ class Node:
         try:
             return flow(*args, **kwargs)
         finally:
-            if self.on_change is not None:
-                self.on_change()
+            self._changed()
 
     def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
@@ -228,12 +230,35 @@ class Node:
             if landing is not None:
                 self.distrust(landing.model, f"{type(broken).__name__}: {broken}")
             ended = (ticket,)
+        self._wake(ended)
+        self._changed()
+
+    def _wake(self, ended: Iterable[int]) -> None:
+        """Tickets have ended: who waits for one of them has its turn."""
         for each in ended:
             for future in self._waiters.pop(each, ()):
                 if not future.done():
                     future.set_result(None)
+
+    def _changed(self) -> None:
+        """A flow, or a part of one, has run."""
         if self.on_change is not None:
             self.on_change()
+        if self.core.chores and not self._is_tidying and self._loop is not None:
+            self._is_tidying = True
+            self._loop.call_soon(self._tidy)
+
+    def _tidy(self) -> None:
+        """Do a turn of what is left to do. The root of a callback: raises nothing."""
+        self.core.ledger.moment.seconds = self.now()
+        self._is_tidying = False
+        model = self.core.chores[0].model
+        try:
+            tidy(self.core.chores)
+        except Exception as broken:  # noqa: BLE001 - the root of a callback: other chores are still to be done
+            events.failure("chore_broke", model=model)
+            self.distrust(model, f"{type(broken).__name__}: {broken}")
+        self._changed()
 
     async def _sweep(self) -> None:
         pause = min(1.0, self.lease_seconds / 4)

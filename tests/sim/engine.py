@@ -349,4 +349,4 @@ class SimEngine(SimCalls):
 
     def _release(self, request: Request) -> None:
         del self.requests[request.id]
-        self.node.run(self._flow(release, request.id))
+        self._end(request)

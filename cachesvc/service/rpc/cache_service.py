@@ -123,7 +123,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return operation.reply(await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask)))
 
         try:
-            later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
+            later = self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=not wait.tickets)
         except LimitExceeded:
             end_wait(wait)
             raise

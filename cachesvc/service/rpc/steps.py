@@ -83,6 +83,8 @@ class StepRun:
                 return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
             except LimitExceeded as full:
                 self._give_up_waiting(full)
+        if self._parked:
+            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
         return self._end()
 
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
@@ -94,6 +96,7 @@ class StepRun:
                 place.wait()
             except LimitExceeded as full:
                 self._give_up_waiting(full)
+        if self._parked:
             await asyncio.gather(*(self._wait_out(parked, behind) for parked, behind in self._parked))
         return self._end()
 
@@ -131,9 +134,11 @@ class StepRun:
             answer = self._runner.run_under(call or self._dispatcher.resolve(self._ask), operation, inner, flow)
             if isinstance(answer, Wait):
                 run = partial(self._runner.run, self._ask, operation, inner, flow)
-                if not self._request.no_wait:
+                if self._request.no_wait:
+                    run = partial(_without_waiting, run)
+                    answer = _turns_alone(answer, run)
+                if isinstance(answer, Wait):
                     return Parked(number, operation, run, answer)
-                answer = _without_waiting(run, answer)
             self._tell(number, operation, answer)
         except CacheError as error:
             self._refuse(number, name, error)
@@ -164,14 +169,17 @@ class StepRun:
         return waiting
 
     def _give_up_waiting(self, why: CacheError) -> None:
-        """Nothing may wait: refuse what does, and go on behind it."""
-        for parked, behind in self._parked:
-            waiting: Parked | None = parked
-            while waiting is not None:
+        """Nothing may wait for transfers: refuse what does, and go on behind it. What only waits for its next turn
+        stays."""
+        parked, self._parked = self._parked, []
+        for each, behind in parked:
+            waiting: Parked | None = each
+            while waiting is not None and waiting.wait.tickets:
                 end_wait(waiting.wait)
                 self._refuse(waiting.number, waiting.operation.name, why)
                 waiting = self._run_behind(behind)
-        self._parked.clear()
+            if waiting is not None:
+                self._parked.append((waiting, behind))
 
     def _tell(self, number: int, operation: Operation[Any, Any, Any], answer: Any) -> None:
         operation.into(self._results[number]).CopyFrom(operation.reply(answer))
@@ -225,10 +233,14 @@ def _sequence_of(message: cache_pb2.StepOperation) -> int | None:
     return operation.sequence(operation.of(message))
 
 
-def _without_waiting(run: Callable[[], Any], answer: Wait) -> Any:
-    """Run again what can do without its transfers. Raises DeadlineExceeded for what cannot."""
-    outcome: Any = answer
-    while isinstance(outcome, Wait):
+def _without_waiting(run: Callable[[], Any]) -> Any:
+    """Run what goes on in turns, or can do without its transfers. Raises DeadlineExceeded for what cannot."""
+    return _turns_alone(run(), run)
+
+
+def _turns_alone(outcome: Any, run: Callable[[], Any]) -> Any:
+    """Have an outcome that waits for no transfers."""
+    while isinstance(outcome, Wait) and outcome.tickets:
         end_wait(outcome)
         if outcome.seconds is None:
             raise DeadlineExceeded(
