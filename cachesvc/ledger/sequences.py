@@ -38,6 +38,11 @@ class Sequence(BlockTables):
         self.swapped: list[tuple[int, int, int]] = []
         self.is_open = True
 
+    @property
+    def is_away(self) -> bool:
+        """True while it is swapped out, or on its way."""
+        return self.swapped_out or self.swap_ticket != 0
+
     def reserve(self) -> Reservation:
         """What keeps pages for its calls that wait."""
         if self.room is None:
