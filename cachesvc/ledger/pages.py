@@ -7,7 +7,7 @@ may be reserved (``reservations.py``): they are free, and nobody takes them befo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -116,6 +116,18 @@ class PagePool:
         self.counts[target] += 1
         if target == FREE:
             self._give_back(page, 1)
+
+    def shift_all(self, pages: Sequence[int], source: PageState, target: PageState) -> None:
+        """``shift`` for each of distinct pages, none of which becomes free. Raises IllegalMove before anything has
+        moved."""
+        states, before, after = self.states, int(source), int(target)
+        for page in pages:
+            if page < 0 or states[page] != before:
+                raise IllegalMove(f"{self.name} page {page}", source, target)
+        for page in pages:
+            states[page] = after
+        self.counts[before] -= len(pages)
+        self.counts[after] += len(pages)
 
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
         """``move`` for each page; of those that become free whole runs come back at a time. Raises IllegalMove before

@@ -42,6 +42,11 @@ class Sequence(BlockTables):
         self.is_open = True
         self.freed = 0
 
+    @property
+    def is_away(self) -> bool:
+        """True while it is swapped out, or on its way."""
+        return self.swapped_out or self.swap_ticket != 0
+
     def reserve(self) -> Reservation:
         """What keeps pages for its calls that wait."""
         if self.room is None:

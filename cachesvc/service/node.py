@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from cachesvc.flows.admin import distrust, trust
@@ -54,6 +56,7 @@ class Node:
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
+        self._turns: deque[Callable[[], None]] = deque()
         self._is_tidying = False
         core.on_refused = _log_failure
         core.on_ended = self._wake
@@ -75,8 +78,7 @@ class Node:
         self._is_stopping = True
         for waiting in self._waiters.values():
             for future in waiting:
-                if not future.done():
-                    future.set_result(None)
+                _wake(future)
 
     async def close(self) -> None:
         """Stop sweeping, and let nobody wait."""
@@ -193,7 +195,7 @@ class Node:
         running = self.running(tickets)
         self._require_going_on()
         if not running:
-            await asyncio.sleep(0)
+            await self._next_turn()
             return True
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
@@ -212,6 +214,28 @@ class Node:
                         del self._waiters[ticket]
         self._require_going_on()
         return True
+
+    async def _next_turn(self) -> None:
+        """Until others have had theirs."""
+        assert self._loop is not None
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._line_up(partial(_wake, future))
+        await future
+
+    def _line_up(self, turn: Callable[[], None]) -> None:
+        """Of all turns of long flows one is taken each time round the loop, so that however many there are, whoever
+        comes with a short call waits for one of them."""
+        assert self._loop is not None
+        self._turns.append(turn)
+        if len(self._turns) == 1:
+            self._loop.call_soon(self._give_turn)
+
+    def _give_turn(self) -> None:
+        assert self._loop is not None
+        turn = self._turns.popleft()
+        if self._turns:
+            self._loop.call_soon(self._give_turn)
+        turn()
 
     def _require_going_on(self) -> None:
         if self._is_stopping:
@@ -237,8 +261,7 @@ class Node:
         """Tickets have ended: who waits for one of them has its turn."""
         for each in ended:
             for future in self._waiters.pop(each, ()):
-                if not future.done():
-                    future.set_result(None)
+                _wake(future)
 
     def _changed(self) -> None:
         """A flow, or a part of one, has run."""
@@ -246,7 +269,7 @@ class Node:
             self.on_change()
         if self.core.chores and not self._is_tidying and self._loop is not None:
             self._is_tidying = True
-            self._loop.call_soon(self._tidy)
+            self._line_up(self._tidy)
 
     def _tidy(self) -> None:
         """Do a turn of what is left to do. The root of a callback: raises nothing."""
@@ -280,6 +303,11 @@ class Node:
             now = self.now()
             for lease in self.core.ledger.leases.values():
                 lease.heard(min(now, lease.last_heard + late))
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _log_failure(ticket: int, reason: str) -> None:

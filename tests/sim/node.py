@@ -138,7 +138,7 @@ class SimNode:
             rank_rule(rng.choice(("lru", "lru", "lfu", "deepest_first"))),
             WriteRule(policy, rng.choice((1, 2)), remember=8),
             Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
-            turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3))),
+            turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),
         )
         self.meetings = Meetings(self.core)
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}

@@ -71,7 +71,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             "lease_opened", lease=shown_id(lease.id), engine=lease.engine, model=lease.model, replica=lease.replica
         )
         return lease_pb2.OpenResponse(
-            lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
+            step_columns=True, lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
         )
 
     def _beat(self, ask: Ask, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
