@@ -244,7 +244,7 @@ def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
     """A sequence on the device has, at every position that it may read, the page of its block or one of its own."""
     index = model.blocks.index
     for sequence in _sequences(ledger, model):
-        if sequence.swapped_out or sequence.failed:
+        if sequence.swapped_out or sequence.failed or not sequence.is_open:
             continue
         place = model.replicas[sequence.replica].place
         path = index.path(sequence.anchor)
@@ -269,6 +269,8 @@ def _swapped(ledger: Ledger, model: Model) -> Iterator[str]:
     """All shared blocks of a sequence that is swapped out, or that a load will bring, are whole on the host."""
     blocks = model.blocks
     for sequence in _sequences(ledger, model):
+        if not sequence.is_open:
+            continue
         on_host = len(blocks.index.path(sequence.host_anchor))
         if sequence.swapped_out and on_host != sequence.sealed:
             yield f"sequence {sequence.id}: swapped out, but the host keeps {on_host} of {sequence.sealed} blocks"
@@ -283,7 +285,7 @@ def _swapped(ledger: Ledger, model: Model) -> Iterator[str]:
 def _waiters(ledger: Ledger) -> Iterator[str]:
     """Whoever waits for a load is told by it, and processes and leases know each other."""
     for model in ledger.models.values():
-        holds = _holds(ledger, model)
+        holds = [hold for hold in _holds(ledger, model) if not isinstance(hold, Sequence) or hold.is_open]
         waiting = [(id(hold), ticket) for hold in holds for ticket in hold.loads]
         running = [ticket for ticket in ledger.tickets.running.values() if ticket.model == model.id]
         known = {id(hold) for hold in holds}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.loads import bring, loads_of
-from cachesvc.flows.room import make_room
+from cachesvc.flows.room import keep_room, make_room
 from cachesvc.flows.transfers import require_transfer, ticket_view, wait_for
 from cachesvc.model.answers import Allocated, GroupCells, Wait
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import PageState
 
 
 def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated | Wait:
@@ -36,11 +35,15 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     if loads.is_transfer:
         require_transfer(core, call.model, call.replica)
     fresh = blocks - first - len(loads.rows)
-    wait = make_room(core, call, loads.pages_wanted(fresh), loads.keep, sequence)
+    wanted = loads.pages_wanted(fresh - min(fresh, sequence.pages_ahead))
+    wait = make_room(core, call, wanted, loads.keep, sequence)
     if wait is not None:
         return wait
+    if not sequence.prepare(blocks, fresh, core.turns.pages):
+        wanted = loads.pages_wanted(fresh - min(fresh, sequence.pages_ahead))
+        return keep_room(core, call, wanted, sequence)
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []
-    sequence.grow([pool.take(fresh, PageState.PRIVATE) for pool in call.replica.place.pools])
+    sequence.grow(sequence.fresh_pages(fresh))
     call.lease.grown += fresh
     tables = tuple(GroupCells(group, first, tuple(table[first:])) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))

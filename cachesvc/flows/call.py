@@ -21,7 +21,7 @@ class Call(NamedTuple):
     def known_sequence(self, sequence_id: int) -> Sequence:
         """A sequence of the lease, failed or not. Raises NotFound."""
         sequence = self.lease.sequences.get(sequence_id)
-        if sequence is None:
+        if sequence is None or not sequence.is_open:
             raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
         return sequence
 

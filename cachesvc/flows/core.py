@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from cachesvc.flows.counters import Count
+from cachesvc.flows.turns import Chores, Turns
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.transfer import TimelineSlot, Transfer
 from cachesvc.policy.eviction import RankRule
@@ -65,7 +67,7 @@ class Core:
 
     ``new_name`` gives lease ids. ``on_refused``: told ``(ticket, reason)`` of a transfer that the mover refused; it has
     failed by then. ``on_sealed``: told ``(model, replica, row of the last, count)`` once for each Publish that sealed
-    blocks.
+    blocks. ``chores``: what is left to do when nobody else is served; ``on_ended`` is told of tickets that end by one.
     """
 
     ledger: Ledger
@@ -73,11 +75,14 @@ class Core:
     rank: RankRule
     writing: WriteRule
     limits: Limits = field(default_factory=Limits)
+    turns: Turns = field(default_factory=Turns)
     counters: dict[str, int] = field(default_factory=dict)
     next_model: int = 1
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     on_refused: Callable[[int, str], None] | None = None
     on_sealed: Callable[[int, int, int, int], None] | None = None
+    chores: Chores = field(default_factory=deque)
+    on_ended: Callable[[list[int]], None] | None = None
 
     def count(self, name: Count, amount: int = 1) -> None:
         """Add to a counter that operators see."""

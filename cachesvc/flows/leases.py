@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import LEASES_ENDED, Count
+from cachesvc.flows.turns import TURN, begin
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.ledger.ledger import Model
+from cachesvc.model.answers import Wait
 from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LedgerBroken, LimitExceeded, NotFound
+from cachesvc.model.words import PageState
 
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
@@ -111,17 +116,19 @@ def pause_write_backs(core: Core, call: Call, milliseconds: int) -> None:
     core.count(Count.WRITE_BACK_PAUSES)
 
 
-def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> None:
-    """End a lease, or quiesce one that was lost: with ``quiesced`` its pages come back now. Closing twice is fine."""
+def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> Wait | None:
+    """End a lease, or quiesce one that was lost: with ``quiesced`` its pages have come back when it answers. Closing
+    twice is fine."""
     lease = core.ledger.leases.get(lease_id)
     if lease is None:
         if lease_id not in core.ledger.lost:
             raise NotFound("lease", lease_id, "open one first")
-        return
+        return None
     if lease.state is LeaseState.LIVE:
         lose(core, lease, "it was closed", LeaseEnd.CLOSED)
     if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
         free_quarantine(core, lease)
+    return TURN if quiesced and lease_id in core.ledger.leases else None
 
 
 def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
@@ -139,38 +146,82 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
 def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -> None:
     """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting.
 
-    Where the ledger breaks meanwhile, the model is out of service, and other leases are lost as ever.
+    It is lost at once, and what it holds in turns. Where the ledger breaks meanwhile, the model is out of service, and
+    other leases are lost as ever.
     """
     lease.state = LeaseState.QUARANTINED
     lease.why = why
-    model = core.ledger.models[lease.model]
-    try:
-        _end_holds(lease, model)
-    except LedgerBroken as broken:
-        model.distrust(str(broken))
     core.count(LEASES_ENDED[cause])
     if cause is not LeaseEnd.CLOSED:
         core.count(Count.LEASES_LOST)
-    if not lease.processes:
-        free_quarantine(core, lease)
-
-
-def _end_holds(lease: Lease, model: Model) -> None:
-    """End all that the lease has; what it may still write is quarantined."""
-    pools = model.replicas[lease.replica].place.pools
-    for held in list(lease.prefetches):
-        held.let_go()
-    while lease.sequences:
-        _, sequence = lease.sequences.popitem()
-        sequence.end(lambda group, pages: lease.set_aside(group, pools[group], pages))
-    for group, pages in enumerate(lease.stock):
-        lease.set_aside(group, pools[group], pages)
-        pages.clear()
+    lease.is_quiet = not lease.processes
+    _end_holds(core, lease)
 
 
 def free_quarantine(core: Core, lease: Lease) -> None:
-    """Nothing writes the lease's pages any more: they are free, and the lease is forgotten but for its name."""
-    lease.free_quarantine(core.ledger.models[lease.model].replicas[lease.replica].place.pools)
+    """Nothing writes the lease's pages any more: they come back, and the lease is forgotten but for its name."""
+    lease.is_quiet = True
+    _end_holds(core, lease)
+
+
+def _end_holds(core: Core, lease: Lease) -> None:
+    if not lease.is_ending:
+        lease.is_ending = True
+        begin(core.chores, lease.model, partial(_end_some, core, lease))
+
+
+def _end_some(core: Core, lease: Lease) -> bool:
+    """A turn of ending what a lost lease has; True when it has no more to give back."""
+    model = core.ledger.models[lease.model]
+    is_over = None
+    while is_over is None:
+        try:
+            is_over = _end_part(core, lease, model)
+        except LedgerBroken as broken:  # what broke is left as it is: it is not served again
+            model.distrust(str(broken))
+    if is_over:
+        lease.is_ending = False
+        if lease.is_quiet:
+            _forget(core, lease)
+    return is_over
+
+
+def _end_part(core: Core, lease: Lease, model: Model) -> bool:
+    """What it may still write is quarantined, unless it is quiet by now; True when all is. Whatever breaks has left the
+    lease by then, so the next turn goes on behind it."""
+    pools = model.replicas[lease.replica].place.pools
+
+    def give_up(group: int, pages: list[int]) -> None:
+        if lease.is_quiet:
+            pools[group].move_all(pages, PageState.FREE)
+        else:
+            lease.set_aside(group, pools[group], pages)
+
+    left = core.turns.pages
+    while left > 0 and (lease.prefetches or lease.sequences):
+        left -= core.turns.pages // core.turns.holds
+        if lease.prefetches:
+            held = next(iter(lease.prefetches))
+            lease.prefetches.pop(held)
+            held.let_go()
+            continue
+        number, sequence = lease.sequences.popitem()
+        before = sequence.freed
+        is_over = sequence.end_part(max(1, left), give_up)
+        left -= sequence.freed - before
+        if not is_over:
+            lease.sequences[number] = sequence
+            return False
+    for group, stock in enumerate(lease.stock):
+        some = [stock.pop() for _ in range(min(len(stock), max(0, left)))]
+        give_up(group, some)
+        left -= len(some)
+    if left <= 0:
+        return False
+    return not lease.is_quiet or lease.free_quarantine(pools, left)
+
+
+def _forget(core: Core, lease: Lease) -> None:
     for token in list(lease.processes):
         _unbind(core, lease, token)
     core.ledger.remember_lost(lease.id, lease.why)

@@ -106,7 +106,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
     except (PoolExhausted, LimitExceeded):
         return None
     if wait is not None:
-        return _wait(core, sharing, wait.tickets)
+        return _wait(core, sharing, wait.tickets) if wait.tickets else wait
     ticket = load_from(core, model, replica, loads, source.replica, source.path[-1], sharing.urgency)
     core.count(Count.PEER_LOADS)
     sharing.has_begun, sharing.ticket, sharing.blocks = True, ticket, len(source.path)

@@ -1,10 +1,14 @@
 """Publish: seal a sequence's next computed blocks under their keys; the first to publish a key wins.
 
 Everything is checked before anything changes: which blocks the keys stand for is looked up once, and what is found then
-is what is sealed.
+is what is sealed. Most publishes are straight, those of many sequences at a time, and go through plain loops; one by
+one goes only what is a duplicate, on its way here, refused, or has to wait.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
 
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.call import Call, require_on_device
@@ -12,23 +16,90 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.match import check_keys
 from cachesvc.flows.transfers import wait_for
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reuse import Miss
+from cachesvc.ledger.sealing import seal_new
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
+from cachesvc.model.columns import Publishes
 from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, READY, Tier
 
 
-def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: bytes, blocks: int) -> Published | Wait:
+@dataclass(slots=True)
+class Publishing:
+    """How far a publish has come that takes more turns than one: made for the call, handed to each of its runs."""
+
+    done: int = 0
+    parts: list[Published] = field(default_factory=list)
+
+    def answer(self) -> Published:
+        """What became of all blocks."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        last = self.parts[-1]
+        return Published(
+            last.sealed_blocks,
+            tuple(position for part in self.parts for position in part.duplicate_positions),
+            _join_cells(part.duplicates for part in self.parts),
+            _join_cells(part.spares for part in self.parts),
+            last.pending,
+        )
+
+
+def publish(
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    first_block: int,
+    keys: bytes,
+    blocks: int,
+    publishing: Publishing | None = None,
+) -> Published | Wait:
     """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks.
 
-    ``keys``: packed keys of these blocks; empty where Match has told them. Raises Conflict (out of turn, or sealed
-    already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
+    ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn, and
+    stay so where a later turn is refused; ``publishing`` is what one turn tells the next. Raises Conflict (out of turn,
+    or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
     """
+    count, most = blocks or len(keys) // KEY_BYTES, core.turns.sealed
+    if publishing is None or count <= most:
+        return _publish(core, call, sequence_id, first_block, keys, blocks)
+    if not publishing.done:
+        sequence = call.sequence(sequence_id)
+        if not (sequence.swap_ticket or sequence.swapped_out or sequence.loads):
+            _check(core, sequence, first_block, keys, blocks)
+    done = publishing.done
+    now = min(most, count - done)
+    part = _publish(core, call, sequence_id, first_block + done, keys[done * KEY_BYTES : (done + now) * KEY_BYTES], now)
+    if isinstance(part, Wait):
+        return part
+    publishing.done += now
+    publishing.parts.append(part)
+    return publishing.answer() if part.pending or publishing.done == count else TURN
+
+
+def _join_cells(parts: Iterable[tuple[GroupCells, ...]]) -> tuple[GroupCells, ...]:
+    """Cells of each group, those of one part behind those of another."""
+    by_group = zip(*(part for part in parts if part), strict=True)
+    return tuple(
+        GroupCells(cells[0].group, cells[0].first_block, tuple(page for each in cells for page in each.pages))
+        for cells in by_group
+    )
+
+
+def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: bytes, blocks: int) -> Published | Wait:
+    """``publish`` in one turn."""
+    count = blocks or len(keys) // KEY_BYTES
+    if not keys or len(keys) == count * KEY_BYTES:
+        told: list[int] = []
+        _publish_straight(core, call, Publishes((sequence_id,), (first_block,), (0, count), keys), range(1), told, ())
+        if told:
+            return Published(told[0], (), (), (), False)
     sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:
         return wait_for(core, (sequence.swap_ticket,))
@@ -43,13 +114,100 @@ def publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: by
     ready, pending = _until_filling(replica.place, rows)
     reuses = _count(model, replica.place, keys, ready, first_block)
     sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
-    if sealed.rows and core.writing.copies_when_sealed:
-        back_up(core, model, replica, sealed.rows)
-    if core.on_sealed is not None and sequence.anchor != NO_ROW:
-        core.on_sealed(model.id, replica.id, sequence.anchor, len(ready))
+    _tell_sealed(core, call, sequence, sealed.rows, len(ready))
     core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
     return _answer(sequence, sealed, pending)
+
+
+def publish_many(
+    core: Core,
+    call: Call,
+    publishes: Publishes,
+    entries: range,
+    told: list[int],
+    held: Container[int] = (),
+) -> None:
+    """``publish`` for ``entries``, in order, as long as each is straight: in turn, with pages, under keys that nobody
+    has published. ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its
+    sequence is among ``held``, or it takes more turns than one; those behind it are not looked at."""
+    starts, most = publishes.starts, core.turns.sealed
+    long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
+    _publish_straight(core, call, publishes, range(entries.start, long), told, held)
+
+
+def _publish_straight(
+    core: Core, call: Call, publishes: Publishes, entries: range, told: list[int], held: Container[int]
+) -> None:
+    model, replica = call.model, call.replica
+    parts = _find_straight(call, publishes, entries, held)
+    if not parts:
+        return
+    model.last_used = call.now
+    remembered, reuse = model.remembered, model.reuse
+    blocks, reuses = 0, {}
+    for _, keys in parts:
+        reuse.computed_all(keys)
+        blocks += len(keys)
+        if remembered:
+            reuses |= {key: remembered.pop(key) for key in keys if key in remembered}
+    reuse.published += blocks
+    paths = seal_new(replica.place, parts, core.ledger.stamp, reuses)
+    if core.writing.copies_when_sealed or core.on_sealed is not None:
+        for (sequence, _), path in zip(parts, paths, strict=True):
+            _tell_sealed(core, call, sequence, path, len(path))
+    core.count(Count.PUBLISHED_BLOCKS, blocks)
+    told.extend([sequence.sealed for sequence, _ in parts])
+
+
+def _find_straight(
+    call: Call, publishes: Publishes, entries: range, held: Container[int]
+) -> list[tuple[Sequence, list[bytes]]]:
+    """The sequences of the first entries that are straight, each once, with the keys of their blocks."""
+    sequences, known_parts = call.lease.sequences, call.model.blocks.index.rows.parts
+    numbers, firsts, starts, packed = publishes
+    parts: list[tuple[Sequence, list[bytes]]] = []
+    fresh: set[bytes] = set()
+    seen: set[int] = set()
+    for entry in entries:
+        number, first, start, end = numbers[entry], firsts[entry], starts[entry], starts[entry + 1]
+        sequence = sequences.get(number)
+        if sequence is None or number in seen or number in held:
+            break
+        if sequence.loads or sequence.swap_ticket or sequence.swapped_out or sequence.failed:
+            break
+        last = first + end - start
+        if first != sequence.sealed or not first < last <= len(sequence.tables[0]):
+            break
+        raw = packed[start * KEY_BYTES : end * KEY_BYTES]
+        if not raw or first * KEY_BYTES < len(sequence.keys):
+            known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
+            raw = raw or known
+            if len(raw) != (last - first) * KEY_BYTES or not raw.startswith(known):
+                break
+        keys = [raw] if last - first == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        if not _are_new(known_parts, fresh, keys) or not sequence.owns(first, last):
+            break
+        seen.add(number)
+        parts.append((sequence, keys))
+    return parts
+
+
+def _are_new(known_parts: list[dict[bytes, int]], fresh: set[bytes], keys: list[bytes]) -> bool:
+    """True where no key is in the index, nor among the ``fresh`` ones, to which they are added."""
+    for key in keys:
+        if key in known_parts[key[-1]] or key in fresh:
+            return False
+        fresh.add(key)
+    return True
+
+
+def _tell_sealed(core: Core, call: Call, sequence: Sequence, rows: list[int], blocks: int) -> None:
+    """``rows`` were sealed, of ``blocks`` blocks down to the sequence's end."""
+    if rows and core.writing.copies_when_sealed:
+        back_up(core, call.model, call.replica, rows)
+    if core.on_sealed is not None and sequence.anchor != NO_ROW:
+        core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
 
 
 def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:

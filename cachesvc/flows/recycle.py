@@ -7,6 +7,9 @@ ended: a step in flight looks back from there on, so its pages stay.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.ledger.leases import Lease
@@ -46,12 +49,32 @@ def recycle(_: Core, call: Call, sequence_id: int, computed_tokens: int, pages: 
     return Recycled(freed, tuple(sequence.cursors.values()) if sequence is not None else ())
 
 
+def recycle_many(
+    core: Core,
+    call: Call,
+    recycles: tuple[Seq[int], Seq[int]],
+    entries: range,
+    told: list[int],
+    held: Container[int] = (),
+) -> None:
+    """``recycle`` without pages for ``entries`` of sequences and their computed tokens, in order. ``told`` gets the
+    pages of each; it is short where an entry is refused, or its sequence is among ``held``."""
+    for entry in entries:
+        number, tokens = recycles[0][entry], recycles[1][entry]
+        sequence = call.lease.sequences.get(number)
+        if sequence is None or number in held:
+            return
+        if tokens and (sequence.is_away or tokens > sequence.blocks * call.model.layout.block_tokens):
+            return
+        told.append(recycle(core, call, number, tokens, ()).pages)
+
+
 def _check_owned(lease: Lease, sequence: Sequence | None, group: int, page: int) -> None:
     if not 0 <= group < len(lease.stock):
         raise InvalidRequest(f"there is no group {group}")
     if page in lease.stock[group]:
         return
-    if sequence is None or page not in sequence.own[group]:
+    if sequence is None or sequence.pages_ahead or page not in sequence.own[group]:
         raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
     if sequence.swap_ticket or page in sequence.tables[group]:
         raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")

@@ -13,6 +13,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
@@ -40,9 +41,9 @@ def make_room(
 ) -> Wait | None:
     """See to it that group g has ``wanted[g]`` pages to take on the replica; None when it has them now.
 
-    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages, and what there is of them is kept
-    for the ``waiter`` until its call runs again. Raises PoolExhausted when the whole demand cannot be met; nothing is
-    evicted then.
+    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages, or none where more is to be evicted
+    than in one turn, and what there is of them is kept for the ``waiter`` until its call runs again. Raises
+    PoolExhausted when the whole demand cannot be met; nothing is evicted then, but for what went in earlier turns.
     """
     place = call.replica.place
     if place.reservations:
@@ -65,22 +66,31 @@ def make_room(
     return wait._replace(reserved=room)
 
 
+def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence) -> Wait:
+    """There is room, and the call of ``waiter`` has its next turn: ``wanted[g]`` pages are kept for it until then."""
+    room = waiter.reserve()
+    room.keep(wanted, call.now + core.limits.reservation_seconds)
+    return TURN._replace(reserved=room)
+
+
 def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
     """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
 
-    Nothing is refused and nobody waits; returns how many pages of a group go at most, now or once they are saved.
+    Nothing is refused, nobody waits, and no more goes than in one turn; returns how many pages of a group go at most,
+    now or once they are saved.
     """
     model, replica, place = call.model, call.replica, call.replica.place
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, None))
     going = 0
     if short > 0:
+        short = min(short, core.turns.evicted)
         plan, _ = _plan(core, model, replica, short, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * short)
         if not plan.drains or may_submit(core, model, replica):
             _carry_out(core, model, replica, plan, None)
             going = plan.found
     for group in place.window_groups:
         before = place.pools[group].unreserved
-        drop_idle_windows(model.blocks, place, group, wanted[group] - before)
+        drop_idle_windows(model.blocks, place, group, min(wanted[group] - before, core.turns.evicted))
         going = max(going, place.pools[group].unreserved - before)
     return going
 
@@ -94,7 +104,10 @@ def _evict(core: Core, model: Model, replica: Replica, wanted: Sequence[int], ro
     if _shortage(place, wanted) > 0 and (wait := _evict_blocks(core, model, replica, wanted, room)) is not None:
         return wait
     for group in place.window_groups:
-        drop_idle_windows(model.blocks, place, group, wanted[group] - place.pools[group].unreserved)
+        short = wanted[group] - place.pools[group].unreserved
+        drop_idle_windows(model.blocks, place, group, min(short, core.turns.evicted))
+        if short > core.turns.evicted:
+            return TURN
     return None
 
 
@@ -105,13 +118,20 @@ def _evict_blocks(
     draining = _draining(core, model, replica, room)
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in draining)
     if short > 0:
-        plan, met = _plan(core, model, replica, short)
-        if not met:
+        at_once = min(short, core.turns.evicted)
+        has_begun = room is not None and room.is_open
+        is_beyond = at_once < short and not has_begun and evictable_pages(model.blocks, place) < short
+        plan, met = _plan(core, model, replica, at_once)
+        if is_beyond or not met:
             group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].unreserved)
             return _wait_or_refuse(core, model, replica, group, wanted[group], room)
+        if plan.drains and draining and not may_submit(core, model, replica):
+            return wait_for(core, (ticket.id for ticket in draining))
         if plan.drains:
             require_transfer(core, model, replica)
         draining += _carry_out(core, model, replica, plan, room)
+        if at_once < short:
+            return TURN
     if _shortage(place, wanted) <= 0:
         return None
     return wait_for(core, (ticket.id for ticket in draining))
@@ -174,6 +194,8 @@ def _wait_or_refuse(
         promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
         if pool.unreserved + coming - promised >= wanted:
             return wait_for(core, (ticket.id for ticket in running))
+    if any(chore.model == model.id for chore in core.chores):  # pages are on their way back
+        return TURN
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
 
 

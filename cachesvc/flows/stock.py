@@ -12,13 +12,18 @@ stays short, and growth takes the way of Allocate, which waits or is refused wit
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from typing import NoReturn
+
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.room import free_some
 from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.pages import PagePool
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, NotOwned
+from cachesvc.model.columns import Growth
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotOwned
 
 
 def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
@@ -26,35 +31,82 @@ def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ..
 
     Raises InvalidRequest, NotOwned (not in the stock, or of an older generation), Conflict, LoadFailed.
     """
-    sequence = call.sequence(sequence_id)
-    require_on_device(sequence)
-    lease, place = call.lease, call.replica.place
     counts = {len(cells.pages) for cells in pages}
-    if sorted(cells.group for cells in pages) != list(range(len(place.pools))) or len(counts) != 1:
+    if sorted(cells.group for cells in pages) != list(range(len(call.replica.place.pools))) or len(counts) != 1:
         raise InvalidRequest("extend takes the same number of pages for every group")
     more = counts.pop()
-    blocks = sequence.blocks + more
-    if blocks > core.limits.blocks_per_sequence:
-        raise LimitExceeded("blocks of a sequence", blocks, core.limits.blocks_per_sequence)
+    in_order = sorted(pages, key=lambda cells: cells.group)
+    grown: list[int] = []
+    if all(len(cells.generations) == more for cells in pages):
+        columns = [cells.pages for cells in in_order], [cells.generations for cells in in_order]
+        extend_many(core, call, Growth((sequence_id,), (0, more), *columns), range(1), grown)
+    if not grown:
+        _refuse_growth(core, call, sequence_id, in_order, more)
+    return grown[0]
+
+
+def extend_many(
+    core: Core,
+    call: Call,
+    growth: Growth,
+    entries: range,
+    told: list[int],
+    held: Container[int] = (),
+) -> None:
+    """``extend`` for ``entries``, in order. ``told`` gets the new length of each; it is short where an entry is left to
+    ``extend``, because it may be refused, or its sequence is among ``held``. Those behind it are not looked at."""
+    lease, pools, limit = call.lease, call.replica.place.pools, core.limits.blocks_per_sequence
+    numbers, starts, columns, _ = growth
+    if not _fit(lease, pools, growth, entries):
+        entries = entries[:1]
+        if not _fit(lease, pools, growth, entries):
+            return
+    sequences = lease.sequences
+    begin = end = starts[entries.start]
+    for entry in entries:
+        number, last = numbers[entry], starts[entry + 1]
+        sequence = sequences.get(number)
+        if sequence is None or number in held or sequence.failed or sequence.swap_ticket or sequence.swapped_out:
+            break
+        before = len(sequence.tables[0])
+        blocks = before + last - end
+        if blocks > limit or before < sequence.hit_blocks:
+            break
+        sequence.grow_from(columns, end, last)
+        told.append(blocks)
+        end = last
+    for stock, pages in zip(lease.stock, columns, strict=True):
+        stock.difference_update(pages[begin:end])
+    lease.grown += end - begin
+
+
+def _fit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range) -> bool:
+    """True where all pages of the entries are in the stock, each once, and of the generation that was granted."""
+    part = slice(growth.starts[entries.start], growth.starts[entries.stop])
+    for stock, pool, pages, generations in zip(lease.stock, pools, growth.pages, growth.generations, strict=True):
+        wanted, granted = pages[part], pool.generations
+        if not stock.issuperset(wanted) or len(set(wanted)) != len(wanted):
+            return False
+        if [granted[page] for page in wanted] != list(generations[part]):
+            return False
+    return True
+
+
+def _refuse_growth(core: Core, call: Call, sequence_id: int, pages: list[GroupCells], more: int) -> NoReturn:
+    """Say why a sequence cannot grow by these pages, in the order of their groups."""
+    sequence = call.sequence(sequence_id)
+    require_on_device(sequence)
+    if sequence.blocks + more > core.limits.blocks_per_sequence:
+        raise LimitExceeded("blocks of a sequence", sequence.blocks + more, core.limits.blocks_per_sequence)
     if sequence.blocks < sequence.hit_blocks:
         raise InvalidRequest(f"allocate the {sequence.hit_blocks} blocks that were hit before growing")
-    for cells in pages:
-        _check_stock_pages(call, cells)
-    in_order = sorted(pages, key=lambda cells: cells.group)
-    for cells in in_order:
-        lease.stock[cells.group].difference_update(cells.pages)
-    sequence.grow([cells.pages for cells in in_order])
-    lease.grown += more
-    return blocks
-
-
-def _check_stock_pages(call: Call, cells: GroupCells) -> None:
-    stock, pool = call.lease.stock[cells.group], call.replica.place.pools[cells.group]
-    if len(set(cells.pages)) != len(cells.pages) or len(cells.generations) != len(cells.pages):
-        raise InvalidRequest("extend needs distinct pages, each with its generation")
-    for page, generation in zip(cells.pages, cells.generations, strict=True):
-        if page not in stock or not pool.owns(page, generation):
-            raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
+    for cells, stock, pool in zip(pages, call.lease.stock, call.replica.place.pools, strict=True):
+        if len(set(cells.pages)) != more or len(cells.generations) != more:
+            raise InvalidRequest("extend needs distinct pages, each with its generation")
+        for page, generation in zip(cells.pages, cells.generations, strict=True):
+            if page not in stock or pool.generations[page] != generation:
+                raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
+    raise LedgerBroken(f"sequence {sequence_id} could not grow by {more} blocks, and nothing is in its way")
 
 
 def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:

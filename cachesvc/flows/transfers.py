@@ -7,11 +7,13 @@ that does not run.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
+from cachesvc.flows.turns import begin
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model, Replica
@@ -106,56 +108,115 @@ def expedite(core: Core, tickets: Iterable[int]) -> None:
 
 
 def land(core: Core, ticket_id: int, outcome: Outcome) -> list[int]:
-    """The mover is through with a ticket. Returns the tickets ended by it.
+    """The mover is through with a ticket. Returns the tickets ended by it at once; what takes more than a turn goes on
+    as a chore, and ``core.on_ended`` is told.
 
     A load below another that still runs is held back until that one has ended, and fails with it.
     """
-    ended = core.ledger.tickets.land(ticket_id, outcome)
-    for ticket in ended:
-        _settle(core, ticket)
-    return [ticket.id for ticket in ended]
+    running = core.ledger.tickets.running
+    model = running[ticket_id].model
+    landing = _Landing(core, deque(core.ledger.tickets.land(ticket_id, outcome)))
+    begin(core.chores, model, landing.go_on)
+    return landing.take_ended()
 
 
-def _settle(core: Core, ticket: Ticket) -> None:
+class _Landing:
+    """Tickets that may be able to end, one after another, since one has landed."""
+
+    def __init__(self, core: Core, due: deque[Ticket]) -> None:
+        self._core = core
+        self._due = due
+        self._ended: list[int] | None = []
+
+    def take_ended(self) -> list[int]:
+        """What has ended in the first turn; what ends later is told."""
+        ended, self._ended = self._ended, None
+        return ended or []
+
+    def go_on(self) -> bool:
+        """A turn; True when no ticket is left."""
+        core, book = self._core, self._core.ledger.tickets
+        left = 1.0
+        while self._due and left > 0:
+            ticket = self._due[0]
+            if not book.may_end(ticket):
+                self._due.popleft()
+                continue
+            left = _settle_part(core, ticket, left)
+            if not ticket.has_parts:
+                self._due.popleft()
+                self._due += book.end(ticket)
+                self._tell(ticket)
+        return not self._due
+
+    def _tell(self, ticket: Ticket) -> None:
+        _settle_rest(self._core, ticket)
+        if self._ended is not None:
+            self._ended.append(ticket.id)
+        elif self._core.on_ended is not None:
+            self._core.on_ended([ticket.id])
+
+
+def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
+    """Settle copies of a ticket that may end, as many as ``left`` of a turn is for; returns what of it is left then."""
+    model = core.ledger.models[ticket.model]
+    replica = model.replicas[ticket.replica]
+    arrived = not ticket.failing
+    if not ticket.is_settling:
+        ticket.is_settling, ticket.moved_blocks = True, ticket.blocks
+        if ticket.drains:
+            replica.failed_drains = 0 if arrived else replica.failed_drains + 1
+        if not arrived:  # nobody relies any more on what will be gone
+            _tell_waiters(core, replica, ticket)
+    if rows := ticket.take_rows(int(left * core.turns.landed) + 1):
+        left -= len(rows) / core.turns.landed
+        place = replica.place if ticket.direction is Direction.LOAD else model.blocks.host
+        for row in rows:
+            model.blocks.finish_fill(place, row, arrived=arrived)
+        if ticket.direction is Direction.LOAD:
+            _count_loaded(core, model, ticket, rows)
+    if left > 0 and (drains := ticket.take_drains(int(left * core.turns.drained) + 1)):
+        left -= len(drains) / core.turns.drained
+        for drain in drains:
+            model.evictor.finish_drain(replica.place, drain, arrived=arrived)
+        core.count(Count.EVICTIONS, len(drains) if arrived else 0)
+    remember_dropped(core, model)
+    return left
+
+
+def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: list[int]) -> None:
+    arrived = not ticket.failing
+    if ticket.source is not None:
+        core.count(Count.PEER_BLOCKS, len(rows) if arrived else 0)
+    elif arrived:
+        used = model.blocks.host.used
+        for row in rows:
+            used[row] = 1
+    if not arrived:
+        model.reuse.missed[Miss.LOAD_FAILED] += len(rows)
+
+
+def _settle_rest(core: Core, ticket: Ticket) -> None:
+    """Its copies are settled, and it has ended: whoever relied on it is told."""
     model = core.ledger.models[ticket.model]
     replica = model.replicas[ticket.replica]
     core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
-    if ticket.direction is Direction.LOAD:
-        _settle_load(core, model, replica, ticket)
-    else:
-        _settle_store(core, model, replica, ticket)
-    if ticket.traveller is not None:
-        _settle_swap(core, replica, ticket)
+    if ticket.pin is not None:
+        ticket.pin.let_go()
+    _tell_waiters(core, replica, ticket)
     if ticket.room is not None:
         ticket.room.top_up()
     ticket.forget_parts()
     remember_dropped(core, model)
 
 
-def _settle_load(core: Core, model: Model, replica: Replica, ticket: Ticket) -> None:
-    blocks, arrived = model.blocks, not ticket.reason
-    for row in reversed(ticket.rows):  # leaves first: a child never stays where its parent is gone
-        blocks.finish_fill(replica.place, row, arrived=arrived)
-        if ticket.source is None:
-            blocks.host.used[row] |= arrived
-    if not arrived:
-        model.reuse.missed[Miss.LOAD_FAILED] += len(ticket.rows)
-    if ticket.pin is not None:
-        ticket.pin.let_go()
-        core.count(Count.PEER_BLOCKS, len(ticket.rows) if arrived else 0)
+def _tell_waiters(core: Core, replica: Replica, ticket: Ticket) -> None:
+    """Once: what became of it is known."""
     for waiter in ticket.waiters:
-        waiter.load_ended(ticket.id, ticket.reason)
-
-
-def _settle_store(core: Core, model: Model, replica: Replica, ticket: Ticket) -> None:
-    arrived = not ticket.reason
-    for row in ticket.rows:
-        model.blocks.finish_fill(model.blocks.host, row, arrived=arrived)
-    if ticket.drains:
-        replica.failed_drains = 0 if arrived else replica.failed_drains + 1
-        for drain in ticket.drains:
-            model.evictor.finish_drain(replica.place, drain, arrived=arrived)
-        core.count(Count.EVICTIONS, len(ticket.drains) if arrived else 0)
+        waiter.load_ended(ticket.id, ticket.failing)
+    ticket.waiters = []
+    if ticket.traveller is not None:
+        _settle_swap(core, replica, ticket)
 
 
 def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
@@ -168,6 +229,7 @@ def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
             lease.set_aside(group, pool, pages)
         else:
             pool.move_all(pages, PageState.FREE)
+    ticket.traveller, ticket.moves = None, []
 
 
 def ticket_view(ticket: Ticket) -> TicketView:

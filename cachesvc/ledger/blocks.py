@@ -7,7 +7,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from cachesvc.ledger.ages import Ages
@@ -226,6 +226,23 @@ class BlockLedger:
         if not place.pins[row]:
             place.pinned.discard(row)
             self.offer(place, row)
+
+    def pin_below(self, place: Place, moves: Iterable[tuple[int, int]]) -> None:
+        """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which has just come somewhere
+        below it: neither is a candidate."""
+        pins, pinned, depth = place.pins, place.pinned, self.index.depth
+        blocks = 0
+        for above, row in moves:
+            pins[row] += 1
+            pinned.add(row)
+            blocks += depth[row] + 1
+            if above != NO_ROW:
+                blocks -= depth[above] + 1
+                left = pins[above] - 1
+                pins[above] = left
+                if not left:
+                    pinned.discard(above)
+        place.counts.pinned += blocks
 
     def pin_window(self, place: Place, group: int, row: int) -> None:
         """Keep one windowed copy; its block is protected by a pin of its own."""

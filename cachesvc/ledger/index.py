@@ -9,7 +9,7 @@ What eviction ranks are made of changes here alone, so here the candidates are k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.parted import PartedDict
@@ -68,23 +68,45 @@ class BlockIndex:
 
     def insert(self, key: bytes, parent: int, stamp: int, reuses: int = 0) -> int:
         """A new row under ``parent`` (NO_ROW: the root) with no copy yet; the caller gives it one at once."""
-        if not self._spare_rows:
-            self._grow()
-        row = self._spare_rows.pop()
-        self.keys[row] = key
-        self.parent[row] = parent
-        self.stamp[row] = stamp
-        self.reuses[row] = reuses
-        if parent == NO_ROW:
-            self.depth[row] = 0
-            self.head[row] = row
-        else:
-            self.depth[row] = self.depth[parent] + 1
-            self.children[parent] += 1
-            self.head[row] = row if self.continued[parent] else self.head[parent]
-            self.continued[parent] = 1
-        self.rows.parts[key[-1]][key] = row
+        reused = {key: reuses} if reuses else {}
+        [[row]] = self.insert_paths([(parent, (key,))], lambda: stamp, reused)
+        self.hits[row] = 0
         return row
+
+    def insert_paths(
+        self, paths: Iterable[tuple[int, Sequence[bytes]]], stamp: Callable[[], int], reuses: Mapping[bytes, int]
+    ) -> list[list[int]]:
+        """``insert`` for each key of some paths, each from a row (NO_ROW: the root) down, whose last is then accessed,
+        as by ``touch``. ``reuses``: of those keys that have any."""
+        parts, keys_of, parent, depth, head = self.rows.parts, self.keys, self.parent, self.depth, self.head
+        children, continued, stamps, counts = self.children, self.continued, self.stamp, self.reuses
+        out: list[list[int]] = []
+        for tip, keys in paths:
+            path: list[int] = []
+            row = tip
+            for key in keys:
+                above = row
+                if not self._spare_rows:
+                    self._grow()
+                row = self._spare_rows.pop()
+                keys_of[row] = key
+                parent[row] = above
+                stamps[row] = stamp()
+                counts[row] = reuses.get(key, 0) if reuses else 0
+                if above == NO_ROW:
+                    depth[row] = 0
+                    head[row] = row
+                else:
+                    depth[row] = depth[above] + 1
+                    children[above] += 1
+                    head[row] = row if continued[above] else head[above]
+                    continued[above] = 1
+                parts[key[-1]][key] = row
+                path.append(row)
+            stamps[row] = stamp()  # nobody has filed it yet
+            self.hits[row] += 1
+            out.append(path)
+        return out
 
     def _grow(self) -> None:
         """Room for more rows, many at once: columns that grow row by row cost more than what is written to them."""

@@ -7,8 +7,9 @@ became of a key. Nothing is allocated for a change but what the ring keeps; nobo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import repeat
 from typing import NamedTuple
 
 from cachesvc.model.errors import EventsForgotten
@@ -121,6 +122,21 @@ class Journal:
         self._rows[at] = row
         self._codes[at] = code
         self._seconds[at] = self._moment.seconds
+
+    def note_all(self, code: int, rows: Sequence[int]) -> None:
+        """``note`` for each of ``rows``, whose copies came."""
+        keys, index_keys, parents = self._keys, self._index_keys, self._index_parents
+        room = min(len(rows), max(self.keep - self.last, 0))
+        for row in rows[:room]:
+            above = parents[row]
+            keys.append(index_keys[row] or b"")
+            self._parents.append((index_keys[above] or b"") if above >= 0 else b"")
+        self._rows.extend(rows[:room])
+        self._codes.extend(repeat(code, room))
+        self._seconds.extend(repeat(self._moment.seconds, room))
+        self.last += room
+        for row in rows[room:]:
+            self.note(code, row)
 
     def read(self, number: int, limit: int) -> list[Event]:
         """Up to ``limit`` changes from ``number`` on. Raises EventsForgotten."""

@@ -35,7 +35,8 @@ class Lease:
     ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet; ``grown``
     how many blocks its sequences have grown by for which the stock has evicted nothing yet. ``quarantine``: pages that
     wait for the processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and
-    request_id.
+    request_id. Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it
+    has is being given back.
     """
 
     id: str
@@ -54,6 +55,8 @@ class Lease:
     quarantine: list[tuple[int, int]] = field(default_factory=list)
     attached: dict[bytes, set[int]] = field(default_factory=dict)
     opened_by: tuple[bytes, int] = (b"", 0)
+    is_quiet: bool = False
+    is_ending: bool = False
 
     def __post_init__(self) -> None:
         if not self.stock:
@@ -80,11 +83,13 @@ class Lease:
         pool.move_all(pages, PageState.QUARANTINED)
         self.quarantine += [(group, page) for page in pages]
 
-    def free_quarantine(self, pools: Sequence[PagePool]) -> None:
-        """Nobody writes them any more."""
+    def free_quarantine(self, pools: Sequence[PagePool], most: int) -> bool:
+        """Nobody writes them any more: up to ``most`` of them are free. True when none is left."""
+        some = self.quarantine[-most:]
+        del self.quarantine[-most:]
         for group, pool in enumerate(pools):
-            pool.move_all([page for g, page in self.quarantine if g == group], PageState.FREE)
-        self.quarantine = []
+            pool.move_all([page for g, page in some if g == group], PageState.FREE)
+        return not self.quarantine
 
 
 @dataclass(slots=True)

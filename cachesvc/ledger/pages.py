@@ -7,7 +7,9 @@ may be reserved (``reservations.py``): they are free, and nobody takes them befo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.words import PageState, runs_of
@@ -30,6 +32,9 @@ LEGAL_PAGE_MOVES = frozenset(
     }
 )
 _BUCKETS = 40
+AT_ONCE = 32
+"""From so many pages on, columns are moved whole instead of page by page: a call of NumPy costs as much as some ten."""
+_MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in PageState] for target in PageState])
 
 
 class PagePool:
@@ -44,6 +49,9 @@ class PagePool:
         self.usable = 0
         self.reserved = 0
         self._added = bytearray(capacity)
+        self._state_column = np.frombuffer(self.states, np.uint8)
+        self._generation_column = np.frombuffer(self.generations, np.uint32)
+        self._added_column = np.frombuffer(self._added, np.bool_)
         self._count_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._buckets: list[dict[int, None]] = [{} for _ in range(_BUCKETS)]
@@ -83,8 +91,11 @@ class PagePool:
                 self._insert_run(start + used, length - used)
             pages.extend(range(start, start + used))
             self.states[start : start + used] = bytes((state,)) * used
-        for page in pages:
-            self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
+            if used < AT_ONCE:
+                for page in range(start, start + used):
+                    self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
+            else:
+                self._generation_column[start : start + used] += np.uint32(1)
         self.counts[FREE] -= count
         self.counts[state] += count
         return pages
@@ -106,10 +117,47 @@ class PagePool:
         if target == FREE:
             self._give_back(page, 1)
 
+    def shift_all(self, pages: Sequence[int], source: PageState, target: PageState) -> None:
+        """``shift`` for each of distinct pages, none of which becomes free. Raises IllegalMove before anything has
+        moved."""
+        states, before, after = self.states, int(source), int(target)
+        for page in pages:
+            if page < 0 or states[page] != before:
+                raise IllegalMove(f"{self.name} page {page}", source, target)
+        for page in pages:
+            states[page] = after
+        self.counts[before] -= len(pages)
+        self.counts[after] += len(pages)
+
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
         """``move`` for each page; of those that become free whole runs come back at a time. Raises IllegalMove before
         anything has moved."""
-        pages = sorted(pages)
+        pages = pages if isinstance(pages, list) else list(pages)
+        if len(pages) < AT_ONCE:
+            self._move_few(sorted(pages), target)
+            return
+        column = np.sort(np.array(pages, np.int64))
+        gaps = np.diff(column)
+        if column[0] < 0 or column[-1] >= self.capacity or not gaps.all():
+            raise IllegalMove(
+                f"{self.name}: {len(pages)} pages", "pages that are not distinct pages of the pool", target
+            )
+        sources = self._state_column[column]
+        legal = _MAY_BECOME[target][sources] & self._added_column[column]
+        if not legal.all():
+            page = int(column[int(np.argmin(legal))])
+            raise IllegalMove(f"{self.name} page {page}", PageState(self.states[page]), target)
+        for source, count in enumerate(np.bincount(sources, minlength=len(PageState)).tolist()):
+            self.counts[source] -= count
+        self.counts[target] += len(pages)
+        self._state_column[column] = target
+        if target == FREE:
+            starts = [0, *(np.flatnonzero(gaps != 1) + 1).tolist()]
+            firsts = column[starts].tolist()
+            for first, start, end in zip(firsts, starts, [*starts[1:], len(pages)], strict=True):
+                self._give_back(first, end - start)
+
+    def _move_few(self, pages: list[int], target: PageState) -> None:
         states, added = self.states, self._added
         before = None
         for page in pages:

@@ -156,6 +156,31 @@ class Place:
         """A private page is the copy from now on. Raises IllegalMove."""
         self._move(group, row, ABSENT, READY, page)
 
+    def seal_new(self, group: int, rows: Sequence[int], pages: Sequence[int]) -> None:
+        """``seal`` for each of ``rows``, which no place has yet; NO_PAGE for those that have none in this group. Raises
+        IllegalMove before anything has moved."""
+        states, held = self.states[group], self.pages[group]
+        if group in self.window_pins:
+            rows = [row for row, page in zip(rows, pages, strict=True) if page != NO_PAGE]
+            pages = [page for page in pages if page != NO_PAGE]
+        self.pools[group].shift_all(pages, PRIVATE, SEALED)
+        for row, page in zip(rows, pages, strict=True):
+            states[row] = IS_WHOLE
+            held[row] = page
+        self._journal.note_all(self._told[ABSENT, READY][0] | group << 9, rows)
+        if group == self.lead:
+            self.counts.states[ABSENT] -= len(rows)
+            self.counts.states[READY] += len(rows)
+
+    def come(self, rows: Sequence[int], parents: Sequence[int]) -> None:
+        """``rows``, none of whose parents is a candidate, have their first copies here. ``parents``: by row."""
+        used, children = self.used, self.children
+        for row in rows:
+            used[row] = 0
+            parent = parents[row]
+            if parent != NO_ROW:
+                children[parent] += 1
+
     def fill(self, group: int, rows: Sequence[int]) -> list[int]:
         """Copies begin to come: one page for each of ``rows``, in as few runs as can be had. There is room.
 

@@ -4,6 +4,9 @@ A call that must wait reserves what is free of what it wants, and when a transfe
 reserves those, up to what it wants. So a reservation never holds a page that is not free, two calls that wait can never
 hold each other up for good (each waits for transfers, and is refused or goes on once they have ended), and whoever
 comes later pays with evictions of its own. It ends with its call, its sequence or its lease, and by a deadline.
+
+Where many pages are wanted they are taken ahead, some in each turn of the call, once all are there: they are the
+sequence's own, in no table yet. If its call is given up meanwhile, its next one begins with them.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cachesvc.ledger.pages import PagePool
+from cachesvc.model.words import PageState
 
 
 class Reservation:
     """What one call waits for on one place: ``wanted[g]`` pages, of which ``held[g]`` are free and kept for it.
 
     ``line``: all reservations of the place that have not ended. ``until``: seconds, monotonic; then it ends anyhow.
+    ``own[g]``: the pages of whoever it is for; ``ahead[g]``: those of them that were taken ahead.
     """
 
-    __slots__ = ("_line", "_pools", "held", "until", "wanted")
+    __slots__ = ("_line", "_own", "_pools", "ahead", "held", "until", "wanted")
 
-    def __init__(self, line: dict[Reservation, None], pools: Sequence[PagePool]) -> None:
+    def __init__(self, line: dict[Reservation, None], pools: Sequence[PagePool], own: Sequence[set[int]] = ()) -> None:
         self._line = line
         self._pools = pools
+        self._own = own
+        self.ahead: list[list[int]] = [[] for _ in pools]
         self.wanted = [0] * len(pools)
         self.held = [0] * len(pools)
         self.until = 0.0
@@ -50,6 +57,22 @@ class Reservation:
             if more > 0:
                 self.held[group] += more
                 pool.reserved += more
+
+    def take_ahead(self, wanted: int, most: int) -> bool:
+        """Take up to ``most`` pages of each group towards ``wanted``; True when they are there. There are as many."""
+        missing = wanted - len(self.ahead[0])
+        for ahead, own, pool in zip(self.ahead, self._own, self._pools, strict=True):
+            pages = pool.take(max(0, min(missing, most)), PageState.PRIVATE)
+            ahead.extend(pages)
+            own.update(pages)
+        return missing <= most
+
+    def hand_over(self, count: int) -> list[list[int]]:
+        """Up to ``count`` pages of each group that were taken ahead are no longer kept for a call."""
+        pages = [ahead[:count] for ahead in self.ahead]
+        for ahead in self.ahead:
+            del ahead[:count]
+        return pages
 
     def give_back(self) -> None:
         """What it holds can be taken: its call runs. What it started still frees pages for it."""

@@ -42,6 +42,7 @@ class Reuse:
         self._young: PartedDict[tuple[str, Miss]] = PartedDict()
         self._old: PartedDict[tuple[str, Miss]] = PartedDict()
         self._young_keys = 0
+        self._knows_some = False
         self._forgotten: list[dict[bytes, tuple[str, Miss]]] = []
 
     @property
@@ -82,6 +83,12 @@ class Reuse:
         if known is not None:
             self.recomputed[known] = self.recomputed.get(known, 0) + 1
 
+    def computed_all(self, keys: Iterable[bytes]) -> None:
+        """``computed`` for each of ``keys``."""
+        if self._knows_some:
+            for key in keys:
+                self.computed(key)
+
     def computed_again(self, tier: str, cause: Miss) -> None:
         """A block was published that the index has, on ``tier``."""
         known = (tier, cause)
@@ -90,6 +97,7 @@ class Reuse:
     def dropped(self, keys: Iterable[tuple[bytes, str]], cause: Miss, limit: int) -> None:
         """Blocks left the index from a tier, children before parents. Remembers about ``limit`` at most."""
         half = max(limit, LEAST_REMEMBERED) // 2
+        self._knows_some = True
         for key, tier in keys:
             if self._forgotten:
                 self._forgotten.pop()  # a part for each key: no call frees a whole generation

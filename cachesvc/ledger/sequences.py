@@ -15,6 +15,9 @@ from cachesvc.ledger.tickets import PageMove, Ticket
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
+Keep = Callable[[int, list[int]], None]
+"""Takes pages of a group that somebody may still write."""
+
 
 class Sequence(BlockTables):
     """While it is swapped out, ``swapped`` has the ``(group, position, host page)`` of its own pages, and
@@ -22,7 +25,7 @@ class Sequence(BlockTables):
     kept for a call that waits, once one has waited.
     """
 
-    __slots__ = ("id", "is_open", "lease", "model", "replica", "room", "swap_ticket", "swapped", "swapped_out")
+    __slots__ = ("freed", "id", "is_open", "lease", "model", "replica", "room", "swap_ticket", "swapped", "swapped_out")
 
     def __init__(
         self, number: int, lease: str, model: int, replica: int, ledger: BlockLedger, place: Place, keys: bytes
@@ -37,12 +40,40 @@ class Sequence(BlockTables):
         self.swapped_out = False
         self.swapped: list[tuple[int, int, int]] = []
         self.is_open = True
+        self.freed = 0
+
+    @property
+    def is_away(self) -> bool:
+        """True while it is swapped out, or on its way."""
+        return self.swapped_out or self.swap_ticket != 0
 
     def reserve(self) -> Reservation:
         """What keeps pages for its calls that wait."""
         if self.room is None:
-            self.room = Reservation(self.place.reservations, self.place.pools)
+            self.room = Reservation(self.place.reservations, self.place.pools, self.own)
         return self.room
+
+    @property
+    def pages_ahead(self) -> int:
+        """Pages of each group that were taken for a call that is growing it."""
+        return len(self.room.ahead[0]) if self.room is not None else 0
+
+    def prepare(self, blocks: int, fresh: int, most: int) -> bool:
+        """Take pages, and declare keys, of ``fresh`` blocks with which it will have ``blocks``: some of them now, where
+        they are more than ``most``. True when ``fresh_pages`` is due. There are as many pages."""
+        is_declared = self.declare(min(blocks, self.known_keys), most)
+        if fresh <= most and not self.pages_ahead:
+            return is_declared
+        return self.reserve().take_ahead(fresh, most) and is_declared
+
+    def fresh_pages(self, count: int) -> list[list[int]]:
+        """``count`` pages of each group, those first that were taken ahead."""
+        ahead = self.room.hand_over(count) if self.pages_ahead and self.room is not None else [[] for _ in self.tables]
+        for pages, own, pool in zip(ahead, self.own, self.place.pools, strict=True):
+            rest = pool.take(count - len(pages), PageState.PRIVATE)
+            own.update(rest)
+            pages.extend(rest)
+        return ahead
 
     # -- swap --------------------------------------------------------------------------------------------------
 
@@ -72,7 +103,10 @@ class Sequence(BlockTables):
         self._begin_swap(ticket, moves)
 
     def free_spares(self) -> None:
-        """Own pages beside the tables: of keys that others sealed first, and of a swap in that failed."""
+        """Own pages beside the tables: of keys that others sealed first, of a swap in that failed, of a call that was
+        given up."""
+        if self.room is not None:
+            self.room.hand_over(self.pages_ahead)
         for group, pool in enumerate(self.place.pools):
             spares = self.own[group].difference(self.tables[group])
             self.own[group] -= spares
@@ -115,9 +149,10 @@ class Sequence(BlockTables):
         do so.
         """
         left = ticket.direction is Direction.STORE
-        failed = bool(ticket.reason)
+        failed = bool(ticket.failing)
         is_out = self.is_open and left != failed
         rest: list[list[int]] = [[] for _ in self.place.pools]
+        self.swap_ticket = 0
         for group, pool in enumerate(self.place.pools):
             mine = [move for move in ticket.moves if move.group == group]
             on_host = PageState.PRIVATE if is_out else PageState.FREE
@@ -127,12 +162,13 @@ class Sequence(BlockTables):
                 pool.move_all(pages, PageState.FREE if is_out and left else PageState.PRIVATE)
             else:
                 rest[group] = pages
-        if self.is_open:
-            self.swap_ticket = 0
-            if is_out:
-                self._is_out(ticket)
-            else:
-                self._is_in()
+                self.own[group].difference_update(pages)
+        if not self.is_open:
+            self.swapped = []
+        elif is_out:
+            self._is_out(ticket)
+        else:
+            self._is_in()
         return rest
 
     def _is_out(self, ticket: Ticket) -> None:
@@ -155,34 +191,55 @@ class Sequence(BlockTables):
 
     # -- end ---------------------------------------------------------------------------------------------------
 
-    def end(self, keep: Callable[[int, list[int]], None] | None = None) -> int:
-        """Let go of everything; returns how many device pages came back.
+    def end(self, keep: Keep | None = None) -> int:
+        """Let go of everything; returns how many device pages came back. See ``end_part``."""
+        while not self.end_part(1 << 30, keep):
+            pass
+        return self.freed
+
+    def end_part(self, most: int, keep: Keep | None = None) -> bool:
+        """Let go of ``most`` of its pages and keys of each kind; True when it has nothing any more. ``freed``: device
+        pages that have come back by then. Nothing else is done with a sequence that has begun to end.
 
         ``keep``: takes the own pages of a group that somebody may still write, instead of freeing them. Pages of a
         running swap are settled when it has ended.
         """
-        self.is_open = False
-        if self.room is not None:
-            self.room.release()
-        self._withdraw(max(self.sealed, self.hit_blocks), self.declared)
+        if self.is_open:
+            self.is_open = False
+            if self.room is not None:
+                self.room.release()
+        first = max(self.sealed, self.hit_blocks)
+        if self.declared > first:
+            self._withdraw(max(first, self.declared - most), self.declared)
+            self.declared = max(first, self.declared - most)
+            if self.declared > first:
+                return False
         self.let_go()
-        freed = 0
-        for group, own in enumerate(self.own):
-            if not own:
-                continue
-            pool = self.place.pools[group]
-            pages = [page for page in own if pool.states[page] == PageState.PRIVATE]
-            if keep is None:
-                pool.move_all(pages, PageState.FREE)
-            else:
-                keep(group, pages)
-            freed += len(pages)
-        if self.swapped and not self.swap_ticket:
-            self._free_swapped()
-        return freed
+        each = max(1, most // len(self.own))
+        left = [self._end_own(group, each, keep) for group in range(len(self.own))]
+        if any(left):
+            return False
+        return bool(self.swap_ticket) or self._end_swapped(most)
 
-    def _free_swapped(self) -> None:
-        host = self.ledger.host
-        for group, pool in enumerate(host.pools):
-            pool.move_all([page for g, _, page in self.swapped if g == group], PageState.FREE)
-        self.swapped = []
+    def _end_own(self, group: int, most: int, keep: Keep | None) -> bool:
+        """Let go of some of its own pages of a group; True when more are left."""
+        own, pool = self.own[group], self.place.pools[group]
+        if not own:
+            return False
+        some = [own.pop() for _ in range(min(most, len(own)))]
+        if self.swap_ticket:
+            some = [page for page in some if pool.states[page] == PageState.PRIVATE]
+        if keep is None:
+            pool.move_all(some, PageState.FREE)
+        else:
+            keep(group, some)
+        self.freed += len(some)
+        return bool(own)
+
+    def _end_swapped(self, most: int) -> bool:
+        """Free some of its host pages; True when none is left."""
+        some = self.swapped[-most:]
+        del self.swapped[-most:]
+        for group, pool in enumerate(self.ledger.host.pools):
+            pool.move_all([page for g, _, page in some if g == group], PageState.FREE)
+        return not self.swapped

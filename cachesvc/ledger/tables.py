@@ -58,6 +58,17 @@ class BlockTables(Hold):
         """``(group, page)`` of everything that this sequence alone may write."""
         return [(group, page) for group, pages in enumerate(self.own) for page in sorted(pages)]
 
+    def owns(self, first: int, last: int) -> bool:
+        """True where this sequence alone may write all pages of positions ``[first, last)``; windowed groups may have
+        none there."""
+        for group, (table, own) in enumerate(zip(self.tables, self.own, strict=True)):
+            pages = table[first:last]
+            if not own.issuperset(pages) and (
+                group in self.place.full_groups or any(page not in own and page != NO_PAGE for page in pages)
+            ):
+                return False
+        return True
+
     # -- growing -----------------------------------------------------------------------------------------------
 
     def hold(self, hit: Hit, stamp: int) -> None:
@@ -99,16 +110,35 @@ class BlockTables(Hold):
         for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
             table.extend(pages)
             own.update(pages)
-        self._declare()
-
-    def _declare(self) -> None:
-        """The request computes all blocks from its hit on whose keys are known."""
-        computing = self.ledger.computing
         last = min(self.blocks, self.known_keys)
-        for position in range(max(self.sealed, self.hit_blocks, self.declared), last):
-            key = self.key(position)
+        self.declare(last, last)
+
+    def grow_from(self, columns: Sequence[Sequence[int]], first: int, last: int) -> None:
+        """``grow`` by the pages ``[first, last)`` of each group's column."""
+        if last - first == 1:
+            for table, own, pages in zip(self.tables, self.own, columns, strict=True):
+                page = pages[first]
+                table.append(page)
+                own.add(page)
+        else:
+            for table, own, pages in zip(self.tables, self.own, columns, strict=True):
+                table.extend(pages[first:last])
+                own.update(pages[first:last])
+        if len(self.keys) > self.sealed * KEY_BYTES:
+            last = min(self.blocks, self.known_keys)
+            self.declare(last, last)
+
+    def declare(self, last: int, most: int) -> bool:
+        """The request computes, or is about to, all blocks from its hit on up to ``last``, whose keys are known; up to
+        ``most`` more of them are declared now. True when all are."""
+        computing, keys = self.ledger.computing, self.keys
+        first = max(self.sealed, self.hit_blocks, self.declared)
+        until = min(last, first + most)
+        for at in range(first * KEY_BYTES, until * KEY_BYTES, KEY_BYTES):
+            key = bytes(keys[at : at + KEY_BYTES])
             computing[key] = computing.get(key, 0) + 1
-        self.declared = max(self.declared, last)
+        self.declared = max(self.declared, until)
+        return until >= last
 
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
@@ -158,6 +188,19 @@ class BlockTables(Hold):
             self._withdraw(first, self.sealed)
         return out
 
+    def sealed_new(self, keys: Sequence[bytes], path: Sequence[int]) -> None:
+        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is pinned."""
+        first = self.sealed
+        last = first + len(path)
+        if last * KEY_BYTES > len(self.keys):
+            self.keys[first * KEY_BYTES :] = b"".join(keys)
+        self.sealed = last
+        self._device.row = path[-1]
+        if self.place.window_groups:
+            self._hold_windows(first, path)
+        if self.declared > first:
+            self._withdraw(first, last)
+
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]
         self.ledger.seal(self.place, row, pages)
@@ -182,7 +225,7 @@ class BlockTables(Hold):
                 spares.append((group, own))
                 table[position] = place.pages[group][row]
 
-    def _hold_windows(self, first: int, path: list[int]) -> None:
+    def _hold_windows(self, first: int, path: Sequence[int]) -> None:
         for group in self.place.window_groups:
             table, pages = self.tables[group], self.place.pages[group]
             for position, row in enumerate(path, start=first):

@@ -65,7 +65,8 @@ class Ticket:
     from instead of the host, and its deepest row there, kept by ``pin`` until the ticket ends. ``room``: for whom
     drains free pages. ``after``: tickets whose blocks lie above these; ``below``: running ones that this one is above
     of, and ``above`` how many above it run still. ``landed``: what became of the copy itself, None while it goes on;
-    ``failing``: why the ticket will fail, as soon as nothing below it runs.
+    ``failing``: why the ticket will fail, as soon as nothing below it runs. ``is_settling``: it has begun to end, and
+    what is settled of it is in its lists no more.
     """
 
     id: int
@@ -91,11 +92,35 @@ class Ticket:
     state: TicketState = TicketState.RUNNING
     reason: str = ""
     moved_blocks: int = 0
+    is_settling: bool = False
 
     @property
     def blocks(self) -> int:
         """Blocks or private pages that this ticket moves, or has moved."""
         return self.moved_blocks or len(self.rows) + len(self.drains) + len(self.moves)
+
+    @property
+    def has_parts(self) -> bool:
+        """True while copies are to be settled."""
+        return bool(self.rows or self.drains)
+
+    def take_rows(self, most: int) -> list[int]:
+        """The next rows to settle, which it no longer has then: root first where they have come, so that a hit never
+        has a gap, and leaves first where they have not, so that no child stays where its parent is gone."""
+        if not self.failing:
+            taken = self.rows[:most]
+            del self.rows[:most]
+            return taken
+        taken = self.rows[-most:]
+        del self.rows[-most:]
+        taken.reverse()
+        return taken
+
+    def take_drains(self, most: int) -> list[Drain]:
+        """The next drains to settle, leaves first; it no longer has them then."""
+        taken = self.drains[:most]
+        del self.drains[:most]
+        return taken
 
     def forget_parts(self) -> None:
         """Keep only what is told of an ended ticket: a page each of thousands of tickets is work for the collector."""
@@ -162,18 +187,11 @@ class TicketBook:
         return list(self._reading.get((model, replica), {}).values())
 
     def land(self, ticket_id: int, outcome: Outcome) -> list[Ticket]:
-        """The mover is through with a ticket. Ends what may end now and returns it, in the order to settle it in."""
+        """The mover is through with a ticket. Returns those that may be able to end now, which is to be seen in this
+        order: settle each that ``may_end``, then ``end`` it."""
         ticket = self.running[ticket_id]
         ticket.landed = outcome
-        due = [ticket]
-        if isinstance(outcome, Failed):
-            due += self._fail(ticket, outcome.reason)
-        ended: list[Ticket] = []
-        for each in due:  # grows: an end lets those end that it is linked to
-            if each.id in self.running and self._may_end(each):
-                ended.append(each)
-                due += self._end(each)
-        return ended
+        return [ticket, *self._fail(ticket, outcome.reason)] if isinstance(outcome, Failed) else [ticket]
 
     def _fail(self, ticket: Ticket, reason: str) -> list[Ticket]:
         """All below fails with it. Returns those that are told so now."""
@@ -188,11 +206,13 @@ class TicketBook:
                 due += below.below.values()
         return told
 
-    def _may_end(self, ticket: Ticket) -> bool:
-        return ticket.landed is not None and not (ticket.below if ticket.failing else ticket.above)
+    def may_end(self, ticket: Ticket) -> bool:
+        """True where its copy has ended, and so has what must end before it."""
+        is_due = ticket.landed is not None and not (ticket.below if ticket.failing else ticket.above)
+        return is_due and ticket.id in self.running
 
-    def _end(self, ticket: Ticket) -> list[Ticket]:
-        """End one; returns those that it was linked to."""
+    def end(self, ticket: Ticket) -> list[Ticket]:
+        """End one that is settled; returns those that it was linked to, which may be able to end now."""
         ticket.state = TicketState.FAILED if ticket.failing else TicketState.DONE
         ticket.reason = ticket.failing
         del self.running[ticket.id]

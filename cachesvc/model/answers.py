@@ -38,6 +38,7 @@ class Reserved(Protocol):
 class Wait(NamedTuple):
     """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller.
 
+    Without tickets its turn is over: ask again as soon as others have had theirs.
     ``seconds``: after so long ask again all the same, because the flow can do without; None where it cannot.
     ``reserved``: what is kept for the call meanwhile; who runs the call releases it once the call has ended.
     """

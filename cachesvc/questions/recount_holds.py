@@ -114,7 +114,7 @@ def walk_sequences(ledger: Ledger, model: Model) -> Iterator[list[str]]:
     for lease_id, number in known:
         lease = ledger.leases.get(lease_id)
         sequence = lease.sequences.get(number) if lease is not None else None
-        if sequence is None:
+        if sequence is None or not sequence.is_open:
             continue
         out = _waits(ledger, sequence) + _from_host(model, sequence)
         if not sequence.swapped_out and not sequence.failed:

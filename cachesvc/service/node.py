@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from cachesvc.flows.admin import distrust, trust
@@ -14,6 +16,7 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.leases import lose_silent
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
+from cachesvc.flows.turns import tidy
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
@@ -53,7 +56,10 @@ class Node:
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
+        self._turns: deque[Callable[[], None]] = deque()
+        self._is_tidying = False
         core.on_refused = _log_failure
+        core.on_ended = self._wake
 
     @property
     def vault(self) -> Vault:
@@ -72,8 +78,7 @@ class Node:
         self._is_stopping = True
         for waiting in self._waiters.values():
             for future in waiting:
-                if not future.done():
-                    future.set_result(None)
+                _wake(future)
 
     async def close(self) -> None:
         """Stop sweeping, and let nobody wait."""
@@ -114,8 +119,7 @@ class Node:
         try:
             return flow(*args, **kwargs)
         finally:
-            if self.on_change is not None:
-                self.on_change()
+            self._changed()
 
     def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
@@ -191,7 +195,7 @@ class Node:
         running = self.running(tickets)
         self._require_going_on()
         if not running:
-            await asyncio.sleep(0)
+            await self._next_turn()
             return True
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
@@ -211,6 +215,28 @@ class Node:
         self._require_going_on()
         return True
 
+    async def _next_turn(self) -> None:
+        """Until others have had theirs."""
+        assert self._loop is not None
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._line_up(partial(_wake, future))
+        await future
+
+    def _line_up(self, turn: Callable[[], None]) -> None:
+        """Of all turns of long flows one is taken each time round the loop, so that however many there are, whoever
+        comes with a short call waits for one of them."""
+        assert self._loop is not None
+        self._turns.append(turn)
+        if len(self._turns) == 1:
+            self._loop.call_soon(self._give_turn)
+
+    def _give_turn(self) -> None:
+        assert self._loop is not None
+        turn = self._turns.popleft()
+        if self._turns:
+            self._loop.call_soon(self._give_turn)
+        turn()
+
     def _require_going_on(self) -> None:
         if self._is_stopping:
             raise Unavailable("the daemon stops; go on without the cache")
@@ -228,12 +254,34 @@ class Node:
             if landing is not None:
                 self.distrust(landing.model, f"{type(broken).__name__}: {broken}")
             ended = (ticket,)
+        self._wake(ended)
+        self._changed()
+
+    def _wake(self, ended: Iterable[int]) -> None:
+        """Tickets have ended: who waits for one of them has its turn."""
         for each in ended:
             for future in self._waiters.pop(each, ()):
-                if not future.done():
-                    future.set_result(None)
+                _wake(future)
+
+    def _changed(self) -> None:
+        """A flow, or a part of one, has run."""
         if self.on_change is not None:
             self.on_change()
+        if self.core.chores and not self._is_tidying and self._loop is not None:
+            self._is_tidying = True
+            self._line_up(self._tidy)
+
+    def _tidy(self) -> None:
+        """Do a turn of what is left to do. The root of a callback: raises nothing."""
+        self.core.ledger.moment.seconds = self.now()
+        self._is_tidying = False
+        model = self.core.chores[0].model
+        try:
+            tidy(self.core.chores)
+        except Exception as broken:  # noqa: BLE001 - the root of a callback: other chores are still to be done
+            events.failure("chore_broke", model=model)
+            self.distrust(model, f"{type(broken).__name__}: {broken}")
+        self._changed()
 
     async def _sweep(self) -> None:
         pause = min(1.0, self.lease_seconds / 4)
@@ -255,6 +303,11 @@ class Node:
             now = self.now()
             for lease in self.core.ledger.leases.values():
                 lease.heard(min(now, lease.last_heard + late))
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _log_failure(ticket: int, reason: str) -> None:

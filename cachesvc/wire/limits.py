@@ -37,6 +37,7 @@ ID = Bound(64)
 TOKEN = Bound(64)
 KEYS = Bound(65536 * 32, Where.FLOW)
 CELLS = Bound(4 * 65536)
+COLUMN, LONG_COLUMN = Bound(4 * 65536), Bound(8 * 65536)
 GROUPS = Bound(MAX_GROUPS * 4)
 NAME = Bound(MAX_NAME_BYTES, Where.FLOW)
 
@@ -77,6 +78,16 @@ LIMITS: dict[str, Bound] = {
     "ExtendRequest.pages": GROUPS,
     "GroupPages.pages": CELLS,
     "GroupPages.generations": CELLS,
+    "StepColumns.grow_sequences": LONG_COLUMN,
+    "StepColumns.grow_counts": COLUMN,
+    "StepColumns.grow": GROUPS,
+    "StepColumns.publish_sequences": LONG_COLUMN,
+    "StepColumns.publish_first": COLUMN,
+    "StepColumns.publish_counts": COLUMN,
+    "StepColumns.publish_keys": Bound(65536 * 32),
+    "StepColumns.recycle_sequences": LONG_COLUMN,
+    "StepColumns.recycle_tokens": LONG_COLUMN,
+    "StepColumns.release_sequences": LONG_COLUMN,
     "StepRequest.lease_id": ID,
     "StepRequest.operations": Bound(4096, Where.FLOW),
     "StepRequest.stock_pages": Bound(MAX_GROUPS, Where.FLOW),

@@ -62,7 +62,6 @@ class SimCalls(SimProcesses):
             self.node.faults["told_to_wait_for_swap"] += 1
             return
         if isinstance(answer, Wait):
-            assert answer.tickets, "a wait names what it waits for"
             pending.tickets = answer.tickets
             pending.is_patient = answer.seconds is None
             self.pending.append(pending)
@@ -73,14 +72,21 @@ class SimCalls(SimProcesses):
     def _is_ready(self, pending: Pending) -> bool:
         """True where a call that waits may be sent again, or given up."""
         book = self.node.core.ledger.tickets
-        if self.node.now > pending.until or any(not book.is_running(ticket) for ticket in pending.tickets):
+        if (
+            not pending.tickets
+            or self.node.now > pending.until
+            or any(not book.is_running(ticket) for ticket in pending.tickets)
+        ):
             return True
         return not pending.is_patient and self.rng.random() < 0.1
 
     def _retry(self, pending: Pending) -> None:
         self.pending.remove(pending)
         book = self.node.core.ledger.tickets
-        if any(not book.is_running(ticket) for ticket in pending.tickets):
+        if self.node.now <= pending.until and not pending.tickets:
+            self.node.events["turns"] += 1
+            self._finish(pending)
+        elif any(not book.is_running(ticket) for ticket in pending.tickets):
             self._finish(pending)
         elif self.node.now > pending.until:
             self.node.faults["gave_up_waiting"] += 1
@@ -92,4 +98,8 @@ class SimCalls(SimProcesses):
 
     def _drop(self, request: Request) -> None:
         if self.requests.pop(request.id, None) is not None:
-            self.node.run(self._flow(release, request.id))
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Release a sequence, in as many turns as it takes."""
+        self._call(None, ("release", request.id), self._flow(release, request.id), lambda _: None)

@@ -13,7 +13,7 @@ from cachesvc.flows.leases import pause_write_backs
 from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
-from cachesvc.flows.publish import publish
+from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.stock import extend, refill_stock
@@ -233,7 +233,7 @@ class SimEngine(SimCalls):
         if last <= first and not request.tickets:
             return
         keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
-        flow = self._flow(publish, request.id, first, keys, last - first)
+        flow = self._flow(publish, request.id, first, keys, last - first, Publishing())
 
         def published(answer: Published) -> None:
             if request.tickets:
@@ -349,4 +349,4 @@ class SimEngine(SimCalls):
 
     def _release(self, request: Request) -> None:
         del self.requests[request.id]
-        self.node.run(self._flow(release, request.id))
+        self._end(request)

@@ -11,6 +11,7 @@ from typing import TypeVar
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
+from cachesvc.flows.turns import Turns, tidy
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.host_pool import HostPool
@@ -137,6 +138,7 @@ class SimNode:
             rank_rule(rng.choice(("lru", "lru", "lfu", "deepest_first"))),
             WriteRule(policy, rng.choice((1, 2)), remember=8),
             Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
+            turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),
         )
         self.meetings = Meetings(self.core)
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
@@ -153,6 +155,12 @@ class SimNode:
         """One message of another thread arrives on the loop."""
         if self.inbox:
             self.inbox.popleft()()
+
+    def tidy(self) -> None:
+        """A turn of what is left to do."""
+        if self.core.chores:
+            self.events["chores"] += 1
+            tidy(self.core.chores)
 
     def run(self, flow: Callable[[], Answer]) -> Answer:
         """As the node runs flows."""

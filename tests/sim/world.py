@@ -118,6 +118,7 @@ class World:
             "engine_acts": (60, self._engine_acts),
             "copy_moves": (20, self._copy_moves),
             "delivers": (14, self._deliver),
+            "tidies": (14 if self.node.core.chores else 0, self.node.tidy),
             "host_fills": (4, self._host_fills),
             "copy_fails": (1, self._copy_fails),
             "copy_freezes": (3, self._copy_freezes),
@@ -274,20 +275,23 @@ class World:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """All that was begun ends."""
+        self.node.backend.run_all()
+        while self.node.inbox or self.node.core.chores:
+            self.node.deliver()
+            self.node.tidy()
+            self.node.backend.run_all()
+
     def finish(self) -> None:
         """Everybody leaves: nothing may be private, in flight, pinned or quarantined then."""
-        self.node.backend.run_all()
-        while self.node.inbox:
-            self.node.deliver()
-            self.node.backend.run_all()
+        self._settle()
         self.look()
         for engine in self.engines:
             if engine.is_open:
                 engine.die()
             self.look()
-        self.node.backend.run_all()
-        while self.node.inbox:
-            self.node.deliver()
+        self._settle()
         self.look()
         for name in SHARED:
             self.node.events[name] += self.node.core.counters.get(name, 0)

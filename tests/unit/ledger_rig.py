@@ -19,6 +19,7 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.flows.sizing import PoolRequest
 from cachesvc.flows.transfers import land
+from cachesvc.flows.turns import tidy
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
 from cachesvc.memory.free_ranges import ByteRange, FreeRanges, columns_of
@@ -193,7 +194,10 @@ class Rig:
             answer = self.once(flow, *arguments)
             if not isinstance(answer, Wait):
                 return answer
-            self.land(next(ticket for ticket in answer.tickets if ticket in self.mover.transfers))
+            if answer.tickets:
+                self.land(next(ticket for ticket in answer.tickets if ticket in self.mover.transfers))
+            elif self.core.chores:
+                tidy(self.core.chores)
 
     def once(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer | Wait:
         try:

@@ -34,6 +34,7 @@ from cachesvc.service.rpc.operations import (
     Runner,
 )
 from cachesvc.service.rpc.steps import StepRun
+from cachesvc.wire.columns import count_entries
 from cachesvc.wire.convert import ticket_to_proto
 
 MAX_WAITED_TICKETS = 1024
@@ -123,7 +124,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return operation.reply(await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask)))
 
         try:
-            later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
+            later = self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=not wait.tickets)
         except LimitExceeded:
             end_wait(wait)
             raise
@@ -158,7 +159,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return later
 
     def _step(self, ask: Ask, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse | asyncio.Future[Any]:
-        count = len(request.operations)
+        count = len(request.operations) + count_entries(request.columns)
         if ask.holder.meter is not None:  # what is refused for its size has cost its reading, too
             ask.holder.meter.admit_operations(1 + min(count, self.operations_per_step), ask.began)
         if request.request_id == 0:

@@ -9,8 +9,9 @@ from kvcache.v1 import lease_pb2, lease_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.leases import close_lease, open_lease, pause_write_backs
+from cachesvc.model.answers import Wait
 from cachesvc.questions.owned import require_model, require_no_others
-from cachesvc.service.access.admission import Kind
+from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.owners import is_of_another_epoch, shown_id
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Method
@@ -70,7 +71,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             "lease_opened", lease=shown_id(lease.id), engine=lease.engine, model=lease.model, replica=lease.replica
         )
         return lease_pb2.OpenResponse(
-            lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
+            step_columns=True, lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
         )
 
     def _beat(self, ask: Ask, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
@@ -82,12 +83,25 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         draining = node.view().is_draining
         return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)
 
-    def _close(self, ask: Ask, request: lease_pb2.CloseRequest) -> lease_pb2.CloseResponse:
+    def _close(
+        self, ask: Ask, request: lease_pb2.CloseRequest
+    ) -> lease_pb2.CloseResponse | asyncio.Future[lease_pb2.CloseResponse]:
         node, lease_id = self._node, request.lease_id
         require_no_others(node.core, ask.lease, lease_id)
         if is_of_another_epoch(lease_id, node.epoch):
             return lease_pb2.CloseResponse()
         model = 0 if ask.lease is None else ask.lease.model
-        node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced)
+
+        def run() -> Wait | None:
+            return node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced)
+
+        wait = run()
         events.event("lease_closed", lease=shown_id(lease_id), quiesced=request.quiesced)
-        return lease_pb2.CloseResponse()
+        if wait is None:
+            return lease_pb2.CloseResponse()
+
+        async def wait_out(_: Place) -> lease_pb2.CloseResponse:
+            await node.wait_out(run, wait, self._dispatcher.until(ask))
+            return lease_pb2.CloseResponse()
+
+        return self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=True)

@@ -14,7 +14,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.match import match
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
-from cachesvc.flows.publish import publish
+from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.stock import extend
@@ -79,7 +79,8 @@ def _allocate(m: cache_pb2.AllocateRequest) -> Flow[Allocated]:
 
 
 def _publish(m: cache_pb2.PublishRequest) -> Flow[Published]:
-    return lambda core, call: publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks)
+    publishing = Publishing()
+    return lambda core, call: publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks, publishing)
 
 
 def _swap(m: cache_pb2.SwapRequest) -> Flow[Swapped]:

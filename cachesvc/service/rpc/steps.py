@@ -6,8 +6,9 @@ sequences go on. So the order of the request holds for each sequence, and betwee
     request   match A   allocate A (waits)   extend A   extend B   release C
     applied   match A   ...                             extend B   release C   allocate A   extend A
 
-The stock is filled up when all have ended, and then the step is answered, results in the order of the request. Nothing
-waits beyond the step's own deadline, and with ``no_wait`` nothing waits at all.
+The columns of a step come before its operations. Entries that are straight are carried out by column, many at a time;
+any other is an operation like those. The stock is filled up when all have ended, and then the step is answered, results
+in the order of the request. Nothing waits beyond the step's own deadline, and with ``no_wait`` nothing waits at all.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, 
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.dispatch import INTERNAL, Ask, refusal
 from cachesvc.service.node import end_wait
+from cachesvc.service.rpc.columns import ColumnRun, Spot
 from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
+from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
 from cachesvc.wire.convert import cells_to_proto
 from cachesvc.wire.limits import check_fields
 
-TURN_OPERATIONS = 64
-"""Operations before other calls get their turn: some 3 ms."""
+TURN_BLOCKS = 256
+"""Blocks of straight entries before other calls get their turn: some 0.5 ms."""
+OPERATION_BLOCKS = 4
+"""What an operation, or an entry that is not straight, counts for among them."""
 NONE = "none"
 """The name of an operation that is empty."""
+NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
 
 
 class Parked(NamedTuple):
     """An operation that waits for transfers, and what is to be run again."""
 
-    number: int
+    spot: Spot
     operation: Operation[Any, Any, Any]
     run: Callable[[], Any]
     wait: Wait
@@ -62,9 +68,10 @@ class StepRun:
         self._operations = request.operations
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
         self._results = [self._response.results.add() for _ in self._operations]
+        self._columns: ColumnRun | None = None
         self._next = 0
-        self._parked: list[tuple[Parked, deque[int]]] = []
-        self._behind: dict[int, deque[int]] = {}
+        self._parked: list[tuple[Parked, deque[Spot]]] = []
+        self._behind: dict[int, deque[Spot]] = {}
         self._is_broken = False
         self._all_counts = counts
         self._counts: dict[tuple[str, str], int] = {}
@@ -75,18 +82,24 @@ class StepRun:
         call = self._dispatcher.resolve(self._ask)
         if self._request.stock_pages:
             check_stock(self._dispatcher.node.core, call.lease, tuple(self._request.stock_pages))
+        if self._request.HasField("columns"):
+            columns = read_columns(self._request.columns, call.lease.groups)
+            self._columns = ColumnRun(columns, self._response.columns)
+            self._response.columns.SetInParent()
         self._take_turn(call)
-        if self._next < len(self._operations):
+        if not self._is_through:
             return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
         if self._parked:
             try:
                 return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
             except LimitExceeded as full:
                 self._give_up_waiting(full)
+        if self._parked:
+            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
         return self._end()
 
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
-        while self._next < len(self._operations):
+        while not self._is_through:
             await asyncio.sleep(0)
             self._take_turn(None)
         if self._parked:
@@ -94,106 +107,172 @@ class StepRun:
                 place.wait()
             except LimitExceeded as full:
                 self._give_up_waiting(full)
+        if self._parked:
             await asyncio.gather(*(self._wait_out(parked, behind) for parked, behind in self._parked))
         return self._end()
 
+    @property
+    def _is_through(self) -> bool:
+        """True when everything was applied, or waits."""
+        return self._next == len(self._operations) and (self._columns is None or self._columns.column is None)
+
     def _take_turn(self, call: Call | None) -> None:
-        """Apply the next operations, or put them behind those of their sequence. ``call``: as looked up just now."""
-        last = min(self._next + TURN_OPERATIONS, len(self._operations))
-        for number in range(self._next, last):
-            message = self._operations[number]
-            sequence = _sequence_of(message) if self._behind else None
-            if sequence is not None and sequence in self._behind:
-                self._behind[sequence].append(number)
-            elif (parked := self._start(number, message, call)) is not None:
-                self._park(parked, message)
-        self._next = last
+        """Apply what comes next, or put it behind what waits of its sequence. ``call``: as looked up just now."""
+        left = TURN_BLOCKS
+        if (columns := self._columns) is not None:
+            while left > 0 and (column := columns.column) is not None:
+                left -= self._take_entries(columns, column, left, call)
+        last = min(self._next + max(left, 0) // OPERATION_BLOCKS, len(self._operations))
+        while self._next < last:
+            self._next += 1
+            if self._enter(Spot(NO_COLUMN, self._next - 1), call):
+                break
 
-    def _park(self, parked: Parked, message: cache_pb2.StepOperation) -> None:
-        behind: deque[int] = deque()
-        self._parked.append((parked, behind))
-        sequence = _sequence_of(message)
-        if sequence is not None:
-            self._behind[sequence] = behind
+    def _take_entries(self, columns: ColumnRun, column: Column, left: int, call: Call | None) -> int:
+        """Apply the next entries of a column up to the first that is not straight, and that one as an operation.
+        Returns the blocks that they count for."""
+        first = len(columns.numbers[column])
+        is_straight, broken = False, False
+        if not self._is_broken:
+            try:
+                call = call or self._dispatcher.resolve(self._ask)
+                is_straight = columns.go_on(self._dispatcher.node, call, column, left, self._behind)
+            except CacheError:
+                is_straight = False  # as an operation it is told why
+            except Exception:  # noqa: BLE001 - the root of an entry
+                broken = True
+                self._break(columns.leave(column), OPERATION_NAMES[column])
+        last = len(columns.numbers[column])
+        self._count(OPERATION_NAMES[column], OK, last - first - broken)
+        if is_straight or broken:
+            return columns.blocks(column, first, last)
+        if self._enter(columns.leave(column), call):
+            return TURN_BLOCKS
+        return columns.blocks(column, first, last) + OPERATION_BLOCKS
 
-    def _start(self, number: int, message: cache_pb2.StepOperation, call: Call | None) -> Parked | None:
-        """Run one operation for the first time, and tell its result unless it has to wait."""
+    def _enter(self, spot: Spot, call: Call | None) -> bool:
+        """Apply an operation, or have it wait, or put it behind one of its sequence that waits. True where it has taken
+        a turn, and has more to do."""
+        sequence = self._sequence_of(spot) if self._behind else None
+        if sequence is not None and sequence in self._behind:
+            self._behind[sequence].append(spot)
+        elif (parked := self._start(spot, call)) is not None:
+            behind: deque[Spot] = deque()
+            self._parked.append((parked, behind))
+            sequence = self._sequence_of(spot)
+            if sequence is not None:
+                self._behind[sequence] = behind
+            return not parked.wait.tickets
+        return False
+
+    def _read(self, spot: Spot) -> tuple[str, Any]:
+        """Name and message of an operation."""
+        if spot.column and self._columns is not None:
+            return OPERATION_NAMES[spot.column], self._columns.columns.operation(spot.column, spot.index)
+        message = self._operations[spot.index]
         name = message.WhichOneof("operation") or NONE
+        return name, None if name == NONE else OPERATIONS[name].of(message)
+
+    def _sequence_of(self, spot: Spot) -> int | None:
+        """Whose order an operation keeps; None: nobody's."""
+        name, inner = self._read(spot)
+        operation = OPERATIONS.get(name)
+        return None if operation is None or operation.sequence is None else operation.sequence(inner)
+
+    def _start(self, spot: Spot, call: Call | None) -> Parked | None:
+        """Run one operation for the first time, and tell its result unless it has to wait."""
+        name, inner = self._read(spot)
         try:
             if self._is_broken:
                 raise Unavailable("not carried out: an operation of this step met a defect of the daemon")
             if name == NONE:
                 raise InvalidRequest("an operation of the step is empty")
             operation = OPERATIONS[name]
-            inner = operation.of(message)
             check_fields(inner)
             flow = operation.begin(inner)
             answer = self._runner.run_under(call or self._dispatcher.resolve(self._ask), operation, inner, flow)
             if isinstance(answer, Wait):
                 run = partial(self._runner.run, self._ask, operation, inner, flow)
-                if not self._request.no_wait:
-                    return Parked(number, operation, run, answer)
-                answer = _without_waiting(run, answer)
-            self._tell(number, operation, answer)
+                if self._request.no_wait:
+                    run = partial(_without_waiting, run)
+                    answer = _turns_alone(answer, run)
+                if isinstance(answer, Wait):
+                    return Parked(spot, operation, run, answer)
+            self._tell(spot, operation, answer)
         except CacheError as error:
-            self._refuse(number, name, error)
+            self._refuse(spot, name, error)
         except Exception:  # noqa: BLE001 - the root of an operation: the others have results of their own
-            self._break(number, name)
+            self._break(spot, name)
         return None
 
-    async def _wait_out(self, parked: Parked, behind: deque[int]) -> None:
+    async def _wait_out(self, parked: Parked, behind: deque[Spot]) -> None:
         """See an operation through that waits, and those behind it in turn."""
         waiting: Parked | None = parked
         until = self._dispatcher.until(self._ask)
         while waiting is not None:
-            number, operation, run, wait = waiting
+            spot, operation, run, wait = waiting
             try:
-                self._tell(number, operation, await self._dispatcher.node.wait_out(run, wait, until))
+                self._tell(spot, operation, await self._dispatcher.node.wait_out(run, wait, until))
             except CacheError as error:
-                self._refuse(number, operation.name, error)
+                self._refuse(spot, operation.name, error)
             except Exception:  # noqa: BLE001 - the root of an operation
-                self._break(number, operation.name)
+                self._break(spot, operation.name)
             waiting = self._run_behind(behind)
 
-    def _run_behind(self, behind: deque[int]) -> Parked | None:
+    def _run_behind(self, behind: deque[Spot]) -> Parked | None:
         """The operations of one sequence in order, up to one that has to wait."""
         waiting: Parked | None = None
         while behind and waiting is None:
-            number = behind.popleft()
-            waiting = self._start(number, self._operations[number], None)
+            waiting = self._start(behind.popleft(), None)
         return waiting
 
     def _give_up_waiting(self, why: CacheError) -> None:
-        """Nothing may wait: refuse what does, and go on behind it."""
-        for parked, behind in self._parked:
-            waiting: Parked | None = parked
-            while waiting is not None:
+        """Nothing may wait for transfers: refuse what does, and go on behind it. What only waits for its next turn
+        stays."""
+        parked, self._parked = self._parked, []
+        for each, behind in parked:
+            waiting: Parked | None = each
+            while waiting is not None and waiting.wait.tickets:
                 end_wait(waiting.wait)
-                self._refuse(waiting.number, waiting.operation.name, why)
+                self._refuse(waiting.spot, waiting.operation.name, why)
                 waiting = self._run_behind(behind)
-        self._parked.clear()
+            if waiting is not None:
+                self._parked.append((waiting, behind))
 
-    def _tell(self, number: int, operation: Operation[Any, Any, Any], answer: Any) -> None:
-        operation.into(self._results[number]).CopyFrom(operation.reply(answer))
+    def _tell(self, spot: Spot, operation: Operation[Any, Any, Any], answer: Any) -> None:
+        reply = operation.reply(answer)
+        number = plain_number(spot.column, reply) if spot.column else None
+        if number is None or self._columns is None:
+            operation.into(self._result(spot)).CopyFrom(reply)
+        else:
+            self._columns.numbers[spot.column][spot.index] = number
         self._count(operation.name, OK)
 
-    def _refuse(self, number: int, name: str, error: CacheError) -> None:
-        self._results[number].error.CopyFrom(refusal(error))
+    def _refuse(self, spot: Spot, name: str, error: CacheError) -> None:
+        self._result(spot).error.CopyFrom(refusal(error))
         self._count(name, error.code.value)
 
-    def _break(self, number: int, name: str) -> None:
+    def _break(self, spot: Spot, name: str) -> None:
         """A defect, from within its ``except``: nothing of this step is carried out any more."""
         self._is_broken = True
-        self._results[number].error.CopyFrom(self._dispatcher.broke(f"{self._ask.method}/{name}", self._ask.lease))
+        self._result(spot).error.CopyFrom(self._dispatcher.broke(f"{self._ask.method}/{name}", self._ask.lease))
         self._count(name, INTERNAL)
 
-    def _count(self, name: str, code: str) -> None:
+    def _result(self, spot: Spot) -> cache_pb2.OperationResult:
+        """Where the answer to an operation goes."""
+        return self._columns.odd(spot) if spot.column and self._columns is not None else self._results[spot.index]
+
+    def _count(self, name: str, code: str, count: int = 1) -> None:
+        if not count:
+            return
         key = (name, code)
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0) + count
         if self._span is not None:
-            self._span.event(name, code=code)
+            self._span.event(name, code=code, count=count)
 
     def _end(self) -> cache_pb2.StepResponse:
+        if self._columns is not None:
+            self._columns.end()
         targets = tuple(self._request.stock_pages)
         if targets and not self._is_broken:
             self._response.stock.extend(cells_to_proto(self._fill_stock(targets)))
@@ -217,18 +296,14 @@ class StepRun:
             return ()
 
 
-def _sequence_of(message: cache_pb2.StepOperation) -> int | None:
-    """Whose order an operation keeps; None: nobody's."""
-    operation = OPERATIONS.get(message.WhichOneof("operation") or NONE)
-    if operation is None or operation.sequence is None:
-        return None
-    return operation.sequence(operation.of(message))
+def _without_waiting(run: Callable[[], Any]) -> Any:
+    """Run what goes on in turns, or can do without its transfers. Raises DeadlineExceeded for what cannot."""
+    return _turns_alone(run(), run)
 
 
-def _without_waiting(run: Callable[[], Any], answer: Wait) -> Any:
-    """Run again what can do without its transfers. Raises DeadlineExceeded for what cannot."""
-    outcome: Any = answer
-    while isinstance(outcome, Wait):
+def _turns_alone(outcome: Any, run: Callable[[], Any]) -> Any:
+    """Have an outcome that waits for no transfers."""
+    while isinstance(outcome, Wait) and outcome.tickets:
         end_wait(outcome)
         if outcome.seconds is None:
             raise DeadlineExceeded(

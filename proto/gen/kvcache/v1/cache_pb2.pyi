@@ -40,6 +40,27 @@ SWAP_DIRECTION_OUT: SwapDirection.ValueType  # 1
 SWAP_DIRECTION_IN: SwapDirection.ValueType  # 2
 Global___SwapDirection: _TypeAlias = SwapDirection  # noqa: Y015
 
+class _StepColumn:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StepColumnEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepColumn.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STEP_COLUMN_UNSPECIFIED: _StepColumn.ValueType  # 0
+    STEP_COLUMN_GROW: _StepColumn.ValueType  # 1
+    STEP_COLUMN_PUBLISH: _StepColumn.ValueType  # 2
+    STEP_COLUMN_RECYCLE: _StepColumn.ValueType  # 3
+    STEP_COLUMN_RELEASE: _StepColumn.ValueType  # 4
+
+class StepColumn(_StepColumn, metaclass=_StepColumnEnumTypeWrapper): ...
+
+STEP_COLUMN_UNSPECIFIED: StepColumn.ValueType  # 0
+STEP_COLUMN_GROW: StepColumn.ValueType  # 1
+STEP_COLUMN_PUBLISH: StepColumn.ValueType  # 2
+STEP_COLUMN_RECYCLE: StepColumn.ValueType  # 3
+STEP_COLUMN_RELEASE: StepColumn.ValueType  # 4
+Global___StepColumn: _TypeAlias = StepColumn  # noqa: Y015
+
 @_typing.final
 class MatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -672,6 +693,133 @@ class OperationResult(_message.Message):
 Global___OperationResult: _TypeAlias = OperationResult  # noqa: Y015
 
 @_typing.final
+class StepColumns(_message.Message):
+    """The operations that every iteration has for every sequence, as columns: an entry a sequence, numbers packed
+    little-endian. Bytes and not repeated numbers, because those cost a Python peer four times as much for 32 entries and
+    thirty times for 2,048. A column without entries is left out. A column of another length than its sequences, or that
+    is no multiple of its numbers, refuses the step as INVALID before anything is done.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROW_SEQUENCES_FIELD_NUMBER: _builtins.int
+    GROW_COUNTS_FIELD_NUMBER: _builtins.int
+    GROW_FIELD_NUMBER: _builtins.int
+    PUBLISH_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PUBLISH_FIRST_FIELD_NUMBER: _builtins.int
+    PUBLISH_COUNTS_FIELD_NUMBER: _builtins.int
+    PUBLISH_KEYS_FIELD_NUMBER: _builtins.int
+    RECYCLE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    RECYCLE_TOKENS_FIELD_NUMBER: _builtins.int
+    RELEASE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    grow_sequences: _builtins.bytes
+    """Extend: sequences (uint64), how many blocks each takes (uint32; empty: 1 each), and for each group the stock pages of
+    all entries with their generations, in the order of the entries.
+    """
+    grow_counts: _builtins.bytes
+    publish_sequences: _builtins.bytes
+    """Publish: sequences (uint64), the number of blocks that each has sealed (uint32), how many it seals (uint32; empty: 1
+    each), and the keys of all these blocks in order (32 bytes each; empty: all are known from Match).
+    """
+    publish_first: _builtins.bytes
+    publish_counts: _builtins.bytes
+    publish_keys: _builtins.bytes
+    recycle_sequences: _builtins.bytes
+    """Recycle: sequences (uint64) and their computed tokens (uint64). Spare pages are given back by an operation."""
+    recycle_tokens: _builtins.bytes
+    release_sequences: _builtins.bytes
+    """Release: sequences (uint64)."""
+    @_builtins.property
+    def grow(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]: ...
+    def __init__(
+        self,
+        *,
+        grow_sequences: _builtins.bytes = ...,
+        grow_counts: _builtins.bytes = ...,
+        grow: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
+        publish_sequences: _builtins.bytes = ...,
+        publish_first: _builtins.bytes = ...,
+        publish_counts: _builtins.bytes = ...,
+        publish_keys: _builtins.bytes = ...,
+        recycle_sequences: _builtins.bytes = ...,
+        recycle_tokens: _builtins.bytes = ...,
+        release_sequences: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grow", b"grow", "grow_counts", b"grow_counts", "grow_sequences", b"grow_sequences", "publish_counts", b"publish_counts", "publish_first", b"publish_first", "publish_keys", b"publish_keys", "publish_sequences", b"publish_sequences", "recycle_sequences", b"recycle_sequences", "recycle_tokens", b"recycle_tokens", "release_sequences", b"release_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepColumns: _TypeAlias = StepColumns  # noqa: Y015
+
+@_typing.final
+class OddResult(_message.Message):
+    """What became of an entry whose answer is more than a number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLUMN_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    column: Global___StepColumn.ValueType
+    index: _builtins.int
+    """Position of the entry in its column."""
+    @_builtins.property
+    def result(self) -> Global___OperationResult: ...
+    def __init__(
+        self,
+        *,
+        column: Global___StepColumn.ValueType = ...,
+        index: _builtins.int = ...,
+        result: Global___OperationResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "index", b"index", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OddResult: _TypeAlias = OddResult  # noqa: Y015
+
+@_typing.final
+class StepColumnsAnswer(_message.Message):
+    """An answer for each entry, packed little-endian uint32: a plain number, or 4294967295 where `odd` has the answer: a
+    refusal, or a publish that met duplicates or is pending.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    SEALED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RECYCLED_PAGES_FIELD_NUMBER: _builtins.int
+    FREED_PAGES_FIELD_NUMBER: _builtins.int
+    ODD_FIELD_NUMBER: _builtins.int
+    grown_blocks: _builtins.bytes
+    """Length of the block table after growing."""
+    sealed_blocks: _builtins.bytes
+    recycled_pages: _builtins.bytes
+    freed_pages: _builtins.bytes
+    @_builtins.property
+    def odd(self) -> _containers.RepeatedCompositeFieldContainer[Global___OddResult]: ...
+    def __init__(
+        self,
+        *,
+        grown_blocks: _builtins.bytes = ...,
+        sealed_blocks: _builtins.bytes = ...,
+        recycled_pages: _builtins.bytes = ...,
+        freed_pages: _builtins.bytes = ...,
+        odd: _abc.Iterable[Global___OddResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_pages", b"freed_pages", "grown_blocks", b"grown_blocks", "odd", b"odd", "recycled_pages", b"recycled_pages", "sealed_blocks", b"sealed_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepColumnsAnswer: _TypeAlias = StepColumnsAnswer  # noqa: Y015
+
+@_typing.final
 class StepRequest(_message.Message):
     """Each operation has its own result; one that fails does not undo the others. Those of one sequence are applied in
     order. Those of different sequences too, as long as none has to wait for transfers: one that waits holds up the later
@@ -679,6 +827,8 @@ class StepRequest(_message.Message):
     sequence gives back or publishes, it belongs into a later step. The answer comes when all have ended, at the latest
     after the daemon's wait_seconds. Then a defect of the daemon's (INTERNAL) ends the step: what comes after it is refused
     as UNAVAILABLE, "not carried out". The lease_id and request_id inside of operations are ignored: the step's count.
+    Columns are applied first: grow, publish, recycle, release, each in the order of its entries, by the same rules. An
+    entry is an operation in every other respect.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -687,6 +837,7 @@ class StepRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     STOCK_PAGES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     NO_WAIT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
@@ -698,6 +849,8 @@ class StepRequest(_message.Message):
     def stock_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Pages that the caller wants to have in stock for each group after this step."""
 
+    @_builtins.property
+    def columns(self) -> Global___StepColumns: ...
     def __init__(
         self,
         *,
@@ -705,11 +858,12 @@ class StepRequest(_message.Message):
         request_id: _builtins.int = ...,
         operations: _abc.Iterable[Global___StepOperation] | None = ...,
         stock_pages: _abc.Iterable[_builtins.int] | None = ...,
+        columns: Global___StepColumns | None = ...,
         no_wait: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "no_wait", b"no_wait", "operations", b"operations", "request_id", b"request_id", "stock_pages", b"stock_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "lease_id", b"lease_id", "no_wait", b"no_wait", "operations", b"operations", "request_id", b"request_id", "stock_pages", b"stock_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -723,6 +877,7 @@ class StepResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     STOCK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationResult]: ...
@@ -734,6 +889,10 @@ class StepResponse(_message.Message):
     def error(self) -> Global___OperationError:
         """Set when the step as a whole was refused (a lost lease, a reused id); results are empty then."""
 
+    @_builtins.property
+    def columns(self) -> Global___StepColumnsAnswer:
+        """Set where the request had columns."""
+
     def __init__(
         self,
         *,
@@ -741,10 +900,11 @@ class StepResponse(_message.Message):
         results: _abc.Iterable[Global___OperationResult] | None = ...,
         stock: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
         error: Global___OperationError | None = ...,
+        columns: Global___StepColumnsAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "request_id", b"request_id", "results", b"results", "stock", b"stock"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "error", b"error", "request_id", b"request_id", "results", b"results", "stock", b"stock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

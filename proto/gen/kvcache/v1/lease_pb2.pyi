@@ -59,20 +59,24 @@ class OpenResponse(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SILENCE_LIMIT_MS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_COLUMNS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     silence_limit_ms: _builtins.int
     """Silence after which the lease is lost."""
     epoch: _builtins.int
+    step_columns: _builtins.bool
+    """Steps may have columns."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         silence_limit_ms: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        step_columns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_id", b"lease_id", "silence_limit_ms", b"silence_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_id", b"lease_id", "silence_limit_ms", b"silence_limit_ms", "step_columns", b"step_columns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,59 @@
+"""How long flows are cut, so that no caller waits for what another one wants: how much is done in one turn.
+
+A call's flow that has more to do than a turn answers ``TURN`` and is run again, with a new ``Call``, once others had
+theirs. What it has done until then is a legal state of the ledger, as seen by everybody, and is found by its next run;
+pages that it has made free are kept for it by a reservation. What no call waits for (a transfer that landed, a lease
+that is lost) goes on as a chore.
+
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cachesvc.model.answers import Wait
+
+TURN = Wait(())
+
+
+class Turns(NamedTuple):
+    """What is done in one turn at most: some 0.3 ms (2026-11-22, Python 3.11 on a crowded machine).
+
+    ``evicted``: blocks that are dropped, or begin to be written back, up to 9 us each. ``landed``: blocks whose
+    transfer has ended, 3 us each. ``drained``: blocks that go once they are written back, 8 us each. ``holds``:
+    sequences and prefetches of a lost lease that end. ``pages``: that are taken or given back by themselves, 0.1 us
+    each in long runs and more than 1 us each alone. ``sealed``: blocks that are
+    published, 2.4 us each.
+    """
+
+    evicted: int = 32
+    landed: int = 64
+    drained: int = 32
+    holds: int = 32
+    pages: int = 256
+    sealed: int = 96
+
+
+class Chore(NamedTuple):
+    """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over."""
+
+    model: int
+    go_on: Callable[[], bool]
+
+
+Chores = deque[Chore]
+
+
+def begin(chores: Chores, model: int, go_on: Callable[[], bool]) -> None:
+    """Do a turn of it now, and leave the rest for later."""
+    if not go_on():
+        chores.append(Chore(model, go_on))
+
+
+def tidy(chores: Chores) -> None:
+    """Do a turn of what has waited longest. A chore that raises is not gone on with."""
+    chore = chores.popleft()
+    if not chore.go_on():
+        chores.append(chore)

@@ -1,0 +1,26 @@
+"""What many sequences do in one iteration, entry by entry: the columns of a Step as flows read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Growth(NamedTuple):
+    """Entry ``n`` is sequence ``sequences[n]``, which takes the stock pages ``pages[g][starts[n]:starts[n + 1]]`` of
+    each group ``g``, with their ``generations[g]``. All groups have ``starts[-1]`` pages."""
+
+    sequences: Sequence[int]
+    starts: Sequence[int]
+    pages: Sequence[Sequence[int]]
+    generations: Sequence[Sequence[int]]
+
+
+class Publishes(NamedTuple):
+    """Entry ``n`` is sequence ``sequences[n]``, which has ``first[n]`` sealed blocks and seals ``starts[n + 1] -
+    starts[n]`` more. ``keys``: of all blocks in order, packed; empty: all are known from Match."""
+
+    sequences: Sequence[int]
+    first: Sequence[int]
+    starts: Sequence[int]
+    keys: bytes

@@ -1,0 +1,144 @@
+"""The columns of a Step as messages: read for flows, and entry by entry as the operations that they stand for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from kvcache.v1 import cache_pb2, common_pb2
+
+from cachesvc.model.columns import Growth, Publishes
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.keys import KEY_BYTES
+
+GROW = cache_pb2.STEP_COLUMN_GROW
+PUBLISH = cache_pb2.STEP_COLUMN_PUBLISH
+RECYCLE = cache_pb2.STEP_COLUMN_RECYCLE
+RELEASE = cache_pb2.STEP_COLUMN_RELEASE
+IN_ORDER = (GROW, PUBLISH, RECYCLE, RELEASE)
+"""As they are applied."""
+OPERATION_NAMES = {GROW: "extend", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
+"""What StepOperation and OperationResult call an entry."""
+ANSWER_FIELDS = {GROW: "grown_blocks", PUBLISH: "sealed_blocks", RECYCLE: "recycled_pages", RELEASE: "freed_pages"}
+ODD = 0xFFFFFFFF
+"""In an answer's column: ``odd`` has the answer."""
+
+Column = cache_pb2.StepColumn.ValueType
+
+
+class StepColumns(NamedTuple):
+    """The columns of one step; ``message`` is what they were read from."""
+
+    message: cache_pb2.StepColumns
+    growth: Growth
+    publishes: Publishes
+    recycles: tuple[Sequence[int], Sequence[int]]
+    releases: Sequence[int]
+
+    def sequences(self, column: Column) -> Sequence[int]:
+        """Whose the entries of a column are."""
+        if column == GROW:
+            return self.growth.sequences
+        if column == PUBLISH:
+            return self.publishes.sequences
+        return self.recycles[0] if column == RECYCLE else self.releases
+
+    def operation(self, column: Column, entry: int) -> Any:
+        """The message of the operation that an entry stands for."""
+        number = self.sequences(column)[entry]
+        if column == GROW:
+            first, last = self.growth.starts[entry : entry + 2]
+            return cache_pb2.ExtendRequest(
+                sequence_id=number, pages=[_cut(pages, first, last) for pages in self.message.grow]
+            )
+        if column == PUBLISH:
+            first, last = self.publishes.starts[entry : entry + 2]
+            keys = self.publishes.keys[first * KEY_BYTES : last * KEY_BYTES]
+            return cache_pb2.PublishRequest(
+                sequence_id=number, first_block=self.publishes.first[entry], blocks=last - first, keys=keys
+            )
+        if column == RECYCLE:
+            return cache_pb2.RecycleRequest(sequence_id=number, computed_tokens=self.recycles[1][entry])
+        return cache_pb2.ReleaseRequest(sequence_id=number)
+
+
+def count_entries(message: cache_pb2.StepColumns) -> int:
+    """Entries of all columns; nothing is read for it."""
+    numbers = (message.grow_sequences, message.publish_sequences, message.recycle_sequences, message.release_sequences)
+    return sum(map(len, numbers)) >> 3
+
+
+def read_columns(message: cache_pb2.StepColumns, groups: int) -> StepColumns:
+    """The columns of a step for a layout of ``groups`` groups. Raises InvalidRequest for ragged ones."""
+    numbers = _unpack("Q", "grow_sequences", message.grow_sequences)
+    growth = Growth(numbers, *_read_pages(message, len(numbers), groups))
+    numbers = _unpack("Q", "publish_sequences", message.publish_sequences)
+    first = _unpack("I", "publish_first", message.publish_first, len(numbers))
+    starts = _read_starts("publish_counts", message.publish_counts, len(numbers))
+    keys = message.publish_keys
+    if keys and len(keys) != starts[-1] * KEY_BYTES:
+        raise InvalidRequest(f"publish_keys has {len(keys)} bytes for {starts[-1]} blocks, of {KEY_BYTES} each")
+    publishes = Publishes(numbers, first, starts, keys)
+    numbers = _unpack("Q", "recycle_sequences", message.recycle_sequences)
+    recycles = numbers, _unpack("Q", "recycle_tokens", message.recycle_tokens, len(numbers))
+    return StepColumns(
+        message, growth, publishes, recycles, _unpack("Q", "release_sequences", message.release_sequences)
+    )
+
+
+def pack_answer(numbers: dict[Column, list[int]], answer: cache_pb2.StepColumnsAnswer) -> None:
+    """Write the numbers of each column into the answer."""
+    for column, told in numbers.items():
+        if told:
+            setattr(answer, ANSWER_FIELDS[column], array("I", told).tobytes())
+
+
+def plain_number(column: Column, result: Any) -> int | None:
+    """The number that says all of a result's message; None where it takes more than a number."""
+    if column == GROW:
+        return int(result.blocks)
+    if column == PUBLISH:
+        is_plain = not (result.pending or result.duplicate_positions)
+        return int(result.sealed_blocks) if is_plain else None
+    return int(result.recycled_pages if column == RECYCLE else result.freed_pages)
+
+
+def _read_pages(
+    message: cache_pb2.StepColumns, entries: int, groups: int
+) -> tuple[Sequence[int], list[list[int]], list[list[int]]]:
+    starts = _read_starts("grow_counts", message.grow_counts, entries)
+    if not entries and not message.grow:
+        return starts, [[]] * groups, [[]] * groups
+    if sorted(pages.group for pages in message.grow) != list(range(groups)):
+        raise InvalidRequest(f"grow needs the pages of each of {groups} groups once")
+    in_order = sorted(message.grow, key=lambda pages: pages.group)
+    pages = [_unpack("i", f"grow.pages of group {each.group}", each.pages, starts[-1]) for each in in_order]
+    generations = [
+        _unpack("I", f"grow.generations of group {each.group}", each.generations, starts[-1]) for each in in_order
+    ]
+    return starts, pages, generations
+
+
+def _read_starts(name: str, raw: bytes, entries: int) -> Sequence[int]:
+    """Where each entry begins among the blocks of all, and where the last one ends."""
+    if not raw:
+        return range(entries + 1)
+    return list(accumulate(_unpack("I", name, raw, entries), initial=0))
+
+
+def _unpack(code: str, name: str, raw: bytes, entries: int | None = None) -> list[int]:
+    """Numbers of one column, ``entries`` where that is known. Raises InvalidRequest."""
+    numbers = array(code)
+    if len(raw) % numbers.itemsize:
+        raise InvalidRequest(f"{name} has {len(raw)} bytes, which is no multiple of {numbers.itemsize}")
+    numbers.frombytes(raw)
+    if entries is not None and len(numbers) != entries:
+        raise InvalidRequest(f"{name} has {len(numbers)} entries; {entries} are needed")
+    return numbers.tolist()
+
+
+def _cut(cells: common_pb2.GroupPages, first: int, last: int) -> common_pb2.GroupPages:
+    part = slice(4 * first, 4 * last)
+    return common_pb2.GroupPages(group=cells.group, pages=cells.pages[part], generations=cells.generations[part])
