@@ -77,7 +77,8 @@ def publish_many(
         return
     model.last_used = call.now
     remembered, reuse = model.remembered, model.reuse
-    blocks, reuses = 0, {}
+    blocks = 0
+    reuses: dict[bytes, int] = {}
     for _, keys in parts:
         reuse.computed_all(keys)
         blocks += len(keys)
