@@ -173,7 +173,7 @@ async def test_what_cannot_be_is_refused_before_anything_changes() -> None:
                 engine.lease.stock.take_packed(4)
             with pytest.raises(kind, match=what):
                 columns.part(**({"grow": None, "publish": None, "recycle": None, "release": None} | fields))
-            assert (columns.blocks[slot], columns.asked[slot], columns.steps[slot]) == (2, 0, 0)
+            assert (columns.blocks[slot], columns.asked[slot], columns.parts) == (2, 0, [])
         with pytest.raises(Conflict, match="lent to columns"):
             handle.record.allocate(3)
         with pytest.raises(Conflict, match="lent to columns"):

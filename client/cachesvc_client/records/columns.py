@@ -54,13 +54,16 @@ class SequenceColumns(Generic[H]):
         self.asked = np.zeros(max_sequences, np.int32)
         self.known = np.zeros(max_sequences, np.int32)
         self.ids = np.zeros(max_sequences, np.uint64)
-        self.steps = np.zeros(max_sequences, np.int32)
+        self.parts: list[ColumnsPart] = []
         self.untold: list[Growing] = []
         self._lease = lease
         self._layout = layout
         self._holders: list[H | None] = [None] * max_sequences
         self._free = list(range(max_sequences))
         self._mark = np.zeros(max_sequences, np.intp)
+        self._order = np.arange(max_sequences)
+        self._ones = np.ones(max_sequences, np.int64)
+        self._checked: tuple[object, Indices] | None = None
         self._windows: list[tuple[int, Indices, npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
         self._with_spares: set[int] = set()
 
@@ -87,7 +90,9 @@ class SequenceColumns(Generic[H]):
         """The sequence of a slot, with all that has become of it; the slot is free. Raises InvalidRequest (nothing is
         there), Conflict (operations of it are under way, or growth that no step has told of)."""
         record = self.record(slot)
-        if self.steps[slot] or any(slot in growing.slots for growing in self.untold):
+        if any(slot in used for part in self.parts for used in part.used()) or any(
+            slot in growing.slots for growing in self.untold
+        ):
             raise Conflict(f"slot {slot} has operations under way; collect the step's results first")
         self.pull(slot)
         holder = self._holders[slot]
@@ -107,12 +112,12 @@ class SequenceColumns(Generic[H]):
     ) -> ColumnsPart:
         """What one step is to carry. Everything is checked before anything changes. Raises InvalidRequest, StockEmpty,
         LimitExceeded."""
+        self._checked = None
         growth = None
         if grow is not None:
-            slots, counts = grow if isinstance(grow, tuple) else (grow, 1)
-            growth = self._check_growth(self._slots(slots), counts)
+            growth = self._check_growth(*(grow if isinstance(grow, tuple) else (grow, None)))
         publishing = self._check_publish(*publish) if publish is not None else None
-        ending = self._slots(release) if release is not None else np.empty(0, np.intp)
+        ending = self._slots(release) if release is not None else _NOBODY
         if recycle is not None:
             self._hold_windows(self._slots(recycle[0]), np.asarray(recycle[1], np.int64))
         growing, self.untold = self.untold, []
@@ -121,54 +126,58 @@ class SequenceColumns(Generic[H]):
         if publishing is not None:
             self.asked[publishing.slots] = publishing.upto
         part = ColumnsPart(self, growing, publishing, *self._due(), ending, self._lease.launches.pending(None))
-        for used in part.used():
-            self.steps[used] += 1
+        self.parts.append(part)
         part.operations = self._give_back_spares() if recycle is not None else []
         return part
 
-    def _check_growth(self, slots: Indices, counts: npt.ArrayLike) -> tuple[Indices, npt.NDArray[np.int64]]:
-        more = np.broadcast_to(np.asarray(counts, np.int64), slots.shape)
-        if len(more) and int(more.min()) < 1:
-            raise InvalidRequest("a sequence grows by at least 1 block")
-        if len(more) and int((self.blocks[slots] + more).max()) > self.max_blocks:
+    def _check_growth(self, slots: Slots, counts: npt.ArrayLike | None) -> tuple[Indices, npt.NDArray[np.int64], int]:
+        at = self._slots(slots)
+        more = self._ones[: len(at)]
+        total = len(at)
+        if counts is not None:
+            more = np.broadcast_to(np.asarray(counts, np.int64), at.shape)
+            total = int(more.sum())
+            if len(at) and int(more.min()) < 1:
+                raise InvalidRequest("a sequence grows by at least 1 block")
+        if total and int((self.blocks[at] + more).max()) > self.max_blocks:
             raise LimitExceeded.from_message(f"a row has {self.max_blocks} blocks; make the columns longer")
         if self._lease.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
-        self._lease.stock.require(int(more.sum()))
-        return slots, more
+        self._lease.stock.require(total)
+        return at, more, total
 
-    def _grow(self, slots: Indices, more: npt.NDArray[np.int64]) -> Growing:
+    def _grow(self, slots: Indices, more: npt.NDArray[np.int64], total: int) -> Growing:
         """Take stock pages and write the cells, before anybody is told."""
         assert self._lease.stock is not None
-        total = int(more.sum())
         before = self.blocks[slots]
         rows: npt.NDArray[Any] = slots
         positions: npt.NDArray[Any] = before
         if total != len(slots):
             rows = np.repeat(slots, more)
             positions = np.repeat(before - np.cumsum(more) + more, more) + np.arange(total)
-        taken = self._lease.stock.take_packed(total) if total else []
-        for table, (pages, _) in zip(self.tables, taken, strict=bool(taken)):
-            table[rows, positions] = np.frombuffer(pages, np.int32)
+        taken = self._lease.stock.take_packed(total)
+        for table, (pages, _) in zip(self.tables, taken, strict=True):
+            table[rows, positions] = pages
         after = before + more
         self.blocks[slots] = after
-        return Growing(slots, more, after, taken)
+        return Growing(slots, more, after, total, taken)
 
     def _check_publish(self, slots: Slots, upto: npt.ArrayLike, keys: PackedKeys = b"") -> Publishing:
         at = self._slots(slots)
-        last = np.broadcast_to(np.asarray(upto, np.int64), at.shape)
+        last = np.asarray(upto, np.int64)
+        if last.shape != at.shape:
+            last = np.broadcast_to(last, at.shape)
         first = self.asked[at]
         counts = last - first
-        if len(counts) and int(counts.min()) < 1:
+        total = int(counts.sum())
+        if len(at) and int(counts.min()) < 1:
             raise InvalidRequest("publish goes on from where it was asked for last, by at least 1 block")
         chain = packed(keys)
-        if len(chain) not in (0, int(counts.sum()) * KEY_BYTES):
-            raise InvalidRequest(
-                f"{len(chain)} bytes of keys for {int(counts.sum())} blocks; give the new blocks' alone"
-            )
+        if len(chain) not in (0, total * KEY_BYTES):
+            raise InvalidRequest(f"{len(chain)} bytes of keys for {total} blocks: only new ones' are wanted")
         if not len(chain) and (last > self.known[at]).any():
             raise InvalidRequest("publish needs the keys of blocks that Match was not told")
-        return Publishing(at, first, last, counts, chain)
+        return Publishing(at, first, last, counts, total, chain)
 
     def _hold_windows(self, slots: Indices, tokens: npt.NDArray[np.int64]) -> None:
         launch = self._lease.launches.check(None)
@@ -178,6 +187,8 @@ class SequenceColumns(Generic[H]):
         """Slots and computed tokens of which no launch under way needs more; the newest of each slot."""
         completed = self._lease.launches.completed
         due = [held for held in self._windows if held[0] <= completed]
+        if not due:
+            return _NOBODY, _NOTHING
         self._windows = [held for held in self._windows if held[0] > completed]
         newest: dict[int, int] = {}
         for _, slots, tokens, ids in due:
@@ -261,15 +272,21 @@ class SequenceColumns(Generic[H]):
 
     def _slots(self, slots: Slots) -> Indices:
         """Checked slots. Raises InvalidRequest for one that is not in use, or named twice."""
+        if self._checked is not None and self._checked[0] is slots:
+            return self._checked[1]
         at: Indices = np.asarray(slots, np.intp)
         if at.ndim != 1:
             raise InvalidRequest(f"slots are a flat list of positions, got the shape {at.shape}")
-        if not len(at):
-            return at
-        if int(at.min()) < 0 or int(at.max()) >= len(self.ids) or not self.ids[at].all():
-            raise InvalidRequest("a slot holds no sequence")
-        order = np.arange(len(at))
-        self._mark[at] = order
-        if (self._mark[at] != order).any():
-            raise InvalidRequest("a slot is named twice")
+        if len(at):
+            if len(at) > len(self.ids) or (at < 0).any() or (at >= len(self.ids)).any() or not self.ids[at].all():
+                raise InvalidRequest("a slot holds no sequence, or one is named twice")
+            order = self._order[: len(at)]
+            self._mark[at] = order
+            if (self._mark[at] != order).any():
+                raise InvalidRequest("a slot is named twice")
+        self._checked = slots, at
         return at
+
+
+_NOBODY = np.empty(0, np.intp)
+_NOTHING = np.empty(0, np.int64)

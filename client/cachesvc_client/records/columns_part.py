@@ -23,22 +23,24 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Growing(NamedTuple):
-    """Sequences that took ``more`` stock pages of each group, up to ``after`` blocks. ``taken``: pages and generations
-    by group."""
+    """Sequences that took ``more`` stock pages of each group, ``total`` in all, up to ``after`` blocks. ``taken``:
+    pages and generations by group."""
 
     slots: Indices
     more: Numbers
     after: npt.NDArray[Any]
+    total: int
     taken: Sequence[tuple[array[int], array[int]]]
 
 
 class Publishing(NamedTuple):
-    """Blocks ``[first, upto)`` of each slot, with all their keys or none."""
+    """Blocks ``[first, upto)`` of each slot, ``total`` in all, with all their keys or none."""
 
     slots: Indices
     first: npt.NDArray[np.int32]
     upto: Numbers
     counts: Numbers
+    total: int
     keys: memoryview
 
 
@@ -49,7 +51,7 @@ class Lent(Protocol):
     sealed: npt.NDArray[np.int32]
     asked: npt.NDArray[np.int32]
     known: npt.NDArray[np.int32]
-    steps: npt.NDArray[np.int32]
+    parts: list[ColumnsPart]
     untold: list[Growing]
 
     def record(self, slot: int) -> SequenceRecord:
@@ -140,7 +142,7 @@ class ColumnsPart:
         for growing in self._growing:
             before = len(message.grow_sequences) >> 3
             message.grow_sequences += ids[growing.slots].tobytes()
-            message.grow_counts = _with_counts(message.grow_counts, before, growing.more)
+            message.grow_counts = _with_counts(message.grow_counts, before, growing.more, growing.total)
             for group, (pages, generations) in enumerate(growing.taken):
                 if group == len(message.grow):
                     message.grow.append(common_pb2.GroupPages(group=group))
@@ -149,8 +151,8 @@ class ColumnsPart:
         if (publishing := self._publishing) is not None:
             before = len(message.publish_sequences) >> 3
             message.publish_sequences += ids[publishing.slots].tobytes()
-            message.publish_first += publishing.first.astype(np.uint32).tobytes()
-            message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts)
+            message.publish_first += publishing.first.tobytes()
+            message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts, publishing.total)
             message.publish_keys += bytes(publishing.keys)
         if len(self._recycled):
             message.recycle_sequences += ids[self._recycled].tobytes()
@@ -161,8 +163,7 @@ class ColumnsPart:
     def take(self, numbers: dict[Column, list[int]], odd: dict[tuple[Column, int], Any], lease: LeaseRecord) -> None:
         """Take the answers in: plain ones by the column, then the ``odd`` ones entry by entry."""
         columns = self._columns
-        for used in self.used():
-            columns.steps[used] -= 1
+        columns.parts.remove(self)
         first = 0
         for growing in self._growing:
             told = numbers[GROW][first : first + len(growing.slots)]
@@ -173,10 +174,12 @@ class ColumnsPart:
             first += len(growing.slots)
         if (publishing := self._publishing) is not None:
             sealed = np.array(numbers[PUBLISH], np.int64)
-            plain = sealed != ODD
-            slots = publishing.slots[plain]
-            columns.sealed[slots] = sealed[plain]
-            columns.known[slots] = np.maximum(columns.known[slots], publishing.upto[plain])
+            slots, upto = publishing.slots, publishing.upto
+            if odd:
+                plain = sealed != ODD
+                slots, sealed, upto = slots[plain], sealed[plain], upto[plain]
+            columns.sealed[slots] = sealed
+            columns.known[slots] = np.maximum(columns.known[slots], upto)
         if len(self._recycled):
             plain = np.array(numbers[RECYCLE], np.int64) != ODD
             columns.clear_windows(self._recycled[plain], self._tokens[plain])
@@ -190,15 +193,12 @@ class ColumnsPart:
 
     def tell_again(self) -> None:
         """The step was refused as a whole: its growth is told by the next."""
-        for growing in self._growing:
-            self._columns.steps[growing.slots] -= 1
         self._columns.untold = self._growing + self._columns.untold
         self._growing = []
 
     def fail(self, error: CacheClientError, lease: LeaseRecord) -> None:
         """No answer comes."""
-        for used in self.used():
-            self._columns.steps[used] -= 1
+        self._columns.parts.remove(self)
         for column in (GROW, PUBLISH, RECYCLE, RELEASE):
             for index in range(self.count(column)):
                 self._fail(column, index, error, lease)
@@ -266,8 +266,8 @@ class ColumnsPart:
 _CALLS = {GROW: "grow", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
 
 
-def _with_counts(known: bytes, before: int, counts: Numbers) -> bytes:
-    """A column of counts with some more; empty while all are 1."""
-    if not known and (counts == 1).all():
+def _with_counts(known: bytes, before: int, counts: Numbers, total: int) -> bytes:
+    """A column of counts with some more, of ``total`` and 1 at least; empty while all are 1."""
+    if not known and total == len(counts):
         return known
     return (known or np.ones(before, np.uint32).tobytes()) + counts.astype(np.uint32).tobytes()

@@ -152,13 +152,7 @@ class StepBook:
                 result = odd.get((column, index))
                 self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
         if step.part is not None:
-            rest = {column: told[len(step.entries[column]) :] for column, told in numbers.items()}
-            behind = {
-                (column, index - len(step.entries[column])): result
-                for (column, index), result in odd.items()
-                if index >= len(step.entries[column])
-            }
-            step.part.take(rest, behind, self._lease)
+            step.part.take(*_behind(step.entries, numbers, odd), self._lease)
         for operation, message in zip(step.operations, response.results, strict=True):
             self._keep(step, operation, _take(operation, message))
         self._hold_again(step)
@@ -222,10 +216,20 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[d
         wanted = len(entries) + (0 if step.part is None else step.part.count(column))
         if len(told) != wanted:
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
-        for index, number in enumerate(told):
-            if number == ODD and (column, index) not in odd:
-                raise DaemonFault(f"{ANSWER_FIELDS[column]} has no answer for entry {index}")
+        if ODD in told and any(number == ODD and (column, at) not in odd for at, number in enumerate(told)):
+            raise DaemonFault(f"{ANSWER_FIELDS[column]} has entries without an answer")
     return numbers, odd
+
+
+def _behind(
+    entries: dict[Column, list[Any]], numbers: dict[Column, list[int]], odd: Odd
+) -> tuple[dict[Column, list[int]], Odd]:
+    """The answers to what came behind the entries."""
+    first = {column: len(mine) for column, mine in entries.items()}
+    if not any(first.values()):
+        return numbers, odd
+    rest = {column: told[first[column] :] for column, told in numbers.items()}
+    return rest, {(column, at - first[column]): each for (column, at), each in odd.items() if at >= first[column]}
 
 
 def _take(operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:
