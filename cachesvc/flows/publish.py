@@ -145,7 +145,8 @@ def _publish_straight(
         return
     model.last_used = call.now
     remembered, reuse = model.remembered, model.reuse
-    blocks, reuses = 0, {}
+    blocks = 0
+    reuses: dict[bytes, int] = {}
     for _, keys in parts:
         reuse.computed_all(keys)
         blocks += len(keys)
