@@ -42,5 +42,5 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []
     sequence.grow([pool.take(fresh, PageState.PRIVATE) for pool in call.replica.place.pools])
     call.lease.grown += fresh
-    tables = tuple(GroupCells(group, first, tuple(table[first:])) for group, table in enumerate(sequence.tables))
+    tables = tuple(GroupCells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))

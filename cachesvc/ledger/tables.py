@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,11 +23,16 @@ class Sealed(NamedTuple):
     spares: list[tuple[int, int]]
 
 
+def no_pages(blocks: int) -> array[int]:
+    """A table of ``blocks`` cells without pages."""
+    return array("i", (NO_PAGE,)) * blocks
+
+
 class BlockTables(Hold):
-    """``tables[g][i]`` is a page or NO_PAGE. ``own[g]``: pages that this request alone may write, in its tables or
-    spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a windowed
-    group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
-    computed by this request.
+    """``tables[g][i]`` is a page or NO_PAGE, int32. ``own[g]``: pages that this request alone may write, in its tables
+    or spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a
+    windowed group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as
+    being computed by this request.
     """
 
     __slots__ = ("cursors", "declared", "keys", "own", "tables")
@@ -35,7 +41,7 @@ class BlockTables(Hold):
         super().__init__(ledger, place)
         groups = len(place.pools)
         self.keys = bytearray(keys)
-        self.tables: list[list[int]] = [[] for _ in range(groups)]
+        self.tables = [array("i") for _ in range(groups)]
         self.own: list[set[int]] = [set() for _ in range(groups)]
         self.cursors: dict[int, int] = {}
         self.declared = 0
@@ -72,9 +78,9 @@ class BlockTables(Hold):
         path = self.ledger.index.path(hit.device_row)
         for group in place.full_groups:
             pages = place.pages[group]
-            self.tables[group] = [pages[row] for row in path]
+            self.tables[group] = array("i", [pages[row] for row in path])
         for group in place.window_groups:
-            table = self.tables[group] = [NO_PAGE] * len(path)
+            table = self.tables[group] = no_pages(len(path))
             for position in window_positions(layout, group, hit.blocks):
                 if position < len(path):
                     row = path[position]

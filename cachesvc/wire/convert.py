@@ -33,7 +33,7 @@ def pack_pages(pages: Iterable[int]) -> bytes:
     return array("i", pages).tobytes()
 
 
-def unpack_pages(raw: bytes) -> list[int]:
+def unpack_pages(raw: bytes) -> array[int]:
     """Page ids of a packed field. Raises InvalidRequest for a ragged length."""
     return _unpack("i", raw)
 
@@ -45,15 +45,15 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 def unpack_numbers(raw: bytes) -> list[int]:
     """Numbers of a packed uint32 field. Raises InvalidRequest for a ragged length."""
-    return _unpack("I", raw)
+    return _unpack("I", raw).tolist()
 
 
-def _unpack(code: str, raw: bytes) -> list[int]:
+def _unpack(code: str, raw: bytes) -> array[int]:
     if len(raw) % 4:
         raise InvalidRequest(f"a packed list of 32-bit numbers has {len(raw)} bytes, which is no multiple of 4")
     numbers = array(code)
     numbers.frombytes(raw)
-    return numbers.tolist()
+    return numbers
 
 
 def layout_to_proto(layout: Layout) -> common_pb2.Layout:
@@ -112,7 +112,7 @@ def cells_from_proto(messages: Iterable[common_pb2.GroupPages]) -> tuple[GroupCe
         GroupCells(
             message.group,
             message.first_block,
-            tuple(unpack_pages(message.pages)),
+            unpack_pages(message.pages),
             tuple(unpack_numbers(message.generations)),
         )
         for message in messages

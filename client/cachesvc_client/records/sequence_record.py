@@ -345,7 +345,7 @@ def _merged(cells: list[GroupCells]) -> list[GroupCells]:
             each
             if known is None
             else GroupCells(
-                known.group, known.first_block, known.pages + each.pages, known.generations + each.generations
+                known.group, known.first_block, (*known.pages, *each.pages), known.generations + each.generations
             )
         )
     return list(merged.values())
