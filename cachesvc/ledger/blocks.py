@@ -7,7 +7,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from cachesvc.ledger.ages import Ages
@@ -15,6 +15,7 @@ from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.windows import Prefix, WindowSearch, hit_window_blocks, window_needs, window_positions
 from cachesvc.model.errors import LedgerBroken
@@ -96,6 +97,7 @@ class BlockLedger:
 
     def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         place = Place(name, self.layout, pools, self.journal, self.index.places)
+        place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
         place.leaves = self._leaf_order(place)
         place.window_leaves = {group: self._window_order(place, group) for group in place.window_groups}
         self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
@@ -212,14 +214,18 @@ class BlockLedger:
             place.pinned.discard(row)
             self.offer(place, row)
 
-    def pin_window(self, place: Place, group: int, row: int) -> None:
-        """Keep one windowed copy; its block is protected by a pin of its own."""
-        place.window_pins[group][row] += 1
-        place.window_leaves[group].remove(row)
+    def pin_windows(self, place: Place, group: int, rows: Iterable[int]) -> None:
+        """Keep windowed copies; their blocks are protected by pins of their own."""
+        pins, leaves = place.window_pins[group], place.window_leaves[group]
+        filed = leaves.filed
+        for row in rows:
+            pins[row] += 1
+            if filed[row]:
+                leaves.remove(row)
 
-    def use_window(self, row: int, tip: int) -> None:
-        """A hit of everything down to ``tip`` looks back to the windowed copies of ``row``."""
-        self.index.reach(row, self.index.stamp[tip])
+    def use_windows(self, rows: Iterable[int], tip: int) -> None:
+        """A hit of everything down to ``tip`` looks back to the windowed copies of ``rows``."""
+        self.index.reach(rows, self.index.stamp[tip])
 
     def unpin_window(self, place: Place, group: int, row: int) -> None:
         """Take one window pin back. Raises LedgerBroken where there is none."""

@@ -137,13 +137,24 @@ class BlockIndex:
             for order in moved:
                 order.update(row)
 
-    def reach(self, row: int, stamp: int) -> None:
-        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``row``."""
-        if stamp > self.reached[row]:
-            moved = [order for order in self.orders if order.remove(row)]
-            self.reached[row] = stamp
-            for order in moved:
-                order.update(row)
+    def reach(self, rows: Iterable[int], stamp: int) -> None:
+        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``."""
+        reached, filed = self.reached, [order.filed for order in self.orders]
+        for row in rows:
+            if stamp <= reached[row]:
+                continue
+            for flags in filed:
+                if flags[row]:
+                    self._reach_filed(row, stamp)
+                    break
+            else:
+                reached[row] = stamp
+
+    def _reach_filed(self, row: int, stamp: int) -> None:
+        moved = [order for order in self.orders if order.remove(row)]
+        self.reached[row] = stamp
+        for order in moved:
+            order.update(row)
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes copies of the row: no place may drop them."""

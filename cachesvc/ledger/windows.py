@@ -54,7 +54,7 @@ def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
 class Prefix:
     """The rows of a prompt that the index has, found by position only where they are asked for."""
 
-    def __init__(self, index: BlockIndex, keys: bytes) -> None:
+    def __init__(self, index: BlockIndex, keys: bytes | bytearray) -> None:
         self._parent = index.parent
         self._parts = index.rows.parts
         self._keys = keys
@@ -64,19 +64,16 @@ class Prefix:
         """The row at ``position``, which the index has."""
         row = self._known.get(position, NO_ROW)
         if row == NO_ROW:
-            key = self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+            key = bytes(self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
             row = self._known[position] = self._parts[key[-1]][key]
         return row
 
-    def rows(self, first: int, last: int) -> list[int]:
-        """The rows of ``[first, last)``."""
-        if first >= last:
-            return []
-        parent = self._parent
-        row = self.row(last - 1)
-        out = [row]
-        for _ in range(last - 1 - first):
-            row = parent[row]
+    def rows_at(self, positions: Sequence[int]) -> list[int]:
+        """The rows at rising positions: those that follow one another cost one look-up."""
+        parent, out, row, below = self._parent, [], NO_ROW, 0
+        for position in reversed(positions):
+            row = parent[row] if position + 1 == below else self.row(position)
+            below = position
             out.append(row)
         out.reverse()
         return out
@@ -142,7 +139,7 @@ class WindowSearch:
     def _first_gap(self, group: int, first: int, last: int, otherwise: int) -> int:
         """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""
         states, in_place = self._place.states[group], self._device_blocks
-        for position, row in enumerate(self._prefix.rows(first, last), start=first):
+        for position, row in enumerate(self._prefix.rows_at(range(first, last)), start=first):
             if states[row] == IS_READY and position < in_place:
                 continue
             if not self._is_loadable(group, position, row):

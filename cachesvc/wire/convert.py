@@ -30,7 +30,7 @@ TICKET_STATES = {
 
 def pack_pages(pages: Iterable[int]) -> bytes:
     """Page ids as little-endian int32."""
-    return array("i", pages).tobytes()
+    return (pages if isinstance(pages, array) else array("i", pages)).tobytes()
 
 
 def unpack_pages(raw: bytes) -> array[int]:
@@ -38,9 +38,9 @@ def unpack_pages(raw: bytes) -> array[int]:
     return _unpack("i", raw)
 
 
-def pack_numbers(numbers: Iterable[int]) -> bytes:
+def pack_numbers(numbers: Sequence[int]) -> bytes:
     """Generations or positions as little-endian uint32."""
-    return array("I", numbers).tobytes()
+    return array("I", numbers).tobytes() if numbers else b""
 
 
 def unpack_numbers(raw: bytes) -> list[int]:
@@ -154,12 +154,12 @@ def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
 
 def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
     """Answer of Match."""
-    return cache_pb2.MatchResponse(
-        device_blocks=answer.device_blocks,
-        host_blocks=answer.host_blocks,
-        computing_blocks=answer.computing_blocks,
-        tables=cells_to_proto(answer.tables),
+    message = cache_pb2.MatchResponse(
+        device_blocks=answer.device_blocks, host_blocks=answer.host_blocks, computing_blocks=answer.computing_blocks
     )
+    for cells in answer.tables:  # made where they belong: a table of 128k tokens is 8 KiB, and would be copied there
+        message.tables.add(group=cells.group, pages=pack_pages(cells.pages))
+    return message
 
 
 def allocated_to_proto(answer: Allocated) -> cache_pb2.AllocateResponse:
