@@ -139,22 +139,15 @@ class BlockIndex:
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``."""
-        reached, filed = self.reached, [order.filed for order in self.orders]
+        reached = self.reached
+        ranked_by_it = [order for place in self.places for order in place.window_leaves.values()]
+        orders = [(order, order.filed) for order in ranked_by_it]
         for row in rows:
-            if stamp <= reached[row]:
-                continue
-            for flags in filed:
-                if flags[row]:
-                    self._reach_filed(row, stamp)
-                    break
-            else:
+            if stamp > reached[row]:
+                moved = [order for order, filed in orders if filed[row] and order.remove(row)]
                 reached[row] = stamp
-
-    def _reach_filed(self, row: int, stamp: int) -> None:
-        moved = [order for order in self.orders if order.remove(row)]
-        self.reached[row] = stamp
-        for order in moved:
-            order.update(row)
+                for order in moved:
+                    order.update(row)
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes copies of the row: no place may drop them."""
