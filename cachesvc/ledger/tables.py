@@ -85,7 +85,7 @@ class BlockTables(Hold):
     def _put_windows(self, hit: Hit) -> None:
         """What windowed groups have in place for a hit is in their tables, and is kept."""
         place, layout = self.place, self.ledger.layout
-        prefix = Prefix(self.ledger.index, self.keys)
+        prefix = Prefix(self.ledger.index, self.keys, hit.device_row)
         for group in place.window_groups:
             positions = [each for each in window_positions(layout, group, hit.blocks) if each < hit.device_blocks]
             rows = dict(zip(positions, prefix.rows_at(positions), strict=True))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import READY
@@ -51,26 +52,36 @@ def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
     )
 
 
-class Prefix:
-    """The rows of a prompt that the index has, found by position only where they are asked for."""
+def require_chained(position: int, row: int, depth: Sequence[int]) -> int:
+    """The ``row`` of the key at ``position``. Raises InvalidRequest where no prefix of that length has it."""
+    if row == NO_ROW or depth[row] != position:
+        raise InvalidRequest(f"block {position}: its key is not that of a block below those before it; chain the keys")
+    return row
 
-    def __init__(self, index: BlockIndex, keys: bytes | bytearray) -> None:
-        self._parent = index.parent
-        self._parts = index.rows.parts
+
+class Prefix:
+    """The rows of a prompt down to ``tip``, of one of its keys: found by position only where they are asked for."""
+
+    def __init__(self, index: BlockIndex, keys: bytes | bytearray, tip: int) -> None:
+        self._index = index
         self._keys = keys
-        self._known: dict[int, int] = {}
+        self._tip = tip
+        self._known = {index.depth[tip]: tip}
 
     def row(self, position: int) -> int:
-        """The row at ``position``, which the index has."""
+        """The row at ``position``, not below ``tip``. Raises InvalidRequest for keys that are not chained: then its key
+        is unknown, or that of a block somewhere else."""
         row = self._known.get(position, NO_ROW)
         if row == NO_ROW:
-            key = bytes(self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
-            row = self._known[position] = self._parts[key[-1]][key]
+            index = self._index
+            row = index.rows.get(bytes(self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]), NO_ROW)
+            is_above = row != NO_ROW and index.is_above(row, self._tip)
+            self._known[position] = require_chained(position, row if is_above else NO_ROW, index.depth)
         return row
 
     def rows_at(self, positions: Sequence[int]) -> list[int]:
         """The rows at rising positions: those that follow one another cost one look-up."""
-        parent, out, row, below = self._parent, [], NO_ROW, 0
+        parent, out, row, below = self._index.parent, [], NO_ROW, 0
         for position in reversed(positions):
             row = parent[row] if position + 1 == below else self.row(position)
             below = position
