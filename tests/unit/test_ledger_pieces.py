@@ -6,7 +6,10 @@ from array import array
 from functools import partial
 
 import pytest
+from cachesvc_client.wire.messages import parse_match
 
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.pieces import PIECE_BLOCKS
 from cachesvc.ledger.place import NO_ROW
@@ -14,7 +17,8 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE, PageState
-from tests.unit.ledger_rig import one_group
+from cachesvc.wire.convert import matched_to_proto
+from tests.unit.ledger_rig import chain, one_group, rig_of, serve
 from tests.unit.test_costs import LAYOUT, Node, node_of
 from tests.work import steps_of
 
@@ -111,3 +115,19 @@ def test_a_match_costs_the_same_beside_many_blocks(layout: Layout) -> None:
         steps.append(steps_of(partial(open_and_end, node, keys)))
     alone, beside = steps
     assert beside < 1.2 * alone, f"{beside} steps beside 6,400 blocks, {alone} alone"
+
+
+def test_an_answer_is_packed_and_of_its_moment() -> None:
+    """No list of integers lies between the ledger and the message, and what is told does not change afterwards."""
+    rig = rig_of(one_group(), device=(16,))
+    lease = rig.lease()
+    serve(rig, lease, 1, "abcd")
+    answer = rig.run(match, lease, 2, chain(*"abcd"), 0)
+    told = answer.tables[0].pages
+    assert isinstance(told, array)
+    assert told.tolist() == [0, 1, 2, 3]
+    rig.run(allocate, lease, 2, 6)
+    assert told == array("i", range(4))
+    [cells] = matched_to_proto(answer).tables
+    assert cells.pages == told.tobytes()
+    assert parse_match(matched_to_proto(answer)).tables[0].pages == told

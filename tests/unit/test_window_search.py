@@ -216,7 +216,7 @@ def test_a_key_from_another_prompt_is_refused_by_its_place() -> None:
 
 
 def test_a_sink_of_another_prompt_is_none_of_this_one() -> None:
-    """It is at the right depth, and its windowed copy is there; but nothing that is pinned for the hit would keep it."""
+    """It is at the right depth, and its windowed copy is there; but nothing pinned for the hit would keep it."""
     groups = (PlaneGroup("full"), PlaneGroup("window", 8, 4))
     planes = tuple(Plane("k", at, group.name, (8,), "uint8") for at, group in enumerate(groups))
     layout = Layout(BLOCK_TOKENS, 1, groups, planes)
