@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 import tracemalloc
+from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE, PageState
@@ -82,6 +84,8 @@ def measure(size: int) -> dict[str, float]:
     asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
     match_pin = [_match_and_pin(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
     table = [_timed(lambda p=prompt: _table(ledger, place, p)) for prompt in filled.prompts]
+    opened = [_open(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
+    windowed, opened_windowed = _windowed(size)
     count = min(size // 2, 4096)
     evictor = Evictor(ledger)
     began = time.perf_counter()
@@ -96,9 +100,11 @@ def measure(size: int) -> dict[str, float]:
     return {
         "match_pin_us": statistics.median(match_pin),
         "match_pin_p99_us": sorted(match_pin)[int(len(match_pin) * 0.99)],
-        "match_pin_windowed_us": _windowed_match(size),
+        "match_pin_windowed_us": windowed,
         "host_room_us_per_block": _host_room(size),
         "block_table_us": statistics.median(table),
+        "open_us": statistics.median(opened),
+        "open_windowed_us": opened_windowed,
         "publish_us_per_block": filled.publish_us,
         "evict_us_per_block": evict,
         "allocate_us_per_page": allocate,
@@ -123,6 +129,7 @@ def fill(size: int, *, traced: bool, layout: Layout = LAYOUT) -> Filled:
         published += _publish(ledger, place, keys, size - published)
         seconds += time.perf_counter() - began
         prompts.append(keys)
+        _table(ledger, place, keys)  # as the first Match does: from then on it is kept in pieces
     after = tracemalloc.get_traced_memory()[0] if traced else 0
     if traced:
         tracemalloc.stop()
@@ -137,11 +144,14 @@ def _pool(pages: int) -> PagePool:
     return pool
 
 
-def _windowed_match(size: int) -> float:
-    filled = fill(size, traced=False, layout=WINDOWED)
+def _windowed(size: int) -> tuple[float, float]:
+    """Of match and pin, and of opening a sequence."""
+    ledger, place, prompts, _, _ = fill(size, traced=False, layout=WINDOWED)
     rng = random.Random(1)
-    asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
-    return statistics.median(_match_and_pin(filled.ledger, filled.place, _partly_known(each, rng)) for each in asked)
+    asked = (prompts * (1 + 200 // len(prompts)))[:300]
+    match_pin = [_match_and_pin(ledger, place, _partly_known(each, rng)) for each in asked]
+    opened = [_open(ledger, place, _partly_known(each, rng)) for each in asked]
+    return statistics.median(match_pin), statistics.median(opened)
 
 
 def _host_room(size: int) -> float:
@@ -191,6 +201,16 @@ def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
     return missing
 
 
+def _open(ledger: BlockLedger, place: Place, keys: bytes) -> float:
+    """Microseconds of all that Match does in the ledger: find, pin, touch, block tables, windows."""
+    began = time.perf_counter()
+    sequence = Sequence(1, "lease", 1, 0, ledger, place, keys)
+    sequence.hold(ledger.find(keys, place), 1 << 40)
+    elapsed = time.perf_counter() - began
+    sequence.end()
+    return elapsed * 1e6
+
+
 def _partly_known(keys: bytes, rng: random.Random) -> bytes:
     """A prompt of as many blocks whose hit ends at a random depth.
 
@@ -215,10 +235,9 @@ def _match_and_pin(ledger: BlockLedger, place: Place, keys: bytes) -> float:
     return elapsed * 1e6
 
 
-def _table(ledger: BlockLedger, place: Place, keys: bytes) -> list[int]:
-    row = ledger.find(keys, place).device_row
-    pages = place.pages[0]
-    return [pages[each] for each in ledger.index.path(row, NO_ROW)]
+def _table(ledger: BlockLedger, place: Place, keys: bytes) -> array[int]:
+    hit = ledger.find(keys, place)
+    return place.pieces.tables(hit.device_row, hit.device_blocks)[0]
 
 
 def _timed(call: object) -> float:

@@ -5,6 +5,7 @@ It shares no line with what the daemon itself offers for this (`cachesvc.questio
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -39,6 +40,7 @@ def audit(ledger: Ledger) -> Audit:
             problems += check(ledger, model)
         for position, place in enumerate(model.blocks.index.places):
             problems += _closure(model, place)
+            problems += _pieces(model, place)
             problems += _candidates(model, place)
             problems += _counts(model, place)
             problems += _pages(ledger, model, place, position)
@@ -99,6 +101,16 @@ def _chains(ledger: Ledger, model: Model) -> Iterator[str]:
     for row in index.rows.values():
         if on[row] != index.continued[row]:
             yield f"model {model.id} row {row}: {on[row]} children go on with its chain"
+
+
+def _pieces(model: Model, place: Place) -> Iterator[str]:
+    """Each piece of a block table ends in a whole copy, at its depth, and has the pages of the blocks down to there."""
+    index, length = model.blocks.index, place.pieces.piece_blocks
+    for row, piece in place.pieces.kept.items():
+        path = index.path(row)[-length:]
+        pages = tuple(array("i", [place.pages[group][each] for each in path]).tobytes() for group in place.full_groups)
+        if not place.is_hittable(row) or (index.depth[row] + 1) % length or piece != (index.parent[path[0]], pages):
+            yield f"{place.name} row {row}: a piece of a table that is not its blocks' pages"
 
 
 def _closure(model: Model, place: Place) -> Iterator[str]:

@@ -45,5 +45,5 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []
     sequence.grow(sequence.fresh_pages(fresh))
     call.lease.grown += fresh
-    tables = tuple(GroupCells(group, first, tuple(table[first:])) for group, table in enumerate(sequence.tables))
+    tables = tuple(GroupCells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))

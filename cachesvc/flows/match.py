@@ -45,7 +45,7 @@ def match(
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
-    tables = tuple(GroupCells(group, 0, tuple(table)) for group, table in enumerate(sequence.tables))
+    tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
     return Matched(
         hit.device_blocks,
         hit.blocks - hit.device_blocks,

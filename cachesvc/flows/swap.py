@@ -90,7 +90,7 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     ticket.rows = absent
     sequence.come_back(ticket)
     submit(core, model, ticket, _joined(ticket.moves, load_pairs(model.blocks.host, coming)), layered=True)
-    tables = tuple(GroupCells(group, 0, tuple(table)) for group, table in enumerate(sequence.tables))
+    tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
     return Swapped((ticket_view(ticket),), tables)
 
 

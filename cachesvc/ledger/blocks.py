@@ -15,6 +15,7 @@ from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.windows import (
     Prefix,
@@ -103,6 +104,7 @@ class BlockLedger:
 
     def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         place = Place(name, self.layout, pools, self.journal, self.index.places)
+        place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
         place.leaves = self._leaf_order(place)
         place.window_leaves = {group: self._window_order(place, group) for group in place.window_groups}
         self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
@@ -161,7 +163,7 @@ class BlockLedger:
         blocks, row = self._bisect(keys, 0, len(keys) // KEY_BYTES, NO_ROW, place)
         if not blocks or not place.window_groups:
             return blocks, row
-        prefix = Prefix(self.index, keys)
+        prefix = Prefix(self.index, keys, row)
         whole = WindowSearch(self._window_needs, prefix, place, None, blocks, blocks).longest()
         return whole, prefix.row(whole - 1) if whole else NO_ROW
 
@@ -200,7 +202,7 @@ class BlockLedger:
         Windowed copies come from the device, or from the host where all blocks from there on can be loaded: those
         blocks then count as to be loaded, though only the windowed copies of some of them may have to be.
         """
-        prefix = Prefix(self.index, keys)
+        prefix = Prefix(self.index, keys, hit.row)
         search = WindowSearch(self._window_needs, prefix, place, self.host, hit.device_blocks, hit.blocks)
         blocks = search.longest()
         device = search.in_place(blocks)
@@ -244,14 +246,18 @@ class BlockLedger:
                     pinned.discard(above)
         place.counts.pinned += blocks
 
-    def pin_window(self, place: Place, group: int, row: int) -> None:
-        """Keep one windowed copy; its block is protected by a pin of its own."""
-        place.window_pins[group][row] += 1
-        place.window_leaves[group].remove(row)
+    def pin_windows(self, place: Place, group: int, rows: Iterable[int]) -> None:
+        """Keep windowed copies; their blocks are protected by pins of their own."""
+        pins, leaves = place.window_pins[group], place.window_leaves[group]
+        filed = leaves.filed
+        for row in rows:
+            pins[row] += 1
+            if filed[row]:
+                leaves.remove(row)
 
-    def use_window(self, row: int, tip: int) -> None:
-        """A hit of everything down to ``tip`` looks back to the windowed copies of ``row``."""
-        self.index.reach(row, self.index.stamp[tip])
+    def use_windows(self, rows: Iterable[int], tip: int) -> None:
+        """A hit of everything down to ``tip`` looks back to the windowed copies of ``rows``."""
+        self.index.reach(rows, self.index.stamp[tip])
 
     def unpin_window(self, place: Place, group: int, row: int) -> None:
         """Take one window pin back. Raises LedgerBroken where there is none."""

@@ -106,10 +106,10 @@ class Hold:
                     there.hold(group, position, path[at])
         self._until_loaded = (Pin(ledger, place, path[deepest] if deepest >= 0 else NO_ROW), here, there)
 
-    def hold_window(self, group: int, position: int, row: int, tip: int) -> None:
-        """Keep a windowed copy that a hit down to ``tip`` looks back to."""
-        self.ledger.use_window(row, tip)
-        self.windows.hold(group, position, row)
+    def hold_windows(self, group: int, rows: Mapping[int, int], tip: int) -> None:
+        """Keep the windowed copies of ``rows``, by position, that a hit down to ``tip`` looks back to."""
+        self.windows.hold_all(group, rows)  # first: what is held is in no order that its use would change
+        self.ledger.use_windows(rows.values(), tip)
 
     def rest(self) -> list[int]:
         """Rows of the hit that it does not hold on the device yet, root first."""
@@ -128,8 +128,7 @@ class Hold:
             self._device.move(present[-1])
             self.sealed += len(present)
         for group, positions in needed.items():
-            for position, row in positions.items():
-                self.hold_window(group, position, row, self.host_anchor)
+            self.hold_windows(group, positions, self.host_anchor)
         self._let_go_until_loaded()
         for ticket in tickets:
             ticket.waiters.append(self)

@@ -159,13 +159,17 @@ class BlockIndex:
             for order in moved:
                 order.update(row)
 
-    def reach(self, row: int, stamp: int) -> None:
-        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``row``."""
-        if stamp > self.reached[row]:
-            moved = [order for order in self.orders if order.remove(row)]
-            self.reached[row] = stamp
-            for order in moved:
-                order.update(row)
+    def reach(self, rows: Iterable[int], stamp: int) -> None:
+        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``."""
+        reached = self.reached
+        ranked_by_it = [order for place in self.places for order in place.window_leaves.values()]
+        orders = [(order, order.filed) for order in ranked_by_it]
+        for row in rows:
+            if stamp > reached[row]:
+                moved = [order for order, filed in orders if filed[row] and order.remove(row)]
+                reached[row] = stamp
+                for order in moved:
+                    order.update(row)
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes copies of the row: no place may drop them."""

@@ -92,7 +92,7 @@ class LeafOrder:
         at = bisect_left(self._bounds, entry)
         bucket = self._buckets[at] if at < len(self._buckets) else []
         place = bisect_left(bucket, entry)
-        if bucket[place : place + 1] != [entry]:
+        if place == len(bucket) or bucket[place] != entry:
             raise LedgerBroken(f"row {row} is not filed under its rank {entry >> ROW_BITS}")
         del bucket[place]
         self._filed[row] = 0

@@ -5,7 +5,7 @@ Nothing is pinned in any other way by a flow, so a pin that nobody gives back is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -53,8 +53,12 @@ class WindowPins:
 
     def hold(self, group: int, position: int, row: int) -> None:
         """Keep the copy of ``row``, at a position that holds none yet."""
-        self._blocks.pin_window(self.place, group, row)
-        self.rows.setdefault(group, {})[position] = row
+        self.hold_all(group, {position: row})
+
+    def hold_all(self, group: int, rows: Mapping[int, int]) -> None:
+        """Keep the copies of ``rows`` by their positions, which hold none yet."""
+        self._blocks.pin_windows(self.place, group, rows.values())
+        self.rows.setdefault(group, {}).update(rows)
 
     def drop(self, group: int, position: int) -> bool:
         """Let go of one copy, if any is held there; True if one was."""
@@ -67,9 +71,9 @@ class WindowPins:
         """Let go of everything. The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its
         last window. Twice is fine."""
         for group, held in self.rows.items():
-            for position in window_positions(self._blocks.layout, group, sealed) if tip != NO_ROW else ():
-                if position in held:
-                    self._blocks.use_window(held[position], tip)
+            if tip != NO_ROW:
+                last = window_positions(self._blocks.layout, group, sealed)
+                self._blocks.use_windows([held[position] for position in last if position in held], tip)
         self.let_go()
 
     def let_go(self) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
@@ -83,11 +84,13 @@ class Place:
 
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
     comes is the first and one that goes is the last. ``pinned``: rows with ``pins``. ``leaves``: blocks that may go,
-    and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here.
+    and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here,
+    and ``pieces`` too: what is kept of block tables.
     """
 
     leaves: LeafOrder
     window_leaves: dict[int, LeafOrder]
+    pieces: TablePieces
 
     def __init__(
         self,
@@ -245,6 +248,8 @@ class Place:
         if group == self.lead:
             self.counts.states[source] -= 1
             self.counts.states[target] += 1
+            if target == ABSENT:
+                self.pieces.forget(row)
         codes = self._told.get(move)
         if codes is not None:
             self._tell(codes, group, row, cause)

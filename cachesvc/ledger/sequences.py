@@ -5,12 +5,13 @@ Flows tell a sequence what happens to it and take nothing from it by hand; ``end
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reservations import Reservation
-from cachesvc.ledger.tables import BlockTables
+from cachesvc.ledger.tables import BlockTables, no_pages
 from cachesvc.ledger.tickets import PageMove, Ticket
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
@@ -127,7 +128,7 @@ class Sequence(BlockTables):
         path = self.ledger.index.path(self.host_anchor)
         for group in place.full_groups:
             pages_of = place.pages[group]
-            self.tables[group][: len(path)] = [pages_of[row] for row in path]
+            self.tables[group][: len(path)] = array("i", [pages_of[row] for row in path])
         self._device.move(self.host_anchor)
         self._begin_swap(ticket, moves)
 
@@ -179,7 +180,7 @@ class Sequence(BlockTables):
         for group in range(len(self.tables)):
             if ticket.direction is Direction.STORE:
                 self.own[group].clear()
-            self.tables[group] = [NO_PAGE] * self.blocks
+            self.tables[group] = no_pages(self.blocks)
 
     def _is_in(self) -> None:
         """Back on the device, or never gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from cachesvc.ledger.blocks import BlockLedger, Hit, hit_window_blocks, window_p
 from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tickets import Ticket
+from cachesvc.ledger.windows import Prefix
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
@@ -22,11 +24,16 @@ class Sealed(NamedTuple):
     spares: list[tuple[int, int]]
 
 
+def no_pages(blocks: int) -> array[int]:
+    """A table of ``blocks`` cells without pages."""
+    return array("i", (NO_PAGE,)) * blocks
+
+
 class BlockTables(Hold):
-    """``tables[g][i]`` is a page or NO_PAGE. ``own[g]``: pages that this request alone may write, in its tables or
-    spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a windowed
-    group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
-    computed by this request.
+    """``tables[g][i]`` is a page or NO_PAGE, int32. ``own[g]``: pages that this request alone may write, in its tables
+    or spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a
+    windowed group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as
+    being computed by this request.
     """
 
     __slots__ = ("cursors", "declared", "keys", "own", "tables")
@@ -35,7 +42,7 @@ class BlockTables(Hold):
         super().__init__(ledger, place)
         groups = len(place.pools)
         self.keys = bytearray(keys)
-        self.tables: list[list[int]] = [[] for _ in range(groups)]
+        self.tables = [array("i") for _ in range(groups)]
         self.own: list[set[int]] = [set() for _ in range(groups)]
         self.cursors: dict[int, int] = {}
         self.declared = 0
@@ -80,17 +87,24 @@ class BlockTables(Hold):
             self.cursors[group] = max(layout.sink_blocks(group), first)
         if not hit.device_blocks:
             return
-        path = self.ledger.index.path(hit.device_row)
-        for group in place.full_groups:
-            pages = place.pages[group]
-            self.tables[group] = [pages[row] for row in path]
+        tables = place.pieces.tables(hit.device_row, hit.device_blocks)
+        for group, table in zip(place.full_groups, tables, strict=True):
+            self.tables[group] = table
+        if place.window_groups:
+            self._put_windows(hit)
+
+    def _put_windows(self, hit: Hit) -> None:
+        """What windowed groups have in place for a hit is in their tables, and is kept."""
+        place, layout = self.place, self.ledger.layout
+        prefix = Prefix(self.ledger.index, self.keys, hit.device_row)
         for group in place.window_groups:
-            table = self.tables[group] = [NO_PAGE] * len(path)
-            for position in window_positions(layout, group, hit.blocks):
-                if position < len(path):
-                    row = path[position]
-                    table[position] = place.pages[group][row]
-                    self.hold_window(group, position, row, hit.row)
+            positions = [each for each in window_positions(layout, group, hit.blocks) if each < hit.device_blocks]
+            rows = dict(zip(positions, prefix.rows_at(positions), strict=True))
+            pages, table = place.pages[group], no_pages(hit.device_blocks)
+            for position, row in rows.items():
+                table[position] = pages[row]
+            self.tables[group] = table
+            self.hold_windows(group, rows, hit.row)
 
     def rely_on(self, rows: Sequence[int], needed: Mapping[int, Mapping[int, int]], tickets: Sequence[Ticket]) -> None:
         """See ``Hold``; the rest of the hit is in the tables from now on."""

@@ -60,33 +60,31 @@ def require_chained(position: int, row: int, depth: Sequence[int]) -> int:
 
 
 class Prefix:
-    """The rows of a prompt that the index has, found by position only where they are asked for."""
+    """The rows of a prompt down to ``tip``, of one of its keys: found by position only where they are asked for."""
 
-    def __init__(self, index: BlockIndex, keys: bytes) -> None:
-        self._parent = index.parent
-        self._depth = index.depth
-        self._parts = index.rows.parts
+    def __init__(self, index: BlockIndex, keys: bytes | bytearray, tip: int) -> None:
+        self._index = index
         self._keys = keys
-        self._known: dict[int, int] = {}
+        self._tip = tip
+        self._known = {index.depth[tip]: tip}
 
     def row(self, position: int) -> int:
-        """The row at ``position``, above a block that the index has. Raises InvalidRequest for keys that are not
-        chained: then its key is unknown, or that of a block somewhere else."""
+        """The row at ``position``, not below ``tip``. Raises InvalidRequest for keys that are not chained: then its key
+        is unknown, or that of a block somewhere else."""
         row = self._known.get(position, NO_ROW)
         if row == NO_ROW:
-            key = self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-            row = self._known[position] = require_chained(position, self._parts[key[-1]].get(key, NO_ROW), self._depth)
+            index = self._index
+            row = index.rows.get(bytes(self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]), NO_ROW)
+            is_above = row != NO_ROW and index.is_above(row, self._tip)
+            self._known[position] = require_chained(position, row if is_above else NO_ROW, index.depth)
         return row
 
-    def rows(self, first: int, last: int) -> list[int]:
-        """The rows of ``[first, last)``."""
-        if first >= last:
-            return []
-        parent = self._parent
-        row = self.row(last - 1)
-        out = [row]
-        for _ in range(last - 1 - first):
-            row = parent[row]
+    def rows_at(self, positions: Sequence[int]) -> list[int]:
+        """The rows at rising positions: those that follow one another cost one look-up."""
+        parent, out, row, below = self._index.parent, [], NO_ROW, 0
+        for position in reversed(positions):
+            row = parent[row] if position + 1 == below else self.row(position)
+            below = position
             out.append(row)
         out.reverse()
         return out
@@ -152,7 +150,7 @@ class WindowSearch:
     def _first_gap(self, group: int, first: int, last: int, otherwise: int) -> int:
         """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""
         states, in_place = self._place.states[group], self._device_blocks
-        for position, row in enumerate(self._prefix.rows(first, last), start=first):
+        for position, row in enumerate(self._prefix.rows_at(range(first, last)), start=first):
             if states[row] == IS_READY and position < in_place:
                 continue
             if not self._is_loadable(group, position, row):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from cachesvc.model.transfer import TimelineSlot
 
 
 class GroupCells(NamedTuple):
-    """Cells of one group's block table from position ``first_block`` on; NO_PAGE where there is none."""
+    """Cells of one group's block table from position ``first_block`` on; NO_PAGE where there is none.
+
+    ``pages`` of a table, and all that came by a message, are an ``array("i")``: no object a page.
+    """
 
     group: int
     first_block: int
-    pages: tuple[int, ...]
+    pages: Sequence[int]
     generations: tuple[int, ...] = ()
 
 

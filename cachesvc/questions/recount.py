@@ -66,6 +66,7 @@ def block_parts(model: Model) -> list[Part]:
     ]
     for place in index.places:
         out.append(captured(f"{where}: closure of {place.name}", partial(_Closure, model, place), recount_closure))
+        out.append(walked(f"{where}: tables of {place.name}", partial(walk_pieces, model, place)))
         orders: list[tuple[str, LeafOrder, int | None]] = [(place.name, place.leaves, None)]
         orders += [(f"{place.name} group {group}", order, group) for group, order in place.window_leaves.items()]
         for name, order, group in orders:
@@ -183,6 +184,26 @@ def recount_closure(seen: _Closure) -> list[str]:
     return out + told(
         off, lambda row: f"{seen.name} row {row}: {seen.children[row]} children counted, {counted[row]} there"
     )
+
+
+def walk_pieces(model: Model, place: Place) -> Iterator[list[str]]:
+    """What is kept of block tables is what a walk finds. A step looks at some 1,024 blocks."""
+    pieces, index = place.pieces, model.blocks.index
+    rows, many = list(pieces.kept), max(1, ROWS_A_STEP // pieces.piece_blocks)
+    for first in range(0, len(rows), many):
+        out: list[str] = []
+        for row in rows[first : first + many]:
+            if row not in pieces.kept:
+                continue  # it has gone meanwhile
+            above, pages = pieces.kept[row]
+            path = index.path(row, above)
+            walked_to = [[place.pages[group][each] for each in path] for group in place.full_groups]
+            if (
+                len(path) != pieces.piece_blocks
+                or [np.frombuffer(each, np.int32).tolist() for each in pages] != walked_to
+            ):
+                out.append(f"{place.name} row {row}: the piece of table that is kept is not its blocks' pages")
+        yield out
 
 
 class _Candidates:

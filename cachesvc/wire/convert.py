@@ -30,30 +30,30 @@ TICKET_STATES = {
 
 def pack_pages(pages: Iterable[int]) -> bytes:
     """Page ids as little-endian int32."""
-    return array("i", pages).tobytes()
+    return (pages if isinstance(pages, array) else array("i", pages)).tobytes()
 
 
-def unpack_pages(raw: bytes) -> list[int]:
+def unpack_pages(raw: bytes) -> array[int]:
     """Page ids of a packed field. Raises InvalidRequest for a ragged length."""
     return _unpack("i", raw)
 
 
-def pack_numbers(numbers: Iterable[int]) -> bytes:
+def pack_numbers(numbers: Sequence[int]) -> bytes:
     """Generations or positions as little-endian uint32."""
-    return array("I", numbers).tobytes()
+    return array("I", numbers).tobytes() if numbers else b""
 
 
 def unpack_numbers(raw: bytes) -> list[int]:
     """Numbers of a packed uint32 field. Raises InvalidRequest for a ragged length."""
-    return _unpack("I", raw)
+    return _unpack("I", raw).tolist()
 
 
-def _unpack(code: str, raw: bytes) -> list[int]:
+def _unpack(code: str, raw: bytes) -> array[int]:
     if len(raw) % 4:
         raise InvalidRequest(f"a packed list of 32-bit numbers has {len(raw)} bytes, which is no multiple of 4")
     numbers = array(code)
     numbers.frombytes(raw)
-    return numbers.tolist()
+    return numbers
 
 
 def layout_to_proto(layout: Layout) -> common_pb2.Layout:
@@ -112,7 +112,7 @@ def cells_from_proto(messages: Iterable[common_pb2.GroupPages]) -> tuple[GroupCe
         GroupCells(
             message.group,
             message.first_block,
-            tuple(unpack_pages(message.pages)),
+            unpack_pages(message.pages),
             tuple(unpack_numbers(message.generations)),
         )
         for message in messages
@@ -154,12 +154,12 @@ def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
 
 def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
     """Answer of Match."""
-    return cache_pb2.MatchResponse(
-        device_blocks=answer.device_blocks,
-        host_blocks=answer.host_blocks,
-        computing_blocks=answer.computing_blocks,
-        tables=cells_to_proto(answer.tables),
+    message = cache_pb2.MatchResponse(
+        device_blocks=answer.device_blocks, host_blocks=answer.host_blocks, computing_blocks=answer.computing_blocks
     )
+    for cells in answer.tables:  # made where they belong: a table of 128k tokens is 8 KiB, and would be copied there
+        message.tables.add(group=cells.group, pages=pack_pages(cells.pages))
+    return message
 
 
 def allocated_to_proto(answer: Allocated) -> cache_pb2.AllocateResponse:

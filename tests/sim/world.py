@@ -105,7 +105,10 @@ class World:
 
     def _register(self, request: RegisterRequest) -> Registered:
         node = self.node
-        return node.run(partial(register, node.core, node.vault, request, node.now))
+        made = node.run(partial(register, node.core, node.vault, request, node.now))
+        for replica in made.model.replicas:
+            replica.place.pieces.piece_blocks = 2  # so that short prompts have some
+        return made
 
     # -- steps -------------------------------------------------------------------------------------------------
 

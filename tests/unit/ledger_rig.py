@@ -261,6 +261,8 @@ def rig_of(
     for i in range(replicas):
         request = RegisterRequest("m", layout, b"", (f"gpu-{i}",), PoolRequest(tuple(device)), on_host)
         register(core, vault, request, 0.0)
+    for replica in core.ledger.models[1].replicas:
+        replica.place.pieces.piece_blocks = 2  # so that short prompts have some
     return Rig(core, mover, vault, core.ledger.models[1])
 
 

@@ -130,7 +130,7 @@ def test_spares_of_a_publish_stay_until_the_launch_has_ended_and_a_swap_says_so(
         mine.swap_out()
     mine.launches.complete(launch)
     refused = mine.recycle(0)
-    assert [unpack_pages(each.pages) for each in refused.request.pages] == [[0]]
+    assert [unpack_pages(each.pages).tolist() for each in refused.request.pages] == [[0]]
     refused.end_with(NotOwned("no"))
     mine.swap_out(launch).apply(cache_pb2.SwapResponse())
     mine.swap_in().apply(cache_pb2.SwapResponse(tables=[cells(0, range(3))]))
@@ -333,7 +333,7 @@ def test_growth_is_told_before_a_stream_closes_for_its_stock_goes_with_it(daemon
     daemon.step_answers.append(Step(results=[Result(extend=cache_pb2.ExtendResponse(blocks=1))]))
     steps.close()
     assert in_step(daemon, 1) == ["extend"]
-    assert [unpack_pages(each.pages) for each in daemon.seen["Recycle"][0].pages] == [[6]]
+    assert [unpack_pages(each.pages).tolist() for each in daemon.seen["Recycle"][0].pages] == [[6]]
 
 
 def test_a_lease_that_closes_with_launches_under_way_is_not_quiesced_unless_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from types import ModuleType
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_published_duplicates_keep_position_and_group() -> None:
     )
     answer = messages.parse_publish(response)
     assert answer.duplicate_positions == (1, 2)
-    assert answer.duplicates == (GroupCells(1, 0, (7, 7)),)
+    assert answer.duplicates == (GroupCells(1, 0, array("i", (7, 7))),)
     assert answer.pending
 
 

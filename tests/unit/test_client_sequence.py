@@ -111,7 +111,7 @@ def test_duplicates_put_the_sealed_page_into_the_table_and_leave_a_spare_for_rec
     mine.publish(3, b"").apply(answer)
     assert tables(mine) == [[50, 1, 52, 3], [150, 101, 152, 103]]
     refused = mine.recycle(0)
-    assert [(g.group, unpack_pages(g.pages)) for g in refused.request.pages] == [(0, [0, 2]), (1, [100, 102])]
+    assert [(g.group, unpack_pages(g.pages).tolist()) for g in refused.request.pages] == [(0, [0, 2]), (1, [100, 102])]
     refused.end_with(NotOwned("no"))
     again = mine.recycle(0)
     assert len(again.request.pages) == 2
@@ -133,7 +133,7 @@ def test_growth_goes_out_as_one_extend_with_generations() -> None:
     assert tables(mine) == [[0, 1, 7, 8], [100, 101, 17, 18]]
     growth = Grow(mine, mine.take_growth(), mine.blocks)
     message = pack_entries(in_order([growth]), 2)
-    assert [unpack_pages(group.pages) for group in message.grow] == [[7, 8], [17, 18]]
+    assert [unpack_pages(group.pages).tolist() for group in message.grow] == [[7, 8], [17, 18]]
     assert [len(group.generations) for group in message.grow] == [8, 8]
     assert unpack_numbers(message.grow_counts) == [2]
     assert mine.growth == []

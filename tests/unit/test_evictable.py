@@ -76,7 +76,7 @@ def test_what_could_go_is_what_a_walk_counts(seed: int) -> None:
             ledger.begin_flight(flying[-1])
         elif chance < 0.65 and rows:
             held_windows.append(rng.choice(rows))
-            ledger.pin_window(place, 1, held_windows[-1])
+            ledger.pin_windows(place, 1, held_windows[-1:])
         elif chance < 0.7 and held_windows:
             ledger.unpin_window(place, 1, held_windows.pop(rng.randrange(len(held_windows))))
         elif chance < 0.8 and pinned:

@@ -6,6 +6,7 @@ believes resident, held or private is compared with what the ledger says, after 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -305,6 +306,18 @@ class LedgerMachine(RuleBasedStateMachine):
                 for group in place.full_groups:
                     pages = [place.pages[group][row] for row in rows if row is not None]
                     assert told.tables[group][: told.sealed] == pages
+
+    @invariant()
+    def tables_in_pieces_are_those_of_a_walk(self) -> None:
+        """All that is in place is asked for after every rule, so each piece is there when something happens to it."""
+        index = self.rig.model.blocks.index
+        for replica in self.rig.model.replicas:
+            place = replica.place
+            for row in index.rows.values():
+                if place.is_hittable(row):
+                    path = index.path(row)
+                    walked = [array("i", [place.pages[group][each] for each in path]) for group in place.full_groups]
+                    assert place.pieces.tables(row, len(path)) == walked
 
     @invariant()
     def nobody_shares_a_private_page(self) -> None:

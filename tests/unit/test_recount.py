@@ -203,6 +203,13 @@ def forget_who_fills(rig: Rig) -> None:
     rig.host.filling.clear()
 
 
+def move_a_page(rig: Rig) -> None:
+    """Two blocks of a table that is kept in pieces change their pages."""
+    pages = rig.place().pages[0]
+    one, other = row(rig, "a", "b"), row(rig, "a", "b", "c")
+    pages[one], pages[other] = pages[other], pages[one]
+
+
 DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (lose_a_child, "3 children counted, 2 there"),
     (sink_too_deep, "depth 7"),
@@ -238,6 +245,7 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (miscount_states, "blocks are READY"),
     (miscount_pins, "blocks are pinned"),
     (reserve_for_nobody, "1 pages are counted reserved, 0 are"),
+    (move_a_page, "is not its blocks' pages"),
     (forget_who_fills, "but None is known"),
 )
 

@@ -213,3 +213,20 @@ def test_a_key_from_another_prompt_is_refused_by_its_place() -> None:
         put(ledger, place, row, READY, [])
     with pytest.raises(InvalidRequest, match=r"block 3: its key .* chain the keys"):
         ledger.find(chain("new") + keys[: 3 * KEY_BYTES], place)
+
+
+def test_a_sink_of_another_prompt_is_none_of_this_one() -> None:
+    """It is at the right depth, and its windowed copy is there; but nothing pinned for the hit would keep it."""
+    groups = (PlaneGroup("full"), PlaneGroup("window", 8, 4))
+    planes = tuple(Plane("k", at, group.name, (8,), "uint8") for at, group in enumerate(groups))
+    layout = Layout(BLOCK_TOKENS, 1, groups, planes)
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place = ledger.add_replica("one", pools(layout))
+    prompts = {name: chain(*(f"{name}-{i}" for i in range(6))) for name in "ab"}
+    for name, keys in prompts.items():
+        row = NO_ROW
+        for i in range(6):
+            row = ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], row, 1)
+            put(ledger, place, row, READY, [ABSENT if (name, i) == ("b", 0) else READY])
+    with pytest.raises(InvalidRequest, match=r"block 0: its key .* chain the keys"):
+        ledger.find(prompts["a"][:KEY_BYTES] + prompts["b"][KEY_BYTES:], place)

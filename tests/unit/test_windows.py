@@ -84,7 +84,7 @@ class Decoder:
         return self.rig.core.ledger.leases[self.lease].sequences[self.id]
 
     def table(self, group: int) -> list[int]:
-        return self.record.tables[group]
+        return self.record.tables[group].tolist()
 
     def held(self) -> set[int]:
         return {block for block, page in enumerate(self.table(WINDOW)) if page != NO_PAGE}
