@@ -30,6 +30,7 @@ from cachesvc.model.errors import ErrorCode
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.wire.convert import layout_from_proto, pack_numbers, pack_pages, placements_to_proto
+from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES, LIFE_GREETING, LIFE_SUFFIX
 
 TOKEN = b"0123456789abcdef"
@@ -174,6 +175,9 @@ class FakeDaemon:
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while message := peer.recv(64):
+                if message == LANE_QUESTION:
+                    peer.send(b"NO: no lanes here")
+                    continue
                 self.is_asked.set()
                 self.may_give.wait(30)
                 known: dict[bytes, int | None] = {self.timeline.handle.token: self.timeline.fd}
