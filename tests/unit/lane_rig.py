@@ -8,13 +8,14 @@ from types import TracebackType
 from typing import Any
 
 from google.protobuf.message import Message
-from kvcache.v1.cache_pb2 import OperationError
+from kvcache.v1.cache_pb2 import MatchRequest, OperationError
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.service.access.auth import Doorkeeper
 from cachesvc.service.lane.lanes import Lanes
 from cachesvc.wire.lane import ERROR, HELLO, METHODS, VERSION, Frame, FrameReader, encode
 from tests.unit.dispatch_rig import Desk
+from tests.unit.ledger_rig import chain
 
 PROCESS = b"process-of-a-lane"
 
@@ -98,3 +99,14 @@ class LaneSite:
         for peer in self.peers:
             peer.socket.close()
         await self.desk.__aexit__(kind, error, trace)
+
+
+async def greeted(site: LaneSite) -> Peer:
+    peer = site.connect()
+    await peer.hello()
+    return peer
+
+
+def matching(lease: str, sequence: int, prompt: str, request_id: int = 0) -> MatchRequest:
+    keys = chain(*prompt)
+    return MatchRequest(lease_id=lease, sequence_id=sequence, keys=keys, request_id=request_id)
