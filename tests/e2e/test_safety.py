@@ -203,6 +203,8 @@ def test_both_sockets_are_for_their_owner_alone(node: Node) -> None:
 
 CONNECT_AS = """
 import os, socket, sys
+
+pytestmark = pytest.mark.usefixtures("each_way")
 os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 kind = socket.SOCK_SEQPACKET if sys.argv[2].endswith(".life") else socket.SOCK_STREAM
 peer = socket.socket(socket.AF_UNIX, kind)
