@@ -19,6 +19,7 @@ import grpc
 from kvcache.v1.cache_pb2 import StepRequest
 
 from cachesvc.model.errors import LimitExceeded
+from cachesvc.wire.lane import PING, encode
 from cachesvc_client.errors import DaemonUnavailable
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.fork import keep_from_children
@@ -77,6 +78,14 @@ class BlockingLane(LaneEnd):
             if inbox.tags:
                 self._give_up(inbox, tag)
         return answer
+
+    def ping(self, timeout_s: float) -> None:
+        """There and back, and nothing else. Raises grpc.RpcError."""
+        inbox = Inbox()
+        self._send(encode(PING, 0, 0, self._enter(inbox), b""), timeout_s)
+        if not self.wait(inbox, time.monotonic() + timeout_s):
+            self.leave(inbox)
+            raise late()
 
     def send_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps, metadata: Metadata) -> None:
         """Send a step whose answer goes to ``inbox``; where the lane has ended ``wait`` tells."""
