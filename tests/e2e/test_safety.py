@@ -24,6 +24,8 @@ from tests.e2e.engine import WAIT_SECONDS, Engine, is_full, prompt
 from tests.e2e.remote import RemoteEngine, RemoteRefused
 from tests.e2e.rig import Node, running_node, wait_until
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 DEVICE_PAGES = 12
 NOBODY = 65534
 HUNG = ("--lease-seconds", "0.5")
@@ -203,8 +205,6 @@ def test_both_sockets_are_for_their_owner_alone(node: Node) -> None:
 
 CONNECT_AS = """
 import os, socket, sys
-
-pytestmark = pytest.mark.usefixtures("each_way")
 os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 kind = socket.SOCK_SEQPACKET if sys.argv[2].endswith(".life") else socket.SOCK_STREAM
 peer = socket.socket(socket.AF_UNIX, kind)

@@ -41,6 +41,8 @@ KEPT_FOR_STEPS = 4
 ENDS_STREAM = frozenset({"INTERNAL", ErrorCode.UNAUTHENTICATED.value})
 """Refusals of a Step that gRPC has for its whole stream."""
 
+_STATUSES = {code.value: status for code, status in GRPC_CODES.items()}
+
 
 class Inbox:
     """Answers that one caller waits for, in the order in which they came. ``tags``: those that are still to come."""
@@ -169,8 +171,7 @@ def late() -> grpc.RpcError:
 
 def refused(error: OperationError) -> grpc.RpcError:
     """A refusal as gRPC tells it: by a status, and its name in the trailing metadata."""
-    codes = {code.value: status for code, status in GRPC_CODES.items()}
-    status = codes.get(error.code)
+    status = _STATUSES.get(error.code)
     if status is None:
         return failure(grpc.StatusCode.INTERNAL, error.message)
     named = grpc.aio.Metadata((ERROR_METADATA_KEY, error.code))
