@@ -22,8 +22,9 @@ from cachesvc_client.wire.methods import MATCH
 from kvcache.v1 import cache_pb2
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
+from cachesvc.model.errors import ErrorCode
 from cachesvc.wire.lane import CANCEL, ERROR, HELLO, METHODS, PING, VERSION, Frame, FrameReader, encode
-from tests.unit.client_rig import FakeDaemon
+from tests.unit.client_rig import FakeDaemon, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 REQUEST = cache_pb2.MatchRequest(lease_id="l", request_id=1)
@@ -167,7 +168,6 @@ def test_a_daemon_that_writes_before_it_reads_is_read_meanwhile(ends: Ends) -> N
 
 def test_calls_beyond_what_the_lane_carries_at_a_time_find_no_room(ends: Ends) -> None:
     lane, daemon = ends
-    assert lane.has_room
     callers = [in_thread(lambda: blocks_of(lane)) for _ in range(12)]
     frames = [daemon.take() for _ in callers]
     assert not lane.has_room, "what may wait leaves some frames to Steps"
@@ -256,12 +256,13 @@ class Breaking:
         self.answers = answers
         self.lanes = 0
         self.seen: list[Frame] = []
+        self.tokens: list[str] = []
 
     def __call__(self, end: socket.socket) -> None:
         self.lanes += 1
         with end:
             daemon = DaemonEnd(end)
-            daemon.greet()
+            self.tokens.append(daemon.greet().token)
             while (frame := daemon.next()) is not None:
                 self.seen.append(frame)
                 if len(self.seen) > self.answers:
@@ -337,6 +338,23 @@ def test_steps_go_on_by_grpc_and_come_back_to_a_lane(daemon: FakeDaemon) -> None
         by_grpc = len(daemon.seen["Step"])
         stream.submit()
         assert (lane.lanes, len(daemon.seen["Step"])) == (2, by_grpc)
+
+
+def test_another_token_takes_another_lane(daemon: FakeDaemon, tmp_path: Path) -> None:
+    daemon.lane = lane = Breaking(100)
+    file = tmp_path / "token"
+    file.write_text("first", encoding="utf-8")
+    with CacheClient(daemon.path, token_file=str(file)) as client:
+        registration = client.register("m", LAYOUT)
+        with client.open_lease(registration) as lease:
+            lease.match(b"").release()
+            file.write_text("second", encoding="utf-8")
+            daemon.faults["Register"].append(refuse(ErrorCode.UNAUTHENTICATED))
+            client.register("m", LAYOUT)
+            lease.match(b"").release()
+            assert client.transport == "lane"
+    assert lane.tokens == ["first", "second"]
+    assert len(lane.seen) == 4
 
 
 def test_the_end_of_the_daemon_ends_calls_on_the_lane_at_once(daemon: FakeDaemon) -> None:
