@@ -1,9 +1,11 @@
 """Round trips of the client against a real daemon over the unix socket: ``python -m benchmarks.rpc --json OUT``.
 
-``ping``: an empty call (health check). ``match``: a prompt that is resident whole, 64 tokens a block, with its keys at
-hand and with hashing it anew. ``step``: an iteration of k sequences that each take one more block from the stock, by
-arrays; ``step_publish``: each also seals a block. Everything is measured while another process keeps the copy streams
-busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
+Everything by both ways, the lane and gRPC, one right after the other: the result has a key for each, with the same
+keys below it. ``ping``: an empty call (on gRPC a health check). ``match``: a prompt that is resident whole, 64 tokens a
+block, with its keys at hand and with hashing it anew; ``match_window``: of a model with a windowed group, keys at hand.
+``step``: an iteration of k sequences that each take one more block from the stock, by arrays; ``step_publish``: each
+also seals a block; ``step_paced``: 32 of those once in 10 ms by each of 16 engines. Everything is measured while another process
+keeps the copy streams busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
 """
 
 from __future__ import annotations
@@ -13,25 +15,49 @@ import gc
 import multiprocessing as mp
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, Lease, PoolExhausted, Sequence, block_keys, opaque
+from cachesvc_client import (
+    CacheClient,
+    Lease,
+    PoolExhausted,
+    Sequence,
+    Transport,
+    block_keys,
+    gqa_windowed,
+    opaque,
+)
+from cachesvc_client.wire.blocking_lane import BlockingLane
+from cachesvc_client.wire.life import LifeConnection
 from cachesvc_ctl.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
 
+WAYS = {"lane": Transport.AUTO, "grpc": Transport.GRPC}
 BLOCK_TOKENS = 64
 TOKENS = (1024, 8192, 32768, 131072)
 SEQUENCES = (1, 8, 32)
 BLOCK_BYTES = 4096
 DEVICE_BLOCKS = 32768
 SWAP_BLOCK_BYTES = 1 << 18
+WINDOW_TOKENS = 1024
+WINDOW_BLOCKS = 4096
+WINDOWED = gqa_windowed(
+    window_layers=[False, True], kv_heads=1, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
+)
+PACED_ENGINES = 16
+PACED_SECONDS = 0.01
+PACED_STEPS = 48
+"""Of each of a few rounds: with 32 sequences of 16 engines they fill three quarters of the pool."""
+PACED_ROUNDS = 4
+CALL_SECONDS = 30.0
 Figures = dict[str, float]
 
 
@@ -43,20 +69,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="calls of each kind and client")
     parser.add_argument("--quiet", action="store_true", help="also measure without swaps")
     arguments = parser.parse_args()
-    result: dict[str, object] = {"machine": describe_machine(), "block_tokens": BLOCK_TOKENS}
+    ways: dict[str, dict[str, object]] = {way: {} for way in WAYS}
+    # loop_longest_ms: how long any flow held the event loop; whoever measures it puts it here.
+    result: dict[str, object] = {
+        "machine": describe_machine(),
+        "block_tokens": BLOCK_TOKENS,
+        "loop_longest_ms": None,
+        **ways,
+    }
     with DaemonProcess(["--backend", "shm", "--device-pool", "1GiB", "--host-pool", "512MiB"]) as daemon:
         if arguments.quiet:
-            result["without_swaps"] = run(daemon.socket, 1, arguments.rounds)
-            show("1 client, streams idle", result["without_swaps"])
+            for way, figures in ways.items():
+                figures["without_swaps"] = run(daemon.socket, way, 1, arguments.rounds)
+                show(f"{way}, 1 client, streams idle", figures["without_swaps"])
         stop, swapper = start_swapper(daemon.socket)
-        by_clients = {}
+        by_clients: dict[str, dict[str, dict[str, object]]] = {way: {} for way in WAYS}
         for clients in arguments.clients:
-            by_clients[str(clients)] = run(daemon.socket, clients, max(20, arguments.rounds // clients))
-            show(f"{clients} client(s), while swaps run", by_clients[str(clients)])
+            for way, found in by_clients.items():
+                found[str(clients)] = run(daemon.socket, way, clients, max(20, arguments.rounds // clients))
+                show(f"{way}, {clients} client(s), while swaps run", found[str(clients)])
+        for way, figures in ways.items():
+            figures.update(next(iter(by_clients[way].values())))
+            figures["by_clients"] = by_clients[way]
+            if max(arguments.clients) >= PACED_ENGINES:
+                paced = run_processes(daemon.socket, way, PACED_ENGINES, PACED_ROUNDS, pace)
+                figures["step_paced_ms"] = {str(PACED_ENGINES): summary(paced["step"])}
+                _line(f"{way}, {PACED_ENGINES} engines, a step each 10 ms", summary(paced["step"]))
         stop.set()
         swapper.join()
-    result |= next(iter(by_clients.values()))
-    result["by_clients"] = by_clients
     if arguments.json:
         write_result(arguments.json, result)
 
@@ -69,6 +109,8 @@ def show(title: str, figures: object) -> None:
     for tokens, row in figures["match_ms"].items():
         _line(f"match {int(tokens):,} tokens, keys ready", row["keys_ready"])
         _line(f"match {int(tokens):,} tokens, hashing", row["with_hashing"])
+    for tokens, row in figures["match_window_ms"].items():
+        _line(f"match {int(tokens):,} tokens, one window", row["keys_ready"])
     for kind in ("step", "step_publish"):
         for count, row in figures[f"{kind}_ms"].items():
             _line(f"{kind} {count} sequences", row)
@@ -120,30 +162,45 @@ def swapped_out(sequence: Sequence) -> bool:
     return True
 
 
-def run(socket: str, clients: int, rounds: int) -> dict[str, object]:
+def run(socket: str, way: str, clients: int, rounds: int) -> dict[str, object]:
     """Figures of ``clients`` processes at once; p50 and p99 over all their calls."""
-    context = mp.get_context("spawn")
-    barrier = context.Barrier(clients)
-    pipes = [context.Pipe() for _ in range(clients)]
-    workers = [
-        context.Process(target=work, args=(socket, number, rounds, barrier, theirs))
-        for number, (_, theirs) in enumerate(pipes)
-    ]
-    for worker in workers:
-        worker.start()
-    answers: list[dict[str, list[float]]] = [mine.recv() for mine, _ in pipes]
-    for worker in workers:
-        worker.join()
-    merged = {name: [ms for answer in answers for ms in answer[name]] for name in answers[0]}
+    merged = run_processes(socket, way, clients, rounds, work)
     return {
         "ping_ms": summary(merged["ping"]),
         "match_ms": {
             str(n): {"with_hashing": summary(merged[f"hash {n}"]), "keys_ready": summary(merged[f"match {n}"])}
             for n in TOKENS
         },
+        "match_window_ms": {str(n): {"keys_ready": summary(merged[f"window {n}"])} for n in TOKENS},
         "step_ms": {str(k): summary(merged[f"step {k}"]) for k in SEQUENCES},
         "step_publish_ms": {str(k): summary(merged[f"step_publish {k}"]) for k in SEQUENCES},
     }
+
+
+Times = dict[str, list[float]]
+Work = Callable[[str, str, int, int, object], Times]
+
+
+def run_processes(socket: str, way: str, clients: int, rounds: int, job: Work) -> Times:
+    """What ``clients`` processes measured, all at once, together."""
+    context = mp.get_context("spawn")
+    barrier = context.Barrier(clients)
+    pipes = [context.Pipe() for _ in range(clients)]
+    workers = [
+        context.Process(target=_report, args=(job, (socket, way, number, rounds, barrier), theirs))
+        for number, (_, theirs) in enumerate(pipes)
+    ]
+    for worker in workers:
+        worker.start()
+    answers: list[Times] = [mine.recv() for mine, _ in pipes]
+    for worker in workers:
+        worker.join()
+    return {name: [ms for answer in answers for ms in answer[name]] for name in answers[0]}
+
+
+def _report(job: Work, arguments: tuple[str, str, int, int, object], answer: Connection) -> None:
+    gc.freeze()  # as serving engines do: else the client's own collector, 20 ms, is what p99 shows
+    answer.send(job(*arguments))
 
 
 def summary(times_ms: list[float]) -> Figures:
@@ -152,28 +209,65 @@ def summary(times_ms: list[float]) -> Figures:
     return {"p50": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]}
 
 
-def work(socket: str, number: int, rounds: int, barrier: object, answer: Connection) -> None:
+def work(socket: str, way: str, number: int, rounds: int, barrier: object) -> Times:
     """One client process: sets up, waits for the others, measures."""
     layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
     tokens = np.random.default_rng(7).integers(0, 128_000, max(TOKENS), dtype=np.uint32)
-    times: dict[str, list[float]] = {}
-    gc.freeze()  # as serving engines do: else the client's own collector, 20 ms, is what p99 shows
-    with CacheClient(socket, engine=f"bench {number}") as client:
+    times: Times = {}
+    with CacheClient(socket, engine=f"bench {number}", transport=WAYS[way]) as client, pinging(socket, way) as ping:
+        assert client.transport == way
         registration = client.register("bench", layout, device_pages=[DEVICE_BLOCKS], host_pages=[0])
-        with client.open_lease(registration) as lease, grpc.insecure_channel(f"unix:{socket}") as channel:
+        windowed = client.register(
+            "bench windowed", WINDOWED, device_pages=[WINDOW_BLOCKS] * len(WINDOWED.groups), host_pages=[0, 0]
+        )
+        with client.open_lease(registration) as lease, client.open_lease(windowed) as other:
             make_resident(lease, block_keys(registration.namespace, tokens, BLOCK_TOKENS))
-            health = health_pb2_grpc.HealthStub(channel)
+            make_resident(other, block_keys(windowed.namespace, tokens, BLOCK_TOKENS))
             barrier.wait()  # type: ignore[attr-defined]
-            times["ping"] = repeat(rounds, lambda: health.Check(health_pb2.HealthCheckRequest()))
+            times["ping"] = repeat(rounds, ping)
             for count in TOKENS:
                 keys = block_keys(registration.namespace, tokens[:count], BLOCK_TOKENS)
                 times[f"match {count}"] = match_times(lease, rounds, lambda keys=keys: keys)  # type: ignore[misc]
                 hashing = lambda n=count: block_keys(registration.namespace, tokens[:n], BLOCK_TOKENS)  # noqa: E731
                 times[f"hash {count}"] = match_times(lease, rounds, hashing)
+                keys = block_keys(windowed.namespace, tokens[:count], BLOCK_TOKENS)
+                times[f"window {count}"] = match_times(other, rounds, lambda keys=keys: keys)  # type: ignore[misc]
             for count in SEQUENCES:
                 times[f"step {count}"] = step_times(lease, count, rounds, publish=False)
                 times[f"step_publish {count}"] = step_times(lease, count, rounds, publish=True)
-    answer.send(times)
+    return times
+
+
+def pace(socket: str, way: str, number: int, rounds: int, barrier: object) -> Times:
+    """One of several engines that each take a step of 32 publishing sequences once in 10 ms."""
+    layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
+    with CacheClient(socket, engine=f"bench {number}", transport=WAYS[way]) as client:
+        registration = client.register("bench", layout, device_pages=[DEVICE_BLOCKS], host_pages=[0])
+        times: list[float] = []
+        with client.open_lease(registration) as lease:
+            for _ in range(rounds):
+                barrier.wait()  # type: ignore[attr-defined]
+                times += step_times(lease, SEQUENCES[-1], PACED_STEPS, publish=True, every_s=PACED_SECONDS)
+    return {"step": times}
+
+
+@contextmanager
+def pinging(socket: str, way: str) -> Iterator[Callable[[], object]]:
+    """An empty call by this way."""
+    if way == "grpc":
+        with grpc.insecure_channel(f"unix:{socket}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            yield lambda: health.Check(health_pb2.HealthCheckRequest())
+        return
+    life = LifeConnection(socket, CALL_SECONDS, lambda: None)
+    life.start()
+    lane = BlockingLane(life.fetch_lane())
+    try:
+        lane.greet((), CALL_SECONDS)
+        yield lambda: lane.ping(CALL_SECONDS)
+    finally:
+        lane.close()
+        life.close()
 
 
 def make_resident(lease: Lease, keys: bytes) -> None:
@@ -209,8 +303,8 @@ def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list
     return out
 
 
-def step_times(lease: Lease, count: int, rounds: int, *, publish: bool) -> list[float]:
-    """Milliseconds of one iteration's round trip for ``count`` growing sequences."""
+def step_times(lease: Lease, count: int, rounds: int, *, publish: bool, every_s: float = 0.0) -> list[float]:
+    """Milliseconds of one iteration's round trip for ``count`` growing sequences. ``every_s``: from one to the next."""
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 4 // count)
     columns = lease.columns(count, turns + 1)
@@ -218,7 +312,10 @@ def step_times(lease: Lease, count: int, rounds: int, *, publish: bool) -> list[
     out = []
     with lease.step(stock_pages=2 * count) as stream:
         stream.submit()
+        next_s = time.perf_counter()
         for turn in range(turns):
+            time.sleep(max(next_s - time.perf_counter(), 0))
+            next_s += every_s
             began = time.perf_counter()
             answer = stream.submit_columns(columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None)
             out.append((time.perf_counter() - began) * 1e3)

@@ -206,6 +206,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--waiting-calls", type=int, metavar="N", help="that wait for transfers, of all together (default 4096)")
     each = "that wait for transfers, of one engine (default 256)"
     add("--waiting-calls-per-process", type=int, metavar="N", help=each)
+    each = "that one life connection may have; 0: none, all call by gRPC (default 8)"
+    add("--lanes-per-process", type=int, metavar="N", help=each)
     add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
 
 

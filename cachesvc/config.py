@@ -25,7 +25,7 @@ LIVE = frozenset(
     {
         *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
         *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
-        *("waiting_calls", "waiting_calls_per_process", "drain_seconds", "log_level"),
+        *("waiting_calls", "waiting_calls_per_process", "lanes_per_process", "drain_seconds", "log_level"),
     }
 )
 """Settings that change while the daemon runs, when the file is read again; ``service/host/reload.py`` applies them."""
@@ -46,6 +46,7 @@ class Config:
     longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
     ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
     transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
+    ``lanes_per_process``: lanes that one life connection may have; 0: none, everybody calls by gRPC.
     ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
@@ -89,6 +90,7 @@ class Config:
     calls_in_flight: int = 1024
     waiting_calls: int = 4096
     waiting_calls_per_process: int = 256
+    lanes_per_process: int = 8
     event_subscribers: int = 64
     event_history: int = 65536
     allow_uids: tuple[int, ...] = ()
@@ -125,6 +127,8 @@ class Config:
             _positive(name, getattr(self, name))
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
+        if self.lanes_per_process < 0:
+            raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):

@@ -32,7 +32,7 @@ from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
-from cachesvc.service.host.facts import Facts
+from cachesvc.service.host.facts import Facts, Transports
 from cachesvc.service.host.health import HealthAnswers
 from cachesvc.service.host.life import LifeServer
 from cachesvc.service.host.reload import Reloader, live_settings
@@ -40,6 +40,7 @@ from cachesvc.service.host.server import Listening, Server, Services, service_na
 from cachesvc.service.host.socket_files import SocketClaim
 from cachesvc.service.host.web import WebPage
 from cachesvc.service.inspection import Inspection
+from cachesvc.service.lane.lanes import Lanes
 from cachesvc.service.metric_values import MetricValues
 from cachesvc.service.node import Node
 from cachesvc.service.registrar import Registrar
@@ -104,10 +105,10 @@ def build(
     keyring = Keyring(config.tokens, node.core.ledger.processes.get) if config.tokens else None
     answers = HealthAnswers(service_names())
     health = DeviceHealth(base.hardware.backend, node, answers.tell)
-    facts = _facts(config, base, health)
     administration = Administration(node, health, config.drain_seconds)
     checksums = Checksums(node, base.engine.page_bytes, config.checksums, config.checksum_limit)
     calls = _calls(config, base, keyring)
+    facts = _facts(config, base, health, calls)
     following = EventService(node, config.event_subscribers)
     reloader = _reloader(config, base, calls, administration, facts, reread)
     inspection = Inspection(node, checksums)
@@ -118,7 +119,7 @@ def build(
         config=config,
         base=base,
         claim=SocketClaim(config.socket),
-        life=_life(config, base),
+        life=_life(config, base, calls.lanes),
         registrar=calls.engine.registrar,
         keyrings=() if keyring is None else (keyring,),
         checksums=checksums,
@@ -214,6 +215,11 @@ class Calls(NamedTuple):
     engine: EngineService
     lease: LeaseService
     cache: CacheService
+    lanes: Lanes
+
+    def transports(self) -> Transports:
+        """Which way calls come."""
+        return Transports(self.lanes.count, self.lanes.calls, self.edge.calls)
 
 
 class TransferEnds:
@@ -258,7 +264,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     return Core(Ledger(), engine, rank_rule(config.eviction), writing, limits, new_name=new_name)
 
 
-def _life(config: Config, base: Base) -> LifeServer:
+def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
     node = base.node
 
     def gone(token: bytes) -> None:
@@ -275,6 +281,7 @@ def _life(config: Config, base: Base) -> LifeServer:
         gone=gone,
         descriptor=base.vault.descriptor,
         holds=partial(process_holds, node.core),
+        lanes=lanes,
     )
 
 
@@ -284,12 +291,14 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
     dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
     edge = Edge(dispatcher, base.telemetry.tracer)
+    cache = CacheService(edge, config.operations_per_step, quotas)
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
         EngineService(edge, base.hardware.backend, quotas),
         LeaseService(edge, quotas),
-        CacheService(edge, config.operations_per_step, quotas),
+        cache,
+        Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process),
     )
 
 
@@ -305,7 +314,7 @@ def _listening(config: Config) -> Listening:
     )
 
 
-def _facts(config: Config, base: Base, health: DeviceHealth) -> Facts:
+def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls) -> Facts:
     return Facts(
         version=__version__,
         backend=base.hardware.backend.name,
@@ -320,6 +329,7 @@ def _facts(config: Config, base: Base, health: DeviceHealth) -> Facts:
         devices=[],
         host_pool=base.host_pool,
         health=health,
+        transports=calls.transports,
     )
 
 
@@ -331,7 +341,8 @@ def _reloader(
     facts: Facts,
     reread: Callable[[], Config] | None,
 ) -> Reloader:
-    live = live_settings(base.node, calls.edge.dispatcher.admission, calls.cache, base.hardware.backend, administration)
+    admission, backend = calls.edge.dispatcher.admission, base.hardware.backend
+    live = live_settings(base.node, admission, calls.cache, calls.lanes, backend, administration)
     return Reloader(asdict(config), facts.settings, None if reread is None else lambda: asdict(reread()), live)
 
 

@@ -78,6 +78,13 @@ def ledger() -> str:
 def rpc() -> str:
     """Round trips, p50 / p99 in milliseconds."""
     found = _load("rpc.json")
+    by_way = {f"{way}: ": found[way] for way in ("lane", "grpc") if way in found} or {"": found}
+    tables = [_round_trips(way, figures) for way, figures in by_way.items()]
+    return _rows(["p50 / p99 ms", *tables[0][0]], [row for _, body in tables for row in body], found["machine"])
+
+
+def _round_trips(way: str, found: Any) -> tuple[list[str], list[list[str]]]:
+    """The columns, and a row for each kind of call."""
     columns = {"streams idle": found["without_swaps"]} if "without_swaps" in found else {}
     columns |= {f"swaps run, {n} client{'s' * (n != '1')}": each for n, each in found["by_clients"].items()}
     first = found["by_clients"][next(iter(found["by_clients"]))]
@@ -86,10 +93,16 @@ def rpc() -> str:
         name = f"Match {int(tokens) // 1024}k tokens"
         picks.append((f"{name}, keys ready", ["match_ms", tokens, "keys_ready"]))
         picks.append((f"{name}, hashing", ["match_ms", tokens, "with_hashing"]))
+    for tokens in first.get("match_window_ms", {}):
+        name = f"Match {int(tokens) // 1024}k tokens, one window"
+        picks.append((f"{name}, keys ready", ["match_window_ms", tokens, "keys_ready"]))
     picks += [(f"Step, {count} sequences", ["step_ms", count]) for count in first["step_ms"]]
     picks += [(f"Step, {count} grow and publish", ["step_publish_ms", count]) for count in first["step_publish_ms"]]
-    body = [[label, *(_pair(each, path) for each in columns.values())] for label, path in picks]
-    return _rows(["p50 / p99 ms", *columns], body, found["machine"])
+    body = [[way + label, *(_pair(each, path) for each in columns.values())] for label, path in picks]
+    for engines, figures in found.get("step_paced_ms", {}).items():
+        name = f"{way}Step, 32 grow and publish, {engines} engines each 10 ms"
+        body.append([name, *["-"] * (len(columns) - 1), _pair(figures, [])])
+    return list(columns), body
 
 
 def _pair(figures: Any, path: list[str]) -> str:

@@ -125,6 +125,10 @@ class MetricValues:
             reading.put("rpc_calls", count, method, code)
         for (operation, code), count in self.cache.operations.items():
             reading.put("step_operations", count, operation, code)
+        transports = self.facts.transports()
+        reading.put("lanes", transports.lanes)
+        reading.put("transport_calls", transports.lane_calls, "lane")
+        reading.put("transport_calls", transports.grpc_calls, "grpc")
         work, waits = self.admission.work, self.admission.waits
         reading.put("calls_in_flight", work.held)
         reading.put("calls_in_flight_limit", work.limit)

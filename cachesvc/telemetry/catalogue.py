@@ -149,6 +149,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             ("method", "code"),
             "Calls (of Step and KeepAlive: messages) by outcome, those refused at the door too; see ERRORS.md.",
         ),
+        _counter("transport_calls", ("transport",), "Calls by the way that they came: `lane` or `grpc`."),
+        _gauge("lanes", (), "Lanes that are open."),
         _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
         _gauge("calls_in_flight", (), "Calls being served for more than a turn of the event loop, without waiting."),
         _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),

@@ -74,6 +74,10 @@ VOCABULARY: dict[str, Event] = {
     "life_not_accepting": Event(
         "warning", "No descriptor is left for life connections; tried again after the seconds.", ("reason", "seconds")
     ),
+    "lane_opened": Event("info", "A process has a lane; `lanes`: of its life connection.", ("lanes",)),
+    "lane_closed": Event("info", "A lane ended, after so many calls.", ("reason", "calls")),
+    "lane_refused": Event("warning", "What came on a lane is none of its protocol, or proves nobody.", ("reason",)),
+    "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
     "tokens_not_read": Event("warning", "The tokens' file cannot be used; those read before hold.", ("reason",)),
     "certificate_read": Event("info", "A certificate is served from now on.", ("certificate",)),

@@ -99,6 +99,7 @@ LIMITS: dict[str, Bound] = {
     "ExplainRequest.key_prefix": Bound(32, Where.FLOW),
     "SubscribeRequest.namespace": Bound(32, Where.FLOW),
     "EvictRequest.tier": Bound(16),
+    "LaneHello.token": Bound(4096),
 }
 
 _APART = frozenset({"StepRequest.operations"})

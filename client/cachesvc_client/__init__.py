@@ -77,7 +77,7 @@ from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingColumns, PendingStep, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket, default_target
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport, default_socket, default_target
 
 __all__ = [
     "KEY_BYTES",
@@ -138,6 +138,7 @@ __all__ = [
     "Swapped",
     "TicketView",
     "Timeouts",
+    "Transport",
     "Unauthenticated",
     "UsedAfterFork",
     "block_keys",

@@ -15,7 +15,7 @@ from cachesvc_client.registration import Registration
 from cachesvc_client.wire.blocking import BlockingLock, BlockingPort, drive
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
 from cachesvc_client.wire.credentials import credentials_from
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
 
 
 class CacheClient:
@@ -27,7 +27,8 @@ class CacheClient:
     every use raises UsedAfterFork.
 
     ``token``, or ``token_file`` (read again when the daemon refuses what it held), else CACHESVC_TOKEN or
-    CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``.
+    CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``. ``transport``, else
+    CACHESVC_TRANSPORT: which way calls go; AUTO takes a lane where the daemon gives one.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class CacheClient:
         make_channel: ChannelMaker = open_channel,
         token: str | None = None,
         token_file: str | None = None,
+        transport: Transport | None = None,
     ) -> None:
         credentials = credentials_from(token, token_file)
 
@@ -48,7 +50,7 @@ class CacheClient:
             return BlockingPort(make_channel, options)
 
         self._calls = ClientCalls(
-            socket_path, engine, timeouts, retries, credentials, make_port, connecting=BlockingLock()
+            socket_path, engine, timeouts, retries, credentials, transport, make_port, connecting=BlockingLock()
         )
         self.socket_path = self._calls.socket_path
         self.engine = engine
@@ -63,6 +65,11 @@ class CacheClient:
     def epoch(self) -> int:
         """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
         return self._calls.epoch
+
+    @property
+    def transport(self) -> str:
+        """Which way the calls of CacheService go now: "lane" or "grpc"; empty while not connected."""
+        return self._calls.transport
 
     def connect(self) -> CacheClient:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""

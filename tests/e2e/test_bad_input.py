@@ -28,6 +28,8 @@ from tests.e2e.engine import PLAIN, Engine, prompt
 from tests.e2e.refusals import Bare, bare_stubs, refusal_of
 from tests.e2e.rig import Node, check_books, running_node
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 NO_LEASE = "0" * 32
 HUGE = 2**63
 """Larger than any number of ours, and still one that the wire can carry."""

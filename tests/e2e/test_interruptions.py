@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from cachesvc_client import opaque
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
 from tests.e2e.engine import BLOCK_TOKENS, Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
+
+pytestmark = pytest.mark.usefixtures("each_way")
 
 LARGE = opaque(block_bytes=1 << 20, block_tokens=BLOCK_TOKENS)
 SLOW = ("--store-limit", "1KiB", "--slice-bytes", "1MiB")

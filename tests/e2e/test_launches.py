@@ -20,6 +20,8 @@ from kvcache.v1 import lease_pb2, lease_pb2_grpc
 from tests.e2e.engine import BLOCK_TOKENS, WINDOW_TOKENS, WINDOWED, Engine, prompt
 from tests.e2e.rig import Node, wait_until
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 BLOCKS = 9
 PAGES = 64
 POISON = 0xA5

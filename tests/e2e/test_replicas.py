@@ -13,6 +13,8 @@ from tests.e2e.engine import LAYOUTS, PLAIN, Engine, prompt
 from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node, running_node
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 FIRST, SECOND = ["shm-0"], ["shm-1"]
 BLOCKS = 12
 

@@ -24,6 +24,8 @@ from tests.e2e.engine import WAIT_SECONDS, Engine, is_full, prompt
 from tests.e2e.remote import RemoteEngine, RemoteRefused
 from tests.e2e.rig import Node, running_node, wait_until
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 DEVICE_PAGES = 12
 NOBODY = 65534
 HUNG = ("--lease-seconds", "0.5")

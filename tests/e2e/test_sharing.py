@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.engine import BLOCK_TOKENS, PLAIN, WINDOW_TOKENS, WINDOWED, Engine, prompt
 from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node
+
+pytestmark = pytest.mark.usefixtures("each_way")
 
 
 def test_another_process_hits_in_place(node: Node) -> None:

@@ -13,6 +13,8 @@ from tests.e2e.engine import WINDOWED, Engine, prompt
 from tests.e2e.refusals import bare_stubs
 from tests.e2e.rig import Node
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def test_sequences_grow_from_stock_and_publish_in_one_stream(node: Node) -> None:
     with Engine(node.socket, device_pages=64) as engine:

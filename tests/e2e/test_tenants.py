@@ -26,6 +26,8 @@ from tests.e2e.engine import PLAIN, WAIT_SECONDS, Engine, prompt
 from tests.e2e.rig import Node, short_folder
 from tests.e2e.test_access import entry, guarded
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 TOKENS = {"a": "secret-of-a", "b": "secret-of-b", "viewer of a": "sees-a", "operator": "sees-all"}
 TWO_TENANTS = (
     entry(TOKENS["a"], "engines of a", '["engine"]', 'tenant = "a"')

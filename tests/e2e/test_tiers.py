@@ -11,6 +11,8 @@ from tests.e2e.engine import BLOCK_TOKENS, LAYERS, PLAIN, WAIT_SECONDS, WINDOWED
 from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node, running_node, wait_until
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 TINY = 8
 """Device pages: two prompts of four blocks."""
 

@@ -33,7 +33,7 @@ from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
-from cachesvc.service.host.facts import Facts
+from cachesvc.service.host.facts import Facts, Transports
 from cachesvc.service.host.health import Serving
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.node import Node
@@ -162,6 +162,7 @@ class Target:
             devices=[],
             host_pool=self.host_pool,
             health=health,
+            transports=lambda: Transports(0, 0, edge.calls),
         )
         quotas = Quotas(self.core, lambda _: NO_QUOTA)
         self._following = EventService(node, 64)

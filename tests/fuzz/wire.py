@@ -15,6 +15,7 @@ import grpc.aio
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, LIFE_SUFFIX
+from tests.fuzz.lanes import SHARE, Lanes, throw_frames
 from tests.fuzz.target import ANSWERS_READ, Rpc, list_rpcs, usage_of
 
 LONGEST_SECONDS = 5.0
@@ -63,14 +64,17 @@ class RemoteTarget:
         self._channel: grpc.aio.Channel | None = None
         self._lives: dict[bytes, asyncio.subprocess.Process] = {}
         self._answers: dict[str, Any] = {}
+        self._lanes = Lanes(socket_path)
 
     async def start(self) -> None:
         """Connect."""
         self._channel = grpc.aio.insecure_channel(f"unix:{self._path}")
         self._answers = {rpc.path: rpc.answer for rpc in list_rpcs().values()}
+        self._lanes.start()
 
     async def close(self) -> None:
         """Disconnect."""
+        self._lanes.close()
         for token in list(self._lives):
             await self.end_process(token)
         if self._channel is not None:
@@ -87,7 +91,9 @@ class RemoteTarget:
         code, details = grpc.StatusCode.OK, ""
         read = self._answers[rpc.path].FromString
         try:
-            if rpc.gives_stream:
+            if self._lanes.carries(rpc) and self._rng.random() < SHARE:
+                answers += await self._lanes.call(rpc, raw, limit, metadata or ())
+            elif rpc.gives_stream:
                 shape: Any = self._channel.stream_stream if rpc.takes_stream else self._channel.unary_stream
                 sent = iter(raw) if rpc.takes_stream else raw[0]
                 call = shape(rpc.path)(sent, timeout=limit, metadata=metadata)
@@ -99,7 +105,7 @@ class RemoteTarget:
             else:
                 ask: Any = self._channel.unary_unary(rpc.path)
                 answers.append(read(await ask(raw[0], timeout=limit, metadata=metadata)))
-        except grpc.aio.AioRpcError as failure:
+        except grpc.aio.AioRpcError as failure:  # by whichever way
             code, details = failure.code(), failure.details() or ""
         except asyncio.CancelledError:  # the deadline came while the stream was being ended
             if not seconds:
@@ -169,8 +175,9 @@ def bearer(token: str) -> Metadata | None:
 
 
 def throw_garbage(socket_path: str, rng: random.Random, count: int) -> None:
-    """Bytes that are no HTTP/2 on the one socket, and no question on the other."""
+    """Bytes that are no HTTP/2 on the one socket, no question on the other, and no frames on a lane."""
     for number in range(count):
+        throw_frames(socket_path, rng)
         is_life = number % 2 == 0
         kind = socket.SOCK_SEQPACKET if is_life else socket.SOCK_STREAM
         with socket.socket(socket.AF_UNIX, kind) as peer:

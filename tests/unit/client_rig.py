@@ -30,6 +30,7 @@ from cachesvc.model.errors import ErrorCode
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.wire.convert import layout_from_proto, pack_numbers, pack_pages, placements_to_proto
+from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES, LIFE_GREETING, LIFE_SUFFIX
 
 TOKEN = b"0123456789abcdef"
@@ -74,7 +75,8 @@ def hang_until(event: threading.Event, arrived: threading.Event | None = None) -
 
 class FakeDaemon:
     """Serves until ``close``. ``faults[rpc]`` are done to the next calls, ``seen[rpc]`` are the requests that came.
-    ``is_asked`` for a descriptor it gives it once ``may_give`` is set."""
+    ``is_asked`` for a descriptor it gives it once ``may_give`` is set. ``lane`` serves the daemon's end of
+    each lane; without it there are none."""
 
     def __init__(self, folder: Path, *, silence_limit_ms: int = 30_000, epoch: int = EPOCH) -> None:
         self.path = str(folder / "kv.sock")
@@ -92,6 +94,7 @@ class FakeDaemon:
         self.is_asked = threading.Event()
         self.may_give = threading.Event()
         self.may_give.set()
+        self.lane: Callable[[socket.socket], None] | None = None
         self._server = grpc.server(futures.ThreadPoolExecutor(16))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._peers: list[socket.socket] = []
@@ -171,9 +174,21 @@ class FakeDaemon:
                 self._peers.append(peer)
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
 
+    def _give_lane(self, peer: socket.socket) -> None:
+        if self.lane is None:
+            peer.send(b"NO: no lanes here")
+            return
+        own, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(peer, [b"OK"], [theirs.fileno()])
+        threading.Thread(target=self.lane, args=(own,), daemon=True).start()
+
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while message := peer.recv(64):
+                if message == LANE_QUESTION:
+                    self._give_lane(peer)
+                    continue
                 self.is_asked.set()
                 self.may_give.wait(30)
                 known: dict[bytes, int | None] = {self.timeline.handle.token: self.timeline.fd}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from cachesvc.model.errors import NotSupported
 from cachesvc.service.host.life import LifeServer
 from cachesvc.service.host.peer_process import PROC, PeerProcess, peer_process, pidfd_by_number
 from cachesvc.wire.status import LIFE_GREETING
@@ -117,11 +118,13 @@ def test_a_process_of_another_pid_namespace_has_no_number(ends: tuple[socket.soc
 
 
 class Site:
-    """A life server whose peers are whoever the test says. ``gone``: their tokens, as they go."""
+    """A life server whose peers are whoever the test says. ``gone``: their tokens, as they go; ``ended``: those whose
+    lanes are to end."""
 
     def __init__(self, path: str) -> None:
         self.next = PeerProcess(0, 0, frozenset(), -1, is_certain=False)
         self.gone: list[bytes] = []
+        self.ended: list[bytes] = []
         self.went = asyncio.Event()
         self.server = LifeServer(
             path,
@@ -132,9 +135,16 @@ class Site:
             gone=self._gone,
             descriptor=lambda _: None,
             holds=lambda _: True,
+            lanes=self,
             identify=lambda _: self.next,
         )
         self._path = path
+
+    def open(self, process: bytes) -> socket.socket:
+        raise NotSupported("no lanes here")
+
+    def end(self, process: bytes) -> None:
+        self.ended.append(process)
 
     def _gone(self, token: bytes) -> None:
         self.gone.append(token)

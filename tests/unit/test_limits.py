@@ -11,6 +11,7 @@ import pytest_asyncio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import cache_pb2, common_pb2
+from kvcache.v1.lane_pb2 import LaneHello
 
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.wire.limits import CELLS, LIMITS, Where, check_fields, has_length
@@ -21,7 +22,7 @@ from tests.fuzz.workload import registers
 def request_fields() -> Iterator[tuple[str, FieldDescriptor]]:
     """Every field that a caller can make long, of every message that a request can hold."""
     seen: set[str] = set()
-    waiting: list[Any] = [rpc.request.DESCRIPTOR for rpc in list_rpcs().values()]
+    waiting: list[Any] = [LaneHello.DESCRIPTOR, *(rpc.request.DESCRIPTOR for rpc in list_rpcs().values())]
     while waiting:
         kind = waiting.pop()
         if kind.full_name in seen:

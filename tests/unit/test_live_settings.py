@@ -13,6 +13,7 @@ from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.health import Serving
 from cachesvc.service.host.reload import live_settings
+from cachesvc.service.lane.lanes import Lanes
 from cachesvc.service.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
@@ -29,10 +30,12 @@ async def tell_nobody(_: Serving) -> None:
 def test_the_help_and_the_reload_know_the_same_settings() -> None:
     node = Node(rig_of(one_group(), device=[8]).core, epoch=1, wait_seconds=30.0, lease_seconds=10.0)
     admission = Admission(1024, 4096, 256)
-    cache = CacheService(Edge(Dispatcher(node, admission)), 4096)
+    dispatcher = Dispatcher(node, admission)
+    cache = CacheService(Edge(dispatcher), 4096)
+    lanes = Lanes(dispatcher, cache, None, None, 8)
     backend = ShmBackend(1, 1 << 20)
     operator = Administration(node, DeviceHealth(backend, node, tell_nobody), 5.0)
-    applied = live_settings(node, admission, cache, backend, operator)
+    applied = live_settings(node, admission, cache, lanes, backend, operator)
     assert applied.keys() == LIVE
     assert {field.name for field in fields(Config)} >= LIVE
 

@@ -189,10 +189,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler
 
     def _find(self, metadata: Any, names: Iterable[str]) -> Caller | None:
-        if self._keeper is None:
-            return None
-        token, process = credentials_of(metadata)
-        return self._keeper.find(token, process, names)
+        return find_caller(self._keeper, *credentials_of(metadata), names)
 
     def _ask_certificate(self, handler: Any, method: str, metadata: Any) -> Any:
         """``handler`` behind a look at the certificate, which is known only once the call has its context."""
@@ -206,6 +203,19 @@ class Guard(grpc.aio.ServerInterceptor):
                 raise
 
         return None if handler is None else _wrap(handler, enter)
+
+
+def find_caller(keeper: Doorkeeper | None, token: str, process: bytes, names: Iterable[str] = ()) -> Caller | None:
+    """Who shows a token, is a process or has a certificate's name; None: nobody who is known, or nobody is asked.
+
+    Raises Unauthenticated for a token that is not known.
+    """
+    return None if keeper is None else keeper.find(token, process, names)
+
+
+def otherwise_local(keeper: Doorkeeper | None) -> Caller | None:
+    """Who calls from this node and proves nothing."""
+    return EVERYONE if keeper is None else None
 
 
 def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Caller:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.device_line import DeviceLine
+
+
+class Transports(NamedTuple):
+    """Which way calls come: lanes that are open, and calls since the start."""
+
+    lanes: int
+    lane_calls: int
+    grpc_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Facts:
     devices: list[DeviceLine]
     host_pool: HostPool
     health: DeviceHealth
+    transports: Callable[[], Transports]
 
     @property
     def uptime_seconds(self) -> float:

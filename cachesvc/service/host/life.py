@@ -6,7 +6,8 @@ number, it counts as gone too some time after its connection has ended: else the
 ever for the end of a process that is not theirs.
 
 Greeting to the peer: ``KVL1``, 16-byte process token, epoch as little-endian u64. Then the peer may ask
-``FD`` + 16-byte handle token and gets ``OK`` with one descriptor, or ``NO`` and the reason.
+``FD`` + 16-byte handle token for memory, or ``LN`` for a lane, and gets ``OK`` with one descriptor, or ``NO`` and the
+reason.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.service.host.peer_process import PeerProcess, peer_process
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events
+from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import LIFE_GREETING
 
 TOKEN_BYTES = 16
@@ -39,13 +42,24 @@ class _Peer:
     is_connected: bool = True
 
 
+class LaneMaker(Protocol):
+    """Makes lanes for processes, by their tokens."""
+
+    def open(self, process: bytes) -> socket.socket:
+        """The process's end. Raises NotSupported, LimitExceeded."""
+
+    def end(self, process: bytes) -> None:
+        """End all that the process has."""
+
+
 class LifeServer:
     """Runs on the event loop; tells ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
 
-    ``descriptor(token)`` finds the fd of a handle. ``holds(token)``: whether it matters when the process ends, even if
-    it has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may connect; others are turned away.
-    ``group``: who may open the socket beside its owner. ``grace_seconds``: how long a process that is not known for
-    certain counts as there after its connection has ended. ``identify``: who connected.
+    ``descriptor(token)`` finds the fd of a handle. ``lanes`` end with the connection over which they were asked for.
+    ``holds(token)``: whether it matters when the process ends, even if it has hung up. Users of ``allowed_uids`` and
+    members of ``allowed_gids`` may connect; others are turned away. ``group``: who may open the socket beside its
+    owner. ``grace_seconds``: how long a process that is not known for certain counts as there after its connection has
+    ended. ``identify``: who connected.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class LifeServer:
         gone: Callable[[bytes], None],
         descriptor: Callable[[bytes], int | None],
         holds: Callable[[bytes], bool],
+        lanes: LaneMaker,
         identify: Callable[[socket.socket], PeerProcess] = peer_process,
     ) -> None:
         self._path = path
@@ -72,6 +87,7 @@ class LifeServer:
         self._gone = gone
         self._descriptor = descriptor
         self._holds = holds
+        self._lanes = lanes
         self._group = group
         self._identify = identify
         self._peers: dict[bytes, _Peer] = {}
@@ -171,6 +187,9 @@ class LifeServer:
         self._hang_up(peer)
 
     def _answer(self, peer: _Peer, message: bytes) -> None:
+        if message == LANE_QUESTION:
+            self._give_lane(peer)
+            return
         if len(message) != 2 + TOKEN_BYTES or not message.startswith(b"FD"):
             peer.connection.send(b"NO: ask FD and a 16-byte token")
             return
@@ -180,14 +199,21 @@ class LifeServer:
             return
         socket.send_fds(peer.connection, [b"OK"], [descriptor])
 
+    def _give_lane(self, peer: _Peer) -> None:
+        try:
+            end = self._lanes.open(peer.token)
+        except CacheError as refusal:
+            peer.connection.send(f"NO: {refusal}".encode())
+            return
+        with end:
+            socket.send_fds(peer.connection, [b"OK"], [end.fileno()])
+
     def _hang_up(self, peer: _Peer) -> None:
         """The connection ended, though the process may still run; only the kernel's own word for that is waited for."""
         assert self._loop is not None
         if not peer.is_connected:
             return
-        peer.is_connected = False
-        self._loop.remove_reader(peer.connection)
-        peer.connection.close()
+        self._disconnect(peer)
         if not peer.process.is_certain:
             self._loop.call_later(self._grace_seconds, self._ended, peer, "connection_ended")
 
@@ -201,9 +227,14 @@ class LifeServer:
         assert self._loop is not None
         self._peers.pop(peer.token, None)
         if peer.is_connected:
-            peer.is_connected = False
-            self._loop.remove_reader(peer.connection)
-            peer.connection.close()
+            self._disconnect(peer)
         if peer.process.pidfd >= 0:
             self._loop.remove_reader(peer.process.pidfd)
             os.close(peer.process.pidfd)
+
+    def _disconnect(self, peer: _Peer) -> None:
+        assert self._loop is not None
+        peer.is_connected = False
+        self._lanes.end(peer.token)
+        self._loop.remove_reader(peer.connection)
+        peer.connection.close()

@@ -25,6 +25,12 @@ class BoundedSteps(Protocol):
     operations_per_step: int
 
 
+class BoundedLanes(Protocol):
+    """What holds the limit of a process's lanes."""
+
+    each: int
+
+
 class BoundedDrain(Protocol):
     """What holds the limit of a drain."""
 
@@ -94,7 +100,12 @@ class Reloader:
 
 
 def live_settings(
-    node: Node, admission: Admission, cache: BoundedSteps, backend: Backend, drain: BoundedDrain
+    node: Node,
+    admission: Admission,
+    cache: BoundedSteps,
+    lanes: BoundedLanes,
+    backend: Backend,
+    drain: BoundedDrain,
 ) -> dict[str, Callable[[Any], None]]:
     """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""
     core = node.core
@@ -114,6 +125,7 @@ def live_settings(
         "calls_in_flight": partial(setattr, admission.work, "limit"),
         "waiting_calls": partial(setattr, admission.waits, "limit"),
         "waiting_calls_per_process": partial(setattr, admission.waits, "each"),
+        "lanes_per_process": partial(setattr, lanes, "each"),
         "log_level": lambda value: logging.getLogger().setLevel(value.upper()),
         "drain_seconds": partial(setattr, drain, "drain_seconds"),
     }

@@ -26,7 +26,7 @@ from kvcache.v1 import (
 )
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Doorkeeper, Guard
+from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Doorkeeper, Guard, otherwise_local
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.service.host.tls import Certificates
@@ -82,7 +82,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen and serve. Raises Unavailable when an address cannot be had."""
-        server = self._make(Guard(self._keeper, EVERYONE if self._keeper is None else None, refused=self._refused))
+        server = self._make(Guard(self._keeper, otherwise_local(self._keeper), refused=self._refused))
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:

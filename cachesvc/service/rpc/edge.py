@@ -25,10 +25,11 @@ _STATUSES = {code.value: status for code, status in GRPC_CODES.items()} | {INTER
 
 
 class Edge:
-    """Hands calls to the dispatcher. ``tracer``: finds the parent of a call that is traced."""
+    """Hands calls to the dispatcher. ``tracer``: finds the parent of a call that is traced. ``calls``: that came."""
 
     def __init__(self, dispatcher: Dispatcher, tracer: Tracer | None = None) -> None:
         self.dispatcher = dispatcher
+        self.calls = 0
         self._tracer = tracer
 
     async def answer(self, method: Method[Q, R], request: Q, context: Context) -> R:
@@ -57,6 +58,7 @@ class Edge:
         self, method: Method[Q, R], request: Q, context: Context, parent: Parent, seconds: float | None = None
     ) -> Served[R]:
         """One message of a call, of any shape."""
+        self.calls += 1
         process = partial(self._process, context)
         return self.dispatcher.serve(caller(), method, request, process=process, seconds=seconds, parent=parent)
 

@@ -52,6 +52,7 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
         transfers=admin_pb2.TransferStatus(**found.transfers._asdict()),
         holders=[_lease(line) for line in found.holders],
         silent=[_lease(line) for line in found.silent],
+        transports=admin_pb2.TransportStatus(**facts.transports()._asdict()),
     )
 
 

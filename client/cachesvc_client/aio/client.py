@@ -28,7 +28,14 @@ from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import build_register, parse_registration
 from cachesvc_client.wire.methods import CLOSE, REGISTER
 from cachesvc_client.wire.port import INTERRUPTS, Port
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, default_socket
+from cachesvc_client.wire.settings import (
+    ChannelOptions,
+    Retries,
+    Timeouts,
+    Transport,
+    default_socket,
+    default_transport,
+)
 
 DEFAULT_TIMEOUTS = Timeouts()
 DEFAULT_RETRIES = Retries()
@@ -47,6 +54,7 @@ class ClientCalls:
         timeouts: Timeouts,
         retries: Retries,
         credentials: Credentials,
+        transport: Transport | None,
         make_port: Callable[[], Port],
         connecting: AbstractAsyncContextManager[None],
     ) -> None:
@@ -55,6 +63,7 @@ class ClientCalls:
         self._timeouts = timeouts
         self._retries = retries
         self._credentials = credentials
+        self._transport = default_transport() if transport is None else transport
         self._make_port = make_port
         self._connecting = connecting
         self._maker = Maker()
@@ -75,6 +84,13 @@ class ClientCalls:
     def epoch(self) -> int:
         """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
         return self._require_connection().life.epoch
+
+    @property
+    def transport(self) -> str:
+        """Which way the calls of CacheService go now: "lane" or "grpc"; empty while not connected."""
+        if not self.connected:
+            return ""
+        return "lane" if self._connection is not None and self._connection.port.has_lane else "grpc"
 
     async def connect(self) -> ClientCalls:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
@@ -218,10 +234,12 @@ class ClientCalls:
             retries=self._retries,
             on_lost=self._lose,
             credentials=self._credentials,
+            transport=self._transport,
         )
         started = time.monotonic()
         await connection.start()
-        log.info("connected path=%s seconds=%.3f", self.socket_path, time.monotonic() - started)
+        way = "lane" if connection.port.has_lane else "grpc"
+        log.info("connected path=%s transport=%s seconds=%.3f", self.socket_path, way, time.monotonic() - started)
         return connection
 
     def _require_open(self) -> None:
@@ -249,7 +267,8 @@ class AsyncCacheClient(ClientCalls):
     ``reconnect``. A process that forks must connect after the fork: in the child every use raises UsedAfterFork.
 
     ``token``, or ``token_file`` (read again when the daemon refuses what it held), else CACHESVC_TOKEN or
-    CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``.
+    CACHESVC_TOKEN_FILE of the environment: needed where the daemon runs with ``--tokens``. ``transport``, else
+    CACHESVC_TRANSPORT: which way calls go; AUTO takes a lane where the daemon gives one.
     """
 
     def __init__(
@@ -263,13 +282,14 @@ class AsyncCacheClient(ClientCalls):
         make_channel: AsyncChannelMaker = open_async_channel,
         token: str | None = None,
         token_file: str | None = None,
+        transport: Transport | None = None,
     ) -> None:
         credentials = credentials_from(token, token_file)
 
         def make_port() -> AsyncPort:
             return AsyncPort(make_channel, options)
 
-        super().__init__(socket_path, engine, timeouts, retries, credentials, make_port, asyncio.Lock())
+        super().__init__(socket_path, engine, timeouts, retries, credentials, transport, make_port, asyncio.Lock())
 
     async def connect(self) -> AsyncCacheClient:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""

@@ -28,8 +28,7 @@ from cachesvc_client.records.columns_part import ColumnsAnswer, ColumnsPart
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.steps import SentStep, StepBook
 from cachesvc_client.wire.attempts import Attempts
-from cachesvc_client.wire.methods import STEP
-from cachesvc_client.wire.port import Line
+from cachesvc_client.wire.port import StepLine
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class AsyncStepStream:
     def __init__(self, calls: LeaseCalls) -> None:
         self._calls = calls
         self._book = StepBook(calls.record)
-        self._line: Line | None = None
+        self._line: StepLine | None = None
         self._is_closed = False
 
     def batch(self) -> StepBatch[AsyncSequence]:
@@ -197,6 +196,15 @@ class AsyncStepStream:
             if isinstance(asked.owner, SequenceRecord):
                 await self._calls.settle(asked.owner)
         await self._make_way()
+        await self._choose_way()
+
+    async def _choose_way(self) -> None:
+        """Where nothing is under way by gRPC and there is a lane again, go on by it."""
+        connection, line = self._calls.connection, self._line
+        await connection.keep_lane()
+        if line is not None and not line.is_lane and connection.port.has_lane and not self._book.under_way:
+            self._line = None
+            await line.close()
 
     def _enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
         self._require_open()
@@ -235,7 +243,7 @@ class AsyncStepStream:
 
     def _open_line(self) -> None:
         try:
-            self._line = self._calls.connection.open_line(STEP)
+            self._line = self._calls.connection.open_steps()
         except CacheClientError as error:
             self._book.refuse(error)
             raise

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import grpc
+from kvcache.v1 import cache_pb2
 
+from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.channel import ChannelMaker
 from cachesvc_client.wire.credentials import Metadata
-from cachesvc_client.wire.methods import Method, Q, R
-from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running
+from cachesvc_client.wire.lane import Inbox, SentSteps, number_of
+from cachesvc_client.wire.methods import STEP, Method, Q, R
+from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running, StepLine
 from cachesvc_client.wire.settings import ChannelOptions
 
 T = TypeVar("T")
@@ -56,6 +61,7 @@ class BlockingPort:
         self._callables: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._lane: BlockingLane | None = None
 
     def connect(self, socket_path: str) -> None:
         """Make the channel."""
@@ -63,6 +69,9 @@ class BlockingPort:
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
         """One attempt of a call."""
+        lane, number = self._lane, number_of(method)
+        if lane is not None and number and lane.has_room:
+            return lane.call(number, method, request, timeout_s, metadata)
         try:
             answer: R = self._callable(method)(request, timeout=timeout_s, wait_for_ready=False, metadata=metadata)
         except ValueError as closed:  # what gRPC says of a channel that was closed meanwhile
@@ -81,6 +90,30 @@ class BlockingPort:
             return BlockingLine(call, metadata)
         except ValueError as closed:
             raise self._closed_or(closed) from closed
+
+    @property
+    def has_lane(self) -> bool:
+        """True while calls go by a lane."""
+        return self._lane is not None and not self._lane.why_broken
+
+    async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
+        """Calls go by this lane from now on."""
+        lane, before = BlockingLane(end), self._lane
+        try:
+            lane.greet(metadata, timeout_s)
+        except BaseException:
+            lane.close()
+            raise
+        self._lane = lane
+        if before is not None:
+            before.close()
+        if self._ended.is_set():
+            lane.end("the connection was closed")
+
+    def open_steps(self, metadata: Metadata) -> StepLine:
+        """Open a stream of steps."""
+        lane = self._lane
+        return self.open_line(STEP, metadata) if lane is None or lane.why_broken else LaneSteps(lane, metadata)
 
     async def wait_end(self, timeout_s: float | None) -> bool:
         """Wait until ``end_calls``."""
@@ -104,6 +137,8 @@ class BlockingPort:
     def end_calls(self) -> None:
         """Close the channel."""
         self._ended.set()
+        if self._lane is not None:
+            self._lane.end("the connection was closed")
         if self._channel is not None:
             self._channel.close()
 
@@ -112,8 +147,10 @@ class BlockingPort:
         callback()
 
     async def close(self) -> None:
-        """Close the channel."""
+        """Close the channel, and the lane."""
         self.end_calls()
+        if self._lane is not None:
+            self._lane.close()
 
     def _callable(self, method: Method[Q, R]) -> Any:
         assert self._channel is not None
@@ -133,6 +170,8 @@ class BlockingPort:
 
 class BlockingLine:
     """A stream whose answers one thread reads. Raises ValueError where the channel is closed."""
+
+    is_lane = False
 
     def __init__(self, call: Any, metadata: Metadata) -> None:
         self.metadata = metadata
@@ -175,6 +214,38 @@ class BlockingLine:
             log.debug("line_ended why=%s", failure)
         self._requests.put(None)  # gRPC's own thread waits there
         self._answers.put(self._call)
+
+
+class LaneSteps:
+    """A stream of steps by a lane, which needs no thread: whoever waits for an answer reads it."""
+
+    is_lane = True
+
+    def __init__(self, lane: BlockingLane, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._lane = lane
+        self._inbox = Inbox()
+        self._sent = SentSteps()
+
+    def put(self, request: cache_pb2.StepRequest) -> None:
+        """Send a step after those before it."""
+        try:
+            self._lane.send_step(request, self._inbox, self._sent, self.metadata)
+        except grpc.RpcError as failure:  # whoever waits for the answer is told
+            log.debug("step_unsent why=%s", failure)
+
+    async def get(self, deadline_s: float | None) -> Any:
+        """The next answer, how the stream ended, or None at the deadline."""
+        try:
+            if not self._lane.wait(self._inbox, math.inf if deadline_s is None else deadline_s):
+                return None
+        except grpc.RpcError as failure:
+            return failure
+        return self._sent.read(self._inbox.came.popleft())
+
+    async def close(self) -> None:
+        """End the stream."""
+        self._lane.leave(self._inbox)
 
 
 class _RunningThread:

@@ -5,6 +5,7 @@ A connection never comes back. Reconnecting makes a new one, and everything made
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -23,18 +24,22 @@ from cachesvc_client.errors import (
 )
 from cachesvc_client.wire.attachments import Attachments
 from cachesvc_client.wire.attempts import Attempts, is_broken_way
-from cachesvc_client.wire.credentials import Credentials, Proof
+from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
 from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_client.wire.methods import Method, Q, R
-from cachesvc_client.wire.port import Line, Port
-from cachesvc_client.wire.settings import Retries, Timeouts
+from cachesvc_client.wire.port import Line, Port, StepLine
+from cachesvc_client.wire.settings import Retries, Timeouts, Transport
 from cachesvc_client.wire.trace import trace_headers
 
 NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
 """A rate's bucket has another token by then, and a daemon at its limit of calls has ended some."""
+LANE_PAUSE_S = 1.0
+"""After a lane broke, calls go by gRPC for so long before another one is asked for."""
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
+
+log = logging.getLogger(__name__)
 
 
 class Connection:
@@ -42,6 +47,7 @@ class Connection:
 
     ``untold``: ends of leases that could not be told any more. Where the same daemon is found again they matter: it
     knows that this process lives, and keeps the leases' pages back for it. ``proof``: what every call proves itself by.
+    ``transport``: which way calls may go.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Connection:
         retries: Retries,
         on_lost: Callable[[], None],
         credentials: Credentials = NO_CREDENTIALS,
+        transport: Transport = Transport.AUTO,
     ) -> None:
         self.socket_path = socket_path
         self.port = port
@@ -65,6 +72,9 @@ class Connection:
         self.maker = Maker()
         self._on_lost = on_lost
         self._is_closed = False
+        self._may_lane = transport is Transport.AUTO
+        self._lane_proof: Metadata | None = None
+        self._lane_again_s: float | None = 0.0
 
     @property
     def lost(self) -> threading.Event:
@@ -82,6 +92,7 @@ class Connection:
             self.port.connect(self.socket_path)
             await self.port.in_thread(self.life.start)
             self.proof.start(self.life.process_token)
+            await self.keep_lane()
         except BaseException:
             await self.close()
             raise
@@ -92,6 +103,7 @@ class Connection:
         headers = trace_headers()
         while True:
             self.check()
+            await self.keep_lane()
             used = self.proof.metadata
             try:
                 return await self.port.call(method, request, attempts.left_s(time.monotonic()), (*headers, *used))
@@ -120,6 +132,38 @@ class Connection:
             return self.port.open_line(method, (*trace_headers(), *self.proof.metadata))
         except grpc.RpcError as failure:
             raise self.gone() from failure
+
+    def open_steps(self) -> StepLine:
+        """A stream of steps, by the lane where there is one. Raises DaemonUnavailable."""
+        self.check()
+        try:
+            return self.port.open_steps((*trace_headers(), *self.proof.metadata))
+        except grpc.RpcError as failure:
+            raise self.gone() from failure
+
+    async def keep_lane(self) -> None:
+        """Have a lane that proves itself by what calls do now, where the daemon gives one: without it they go by
+        gRPC. One that broke is made anew after a while."""
+        if not self._may_lane or (self.port.has_lane and self._lane_proof == self.proof.metadata):
+            return
+        now_s = time.monotonic()
+        if self._lane_again_s is None:  # it has just been seen to be broken
+            self._lane_again_s = 0.0 if self.port.has_lane else now_s + LANE_PAUSE_S
+        if now_s < self._lane_again_s:
+            return
+        self._lane_again_s = now_s + LANE_PAUSE_S  # other threads and tasks do not try meanwhile
+        used = self.proof.metadata
+        try:
+            end = await self.port.in_thread(self.life.fetch_lane)
+            await self.port.take_lane(end, used, self.timeouts.connect_s)
+        except NotFound as refused:
+            self._may_lane = False
+            log.info("lane_not_given path=%s why=%s", self.socket_path, refused)
+        except (CacheClientError, grpc.RpcError) as broken:
+            log.info("lane_not_taken path=%s why=%s", self.socket_path, broken)
+        else:
+            self._lane_proof, self._lane_again_s = used, None
+            log.info("lane_taken path=%s", self.socket_path)
 
     def check(self) -> None:
         """Raises DaemonUnavailable or AlreadyClosed where nothing can be asked here any more."""

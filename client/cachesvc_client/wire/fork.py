@@ -4,8 +4,33 @@ speak for it nor end what it holds."""
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Protocol
 
 from cachesvc_client.errors import UsedAfterFork
+
+
+class Inherited(Protocol):
+    """What a child must not keep open."""
+
+    def forget(self) -> None:
+        """In the child: close its copy, and nothing else."""
+
+
+_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def keep_from_children(handle: Inherited) -> None:
+    """Close it in every child of this process: where no pidfd tells, the end of a connection is our own."""
+    _inherited.add(handle)
+
+
+def _forget_inherited() -> None:
+    for handle in list(_inherited):
+        handle.forget()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)
 
 
 class Maker:

@@ -1,8 +1,9 @@
 """The connection by which the daemon and a process know that the other one lives.
 
 A SOCK_SEQPACKET connection beside the gRPC socket. The daemon greets with a process token and its epoch; a process asks
-for memory descriptors over it (``FD`` + handle token -> ``OK`` with a descriptor, or ``NO`` + reason). Nothing else is
-said. Its end is the end of the other side, so one thread reads it for as long as it is open.
+over it for memory descriptors (``FD`` + handle token) and for lanes (``LN``), and gets ``OK`` with a descriptor, or
+``NO`` + reason. Nothing else is said. Its end is the end of the other side, so one thread reads it for as long as it
+is open.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
+from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import LIFE_GREETING, LIFE_SUFFIX
 from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, NotFound
+from cachesvc_client.wire.fork import keep_from_children
 
 TOKEN_BYTES = 16
 _EPOCH = struct.Struct("<Q")
@@ -69,7 +71,7 @@ class LifeConnection:
             raise DaemonUnavailable(f"{path} greets like no daemon that this client knows")
         self.process_token, self.epoch = greeting
         self._socket = connection
-        _inherited.add(self)
+        keep_from_children(self)
         self._reader.start()
 
     def is_replaced(self) -> bool:
@@ -91,26 +93,33 @@ class LifeConnection:
 
         Raises NotFound (the daemon does not give it), DaemonUnavailable, DeadlineExceeded.
         """
+        return self._ask(b"FD" + token, "memory for this handle")
+
+    def fetch_lane(self) -> socket.socket:
+        """This process's end of a new lane; the caller closes it. Raises as ``fetch_fd``."""
+        return socket.socket(fileno=self._ask(LANE_QUESTION, "lane"))
+
+    def _ask(self, question: bytes, what: str) -> int:
         with self._asking:
             connection = self._socket
             if connection is None or self.lost.is_set():
                 raise DaemonUnavailable("the daemon went away; go on without the cache and reconnect later")
             try:
-                connection.send(b"FD" + token)
+                connection.send(question)
                 self._unanswered += 1
                 answer = self._take_answer(time.monotonic() + self._timeout_s)
             except OSError as error:
-                raise DaemonUnavailable(f"the daemon went away while memory was asked for ({error})") from error
+                raise DaemonUnavailable(f"the daemon went away while it was asked for {what} ({error})") from error
             except queue.Empty:
-                raise DeadlineExceeded(f"no descriptor within {self._timeout_s} s; attach again") from None
+                raise DeadlineExceeded(f"no descriptor within {self._timeout_s} s for {what}") from None
         if answer is None:
-            raise DaemonUnavailable("the daemon went away while memory was asked for")
+            raise DaemonUnavailable(f"the daemon went away while it was asked for {what}")
         message, descriptors = answer
         if message == b"OK" and len(descriptors) == 1:
             return descriptors[0]
         _close_all(descriptors)
         reason = message[2:].decode(errors="replace")
-        raise NotFound.from_message(f"the daemon gives no memory for this handle: {reason}")
+        raise NotFound.from_message(f"the daemon gives no {what}: {reason}")
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher()`` when the daemon has ended the connection, before calls under way end. Whoever comes after
@@ -205,18 +214,6 @@ class LifeConnection:
                 told()
             except Exception:
                 log.exception("on_lost_failed path=%s", self._path)
-
-
-_inherited: weakref.WeakSet[LifeConnection] = weakref.WeakSet()
-"""What a child of this process must not keep open: where no pidfd tells, the end of the connection is our own."""
-
-
-def _forget_inherited() -> None:
-    for life in list(_inherited):
-        life.forget()
-
-
-os.register_at_fork(after_in_child=_forget_inherited)
 
 
 def _greeted(path: str, timeout_s: float) -> tuple[socket.socket, tuple[bytes, int] | None]:

@@ -7,10 +7,12 @@ On a ``BlockingPort`` what is awaited blocks the thread, so a coroutine runs to 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar
 
 import grpc
+from kvcache.v1 import cache_pb2
 
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import Method, Q, R
@@ -32,10 +34,27 @@ class ChannelClosed(grpc.RpcError):
     """A call met the end of its connection on this side."""
 
 
+class StepLine(Protocol):
+    """A stream of steps, by either way. ``metadata``: what it was opened with. ``is_lane``: it goes by a lane."""
+
+    metadata: Metadata
+    is_lane: bool
+
+    def put(self, request: cache_pb2.StepRequest) -> None:
+        """Send a step after those before it."""
+
+    async def get(self, deadline_s: float | None) -> Any:
+        """The next answer, a grpc.RpcError for how the stream ended, or None at the deadline."""
+
+    async def close(self) -> None:
+        """End the stream."""
+
+
 class Line(Protocol):
     """One stream both ways. ``metadata``: what it was opened with."""
 
     metadata: Metadata
+    is_lane: bool
 
     def put(self, request: Any) -> None:
         """Send a request after those before it."""
@@ -68,6 +87,17 @@ class Port(Protocol):
 
     def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
         """Open a stream. Raises ChannelClosed."""
+
+    @property
+    def has_lane(self) -> bool:
+        """True while calls go by a lane."""
+
+    async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
+        """From now on the calls that a lane carries go by this one, which is the port's to close, in place of an
+        earlier one. Raises DaemonUnavailable, grpc.RpcError: they go by the channel."""
+
+    def open_steps(self, metadata: Metadata) -> StepLine:
+        """Open a stream of steps, by the lane where there is one. Raises ChannelClosed."""
 
     async def wait_end(self, timeout_s: float | None) -> bool:
         """Wait until ``end_calls``; False when ``timeout_s`` passes first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from cachesvc_client.errors import InvalidRequest
@@ -12,6 +13,23 @@ from cachesvc_client.errors import InvalidRequest
 DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
 SOCKET_VARIABLE = "CACHESVC_SOCKET"
 ADDRESS_VARIABLE = "CACHESVC_ADDRESS"
+TRANSPORT_VARIABLE = "CACHESVC_TRANSPORT"
+
+
+class Transport(Enum):
+    """Which way the calls of CacheService go. All others go by gRPC."""
+
+    AUTO = "auto"
+    """By a lane where the daemon gives one, else by gRPC."""
+    GRPC = "grpc"
+
+
+def default_transport(environment: Mapping[str, str] = os.environ) -> Transport:
+    """What CACHESVC_TRANSPORT says: auto or grpc; AUTO where it says nothing. Raises InvalidRequest."""
+    said = environment.get(TRANSPORT_VARIABLE) or Transport.AUTO.value
+    if said not in {each.value for each in Transport}:
+        raise InvalidRequest(f"{TRANSPORT_VARIABLE} is {said!r}; it may be auto or grpc")
+    return Transport(said)
 
 
 def default_socket(environment: Mapping[str, str] = os.environ) -> str:

@@ -37,6 +37,7 @@ class Status(Question[admin_pb2.GetStatusResponse]):
             *(f"! {line}" for line in answer.attention),
             describe_hits(answer.hits),
             describe_transfers(answer.transfers),
+            describe_transports(answer.transports),
         ]
         parts = ["\n".join(first), _pools(answer)]
         if self.arguments.counters:
@@ -103,6 +104,11 @@ def describe_transfers(t: admin_pb2.TransferStatus) -> str:
         f"  {describe_bytes(t.loaded_bytes)} in, {describe_bytes(t.stored_bytes)} out, "
         f"{describe_bytes(t.peer_bytes)} between replicas"
     )
+
+
+def describe_transports(t: admin_pb2.TransportStatus) -> str:
+    """One line: which way calls come."""
+    return f"calls: {t.lane_calls:,} by {t.lanes} lanes that are open and earlier ones, {t.grpc_calls:,} by gRPC"
 
 
 def describe_setting(name: str, value: str) -> str:

@@ -342,6 +342,7 @@ class GetStatusResponse(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     epoch: _builtins.int
     uptime_seconds: _builtins.float
@@ -385,6 +386,8 @@ class GetStatusResponse(_message.Message):
     def silent(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]:
         """Leases silent for more than half of what a lease survives, the longest first, at most 16."""
 
+    @_builtins.property
+    def transports(self) -> Global___TransportStatus: ...
     def __init__(
         self,
         *,
@@ -410,14 +413,44 @@ class GetStatusResponse(_message.Message):
         transfers: Global___TransferStatus | None = ...,
         holders: _abc.Iterable[Global___LeaseStatus] | None = ...,
         silent: _abc.Iterable[Global___LeaseStatus] | None = ...,
+        transports: Global___TransportStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "transfers", b"transfers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "transfers", b"transfers", "transports", b"transports"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "caller", b"caller", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "hits", b"hits", "holders", b"holders", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "pools", b"pools", "ready", b"ready", "scopes", b"scopes", "silent", b"silent", "tenant", b"tenant", "tokens", b"tokens", "transfers", b"transfers", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "caller", b"caller", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "hits", b"hits", "holders", b"holders", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "pools", b"pools", "ready", b"ready", "scopes", b"scopes", "silent", b"silent", "tenant", b"tenant", "tokens", b"tokens", "transfers", b"transfers", "transports", b"transports", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TransportStatus(_message.Message):
+    """Which way calls come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANES_FIELD_NUMBER: _builtins.int
+    LANE_CALLS_FIELD_NUMBER: _builtins.int
+    GRPC_CALLS_FIELD_NUMBER: _builtins.int
+    lanes: _builtins.int
+    """Lanes that are open now."""
+    lane_calls: _builtins.int
+    """Calls since the start (of Step and KeepAlive: messages)."""
+    grpc_calls: _builtins.int
+    def __init__(
+        self,
+        *,
+        lanes: _builtins.int = ...,
+        lane_calls: _builtins.int = ...,
+        grpc_calls: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_calls", b"grpc_calls", "lane_calls", b"lane_calls", "lanes", b"lanes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportStatus: _TypeAlias = TransportStatus  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

@@ -1,0 +1,354 @@
+"""One lane: reads frames on the event loop, hands each to the dispatcher in the same turn, and writes its answer.
+
+    HELLO first; then calls in any order, each under a tag of its own until it is answered
+    Steps of one lease one after another; what is answered at once needs no task and no future
+    reading rests while too much has no answer, or while an answer waits for a peer that does not read
+
+Whatever is no frame of the protocol is answered with an error, and ends the lane. Nothing is decided here of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError, Message
+from kvcache.v1.cache_pb2 import OperationError
+from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
+
+from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitExceeded, NotSupported
+from cachesvc.service.access.admission import CallerKey
+from cachesvc.service.access.auth import Caller
+from cachesvc.service.dispatch import Dispatcher, Method, refusal
+from cachesvc.service.watch import Parent
+from cachesvc.telemetry import events
+from cachesvc.wire.lane import (
+    CANCEL,
+    DEADLINE_UNIT_S,
+    ERROR,
+    HELLO,
+    MAX_UNANSWERED_BYTES,
+    MAX_UNANSWERED_FRAMES,
+    NO_ANSWER,
+    PING,
+    VERSION,
+    Frame,
+    FrameReader,
+    encode,
+)
+from cachesvc.wire.limits import check_fields
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
+
+TURN_SECONDS = 0.25e-3
+"""After so long the others have their turn, though more frames have come."""
+MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
+"""What is kept for a peer that does not read, before the lane ends: 16 calls may be answered while one rests."""
+
+
+class Row(NamedTuple):
+    """A call that the lane carries. ``is_step``: those of a lease keep their order, and go on without their caller."""
+
+    method: Method[Any, Any]
+    request: type[Message]
+    is_step: bool = False
+    may_be_silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all lanes share. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
+    ``parent_of(traceparent)``: whose child a call's span is."""
+
+    dispatcher: Dispatcher
+    rows: dict[int, Row]
+    admit: Callable[[str, bytes], Caller]
+    epoch: int
+    parent_of: Callable[[str], Parent]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call without an answer. ``later``: None while it waits for an earlier Step."""
+
+    size_bytes: int
+    is_step: bool
+    later: asyncio.Future[Any] | None = None
+
+
+class Lane:
+    """The daemon's end. ``process``: whom the life socket knows by this token. ``ended(lane)`` is told once."""
+
+    def __init__(self, end: socket.socket, process: bytes, desk: Desk, ended: Callable[[Lane], None]) -> None:
+        self.process = process
+        self.calls = 0
+        self._socket = end
+        self._desk = desk
+        self._ended = ended
+        self._reader = FrameReader()
+        self._who: Caller | None = None
+        self._waiting: dict[int, _Call] = {}
+        self._waiting_bytes = 0
+        self._steps: dict[str, deque[tuple[Frame, Any]]] = {}
+        self._unsent = bytearray()
+        self._is_listening = False
+        self._is_closing = False
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Listen, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+        self._listen()
+
+    def close(self, why: str) -> None:
+        """End it. Steps under way go on: sent again they must find their answers. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._rest()
+        if self._unsent:
+            self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._steps.clear()
+        for call in self._waiting.values():
+            if call.later is not None and not call.is_step:
+                call.later.cancel()
+        events.event("lane_closed", reason=why, calls=self.calls)
+        self._ended(self)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if not self._is_listening and not self._is_closed:
+            self._is_listening = True
+            self._loop.add_reader(self._socket, self._readable)
+
+    def _rest(self) -> None:
+        if self._is_listening:
+            self._is_listening = False
+            self._loop.remove_reader(self._socket)
+
+    def _readable(self) -> None:
+        try:
+            count = self._socket.recv_into(self._reader.room())
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.close(f"it broke: {error.strerror}")
+            return
+        if not count:
+            self.close("its process ended it")
+            return
+        self._reader.add(count)
+        self._take()
+
+    def _take(self) -> None:
+        """Carry out the frames that have come, for one turn."""
+        until = time.perf_counter() + TURN_SECONDS
+        try:
+            while self._has_room():
+                frame = self._reader.next()
+                if frame is None:
+                    self._listen()
+                    return
+                self._carry_out(frame)
+                if time.perf_counter() >= until:
+                    self._rest()
+                    self._loop.call_soon(self._take)
+                    return
+            self._rest()
+        except LimitExceeded as too_long:
+            self._break(0, too_long)
+        except Exception:  # noqa: BLE001 - the root of a lane
+            events.failure("lane_broke")
+            self.close("a defect of the daemon")
+
+    def _has_room(self) -> bool:
+        return (
+            len(self._waiting) < MAX_UNANSWERED_FRAMES
+            and self._waiting_bytes < MAX_UNANSWERED_BYTES
+            and not self._unsent
+            and not self._is_closing
+            and not self._is_closed
+        )
+
+    # -- frames ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, frame: Frame) -> None:
+        number, who = frame.method, self._who
+        row = self._desk.rows.get(number)
+        if who is None or row is None:
+            self._serve_own(frame)
+        elif frame.tag in self._waiting:
+            self._break(frame.tag, InvalidRequest(f"the tag {frame.tag} is of a call without an answer; count them up"))
+        elif frame.flags & ERROR or (frame.flags & NO_ANSWER and not row.may_be_silent):
+            self._break(frame.tag, InvalidRequest("flags: only a Release does without its answer, and ERROR is ours"))
+        else:
+            self._serve(who, row, frame)
+
+    def _serve_own(self, frame: Frame) -> None:
+        """What is no call: HELLO, PING, CANCEL; and what is nothing of the protocol."""
+        if frame.method == HELLO:
+            self._greet(frame)
+        elif self._who is None:
+            self._break(frame.tag, InvalidRequest("a lane begins with HELLO"))
+        elif frame.method == PING:
+            self._send(encode(PING, 0, 0, frame.tag, b""))
+        elif frame.method == CANCEL:
+            call = self._waiting.get(frame.tag)
+            if call is not None and call.later is not None and not call.is_step:
+                call.later.cancel()
+        else:
+            self._break(frame.tag, NotSupported(f"method {frame.method} is not known; HELLO tells which are"))
+
+    def _greet(self, frame: Frame) -> None:
+        try:
+            if self._who is not None:
+                raise InvalidRequest("HELLO was said already")
+            hello = LaneHello.FromString(frame.body)
+            check_fields(hello)
+            if hello.version < 1:
+                raise InvalidRequest("HELLO needs the version that its caller speaks, 1 or more")
+            self._who = self._desk.admit(hello.token, self.process)
+        except DecodeError:
+            self._break(frame.tag, InvalidRequest("the bytes are not a LaneHello"))
+        except CacheError as refused:
+            self._break(frame.tag, refused)
+        else:
+            welcome = LaneWelcome(
+                version=min(hello.version, VERSION),
+                methods=[*self._desk.rows, CANCEL, HELLO, PING],
+                epoch=self._desk.epoch,
+                frames=MAX_UNANSWERED_FRAMES,
+                size_bytes=MAX_UNANSWERED_BYTES,
+            )
+            self._send(encode(HELLO, 0, 0, frame.tag, welcome.SerializeToString()))
+
+    def _serve(self, who: Caller, row: Row, frame: Frame) -> None:
+        self.calls += 1
+        try:
+            request: Any = row.request.FromString(frame.body)
+        except DecodeError:
+            unread = InvalidRequest(f"the bytes are not a {row.request.DESCRIPTOR.name}; encode it by this release")
+            self._answer(frame, self._desk.dispatcher.refuse(row.method.name, unread))
+            return
+        if row.is_step and (behind := self._steps.get(request.lease_id)) is not None:
+            self._wait(frame, _Call(len(frame.body), is_step=True))
+            behind.append((frame, request))
+        else:
+            self._begin(who, row, frame, request)
+
+    def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> None:
+        served = self._desk.dispatcher.serve(
+            who,
+            row.method,
+            request,
+            process=self._key,
+            seconds=frame.deadline * DEADLINE_UNIT_S if frame.deadline else None,
+            parent=self._desk.parent_of(frame.traceparent) if frame.traceparent else None,
+        )
+        if not isinstance(served, asyncio.Future):
+            self._answer(frame, served)
+            return
+        self._wait(frame, _Call(len(frame.body), row.is_step, served))
+        if row.is_step:
+            self._steps[request.lease_id] = deque()
+        served.add_done_callback(partial(self._done, row, frame, request))
+
+    def _wait(self, frame: Frame, call: _Call) -> None:
+        self._waiting[frame.tag] = call
+        self._waiting_bytes += call.size_bytes
+
+    def _done(self, row: Row, frame: Frame, request: Any, served: asyncio.Future[Any]) -> None:
+        """A call that went on has ended, and with it the next Step of its lease may begin."""
+        if self._is_closed:
+            return
+        self._waiting_bytes -= self._waiting.pop(frame.tag).size_bytes
+        if not served.cancelled():
+            self._answer(frame, served.result())
+        if row.is_step:
+            self._next_steps(row, request.lease_id)
+        if not self._is_listening:
+            self._take()
+
+    def _next_steps(self, row: Row, lease_id: str) -> None:
+        """The Steps that waited, up to one that goes on by itself."""
+        who, behind = self._who, self._steps.pop(lease_id)
+        assert who is not None
+        while behind and not self._is_closed and lease_id not in self._steps:
+            frame, request = behind.popleft()
+            self._waiting_bytes -= self._waiting.pop(frame.tag).size_bytes
+            self._begin(who, row, frame, request)
+        if behind and lease_id in self._steps:
+            self._steps[lease_id] = behind
+
+    def _key(self) -> CallerKey:
+        return self.process
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def _answer(self, frame: Frame, outcome: Message) -> None:
+        is_error = isinstance(outcome, OperationError)
+        if not frame.flags & NO_ANSWER:
+            body = outcome.SerializeToString()
+            if len(body) > MAX_MESSAGE_BYTES:
+                outcome, is_error = refusal(LimitExceeded("bytes of an answer", len(body), MAX_MESSAGE_BYTES)), True
+                body = outcome.SerializeToString()
+            self._send(encode(frame.method, ERROR if is_error else 0, 0, frame.tag, body))
+        if isinstance(outcome, OperationError) and outcome.code == ErrorCode.UNAUTHENTICATED.value:
+            self._close_soon("its token is not good any more")
+
+    def _break(self, tag: int, error: CacheError) -> None:
+        """Tell what is wrong, and end the lane."""
+        events.warning("lane_refused", reason=str(error))
+        self._send(encode(0, ERROR, 0, tag, refusal(error).SerializeToString()))
+        self._close_soon(error.code.value)
+
+    def _close_soon(self, why: str) -> None:
+        """Close once what was answered has gone out."""
+        self._is_closing = True
+        if not self._unsent:
+            self.close(why)
+
+    def _send(self, data: bytes) -> None:
+        if self._is_closed:
+            return
+        if self._unsent:
+            self._unsent += data
+            if len(self._unsent) > MAX_UNREAD_BYTES:
+                self.close("its process does not read its answers")
+            return
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.close(f"it broke: {error.strerror}")
+            return
+        if sent < len(data):
+            self._unsent += memoryview(data)[sent:]
+            self._rest()
+            self._loop.add_writer(self._socket, self._writable)
+
+    def _writable(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.close(f"it broke: {error.strerror}")
+            return
+        del self._unsent[:sent]
+        if self._unsent:
+            return
+        self._loop.remove_writer(self._socket)
+        if self._is_closing:
+            self.close("refused")
+        else:
+            self._take()

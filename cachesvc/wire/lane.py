@@ -1,0 +1,117 @@
+"""The frames of a lane, for both of its ends. ``docs/lane.md`` says what they mean.
+
+u32 length of the body | u8 method | u8 flags | u16 deadline in 10 ms, 0: none | u64 tag | body
+little-endian, 16 bytes before the body, which is a message of ``kvcache.v1``
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from cachesvc.model.errors import LimitExceeded
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
+
+VERSION = 1
+LANE_QUESTION = b"LN"
+"""What a process asks on its life connection; ``OK`` brings its end of the lane along."""
+
+HEADER = struct.Struct("<IBBHQ")
+NO_ANSWER, ERROR, TRACED = 1, 2, 4
+"""Flags: the caller wants no answer (Release alone); the body is an OperationError; a traceparent comes before it."""
+TRACE_BYTES = 55
+DEADLINE_UNIT_S = 0.01
+MOST_DEADLINE = 0xFFFF
+
+CANCEL, HELLO, PING = 10, 11, 12
+METHODS = {
+    "Step": 1,
+    "Match": 2,
+    "Allocate": 3,
+    "Publish": 4,
+    "Release": 5,
+    "Recycle": 6,
+    "Swap": 7,
+    "Prefetch": 8,
+    "WaitTickets": 9,
+}
+"""Numbers of the calls of CacheService."""
+
+MAX_UNANSWERED_FRAMES = 16
+MAX_UNANSWERED_BYTES = 1 << 20
+"""The daemon reads no further from a lane on which so much has no answer."""
+READ_BYTES = 256 << 10
+"""As much as a socket holds: one read takes all that has come."""
+
+
+class Frame(NamedTuple):
+    """One frame. ``deadline``: in units of 10 ms; 0: none. ``body``: without the traceparent."""
+
+    method: int
+    flags: int
+    deadline: int
+    tag: int
+    body: bytes
+    traceparent: str = ""
+
+
+def encode(method: int, flags: int, deadline: int, tag: int, body: bytes, traceparent: str = "") -> bytes:
+    """A frame as bytes."""
+    if traceparent:
+        body, flags = traceparent.encode("ascii") + body, flags | TRACED
+    return HEADER.pack(len(body), method, flags, deadline, tag) + body
+
+
+class FrameReader:
+    """Cuts what a socket gives into frames: ``recv_into(room())``, ``add(count)``, then ``next()`` until None."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray(READ_BYTES)
+        self._view = memoryview(self._bytes)
+        self._first = 0
+        self._end = 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty. Frames that have come must have been taken."""
+        if self._end == len(self._bytes):
+            self._make_room()
+        return self._view[self._end :]
+
+    def add(self, count: int) -> None:
+        """So many bytes were put into ``room()``."""
+        self._end += count
+
+    def next(self) -> Frame | None:
+        """The next whole frame. Raises LimitExceeded for one that is too long: nothing after it can be read."""
+        first, held = self._first, self._end - self._first
+        if held < HEADER.size:
+            if not held:
+                self._forget()
+            return None
+        length, method, flags, deadline, tag = HEADER.unpack_from(self._bytes, first)
+        if length > MAX_MESSAGE_BYTES:
+            raise LimitExceeded("bytes of a frame", length, MAX_MESSAGE_BYTES)
+        if held < HEADER.size + length:
+            return None
+        start, self._first = first + HEADER.size, first + HEADER.size + length
+        if not flags & TRACED:
+            return Frame(method, flags, deadline, tag, bytes(self._view[start : self._first]))
+        body = bytes(self._view[start : self._first])
+        parent = body[:TRACE_BYTES].decode("ascii", errors="replace")
+        return Frame(method, flags, deadline, tag, body[TRACE_BYTES:], parent)
+
+    def _forget(self) -> None:
+        """All was taken: begin at the front, and keep no large frame's room."""
+        self._first = self._end = 0
+        if len(self._bytes) > READ_BYTES:
+            self._view, self._bytes = memoryview(b""), bytearray(READ_BYTES)
+            self._view = memoryview(self._bytes)
+
+    def _make_room(self) -> None:
+        """Move what is left to the front, into as much as its frame needs."""
+        kept = bytes(self._view[self._first : self._end])
+        length = HEADER.unpack_from(kept)[0] if len(kept) >= HEADER.size else 0
+        self._bytes = bytearray(max(READ_BYTES, HEADER.size + min(length, MAX_MESSAGE_BYTES)))
+        self._view = memoryview(self._bytes)
+        self._view[: len(kept)] = kept
+        self._first, self._end = 0, len(kept)
