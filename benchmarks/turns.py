@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
+import sys
 import time
 from asyncio.events import Handle
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +23,7 @@ from kvcache.v1 import cache_pb2, lease_pb2
 from benchmarks.ledger import PROMPT_BLOCKS, _key
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
+from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.config import Config
 from cachesvc.daemon import Parts, build
 from cachesvc.flows.admin import evict
@@ -350,12 +351,12 @@ async def running(blocks: int, policy: str, host_pages: int) -> AsyncIterator[Da
         await daemon.open()
         await daemon.fill()
         await daemon.landed()
-        gc.collect()
-        gc.freeze()
+        parts.collector.start()
         daemon.holds.start()
         yield daemon
     finally:
         daemon.holds.stop()
+        parts.collector.close()
         await base.node.close()
         base.engine.close()
         base.hardware.backend.close()
@@ -364,7 +365,7 @@ async def running(blocks: int, policy: str, host_pages: int) -> AsyncIterator[Da
 
 async def measure(blocks: int, rounds: int, names: list[str]) -> dict[str, dict[str, float]]:
     """Figures by flow, in milliseconds."""
-    gc.set_threshold(5_000, 50, 50)
+    sys.setswitchinterval(SWITCH_SECONDS)
     found: dict[str, list[tuple[float, float]]] = {}
     totals: dict[str, float] = {}
     for host_share, label in ((0, ""), (HOST_SHARE, "; saved")):

@@ -14,6 +14,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.room import exhausted, make_room
 from cachesvc.flows.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.evict import start_backup
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pins import Keep
@@ -46,7 +47,8 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     moves = sequence.own_moves()
     if rows or moves:
         require_transfer(core, model, call.replica)
-    _make_host_room(core, model, path, rows, moves)
+    if (wait := _make_host_room(core, model, path, rows, moves)) is not None:
+        return wait
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE)
     sequence.leave(ticket, moves)
     coming = start_backup(model.blocks, place, rows, ticket.id)
@@ -112,14 +114,17 @@ def _joined(moves: list[PageMove], shared: Iterable[PagePairs]) -> tuple[PagePai
     return tuple(PagePairs(group, tuple(device[group]), tuple(host[group])) for group in sorted(device))
 
 
-def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[PageMove]) -> None:
-    """Free host pages for the whole swap, at the cost of no block of ``path``. Raises PoolExhausted with nothing
-    evicted."""
+def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[PageMove]) -> Wait | None:
+    """Free host pages for the whole swap, at the cost of no block of ``path``; None when they are there. Where more is
+    to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with nothing evicted in this
+    turn."""
     host = model.blocks.host
     wanted = [len(rows) if group in host.full_groups else 0 for group in range(len(host.pools))]
     for move in moves:
         wanted[move.group] += 1
-    plan, short = model.evictor.plan_host_room(wanted, spared=set(path))
+    now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
+    plan, short = model.evictor.plan_host_room(now, spared=set(path))
     if short is not None:
         raise exhausted(host.pools[short], wanted[short], plan.freed(short))
     carry_out(core, model, plan)
+    return None if now == wanted else TURN

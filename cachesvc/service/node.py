@@ -41,7 +41,8 @@ def end_wait(wait: Wait) -> None:
 class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
-    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick.
+    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick. ``on_sweep`` is called
+    now and then, with the time: for what has to be done sometime.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -50,6 +51,7 @@ class Node:
         self.lease_seconds = lease_seconds
         self.started = time.monotonic()
         self.on_change: Callable[[], None] | None = None
+        self.on_sweep: Callable[[float], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
@@ -179,6 +181,11 @@ class Node:
             if reserved is not None:
                 reserved.release()
 
+    @property
+    def has_turns(self) -> bool:
+        """True while a long flow has more to do."""
+        return bool(self._turns)
+
     def running(self, tickets: Iterable[int]) -> list[int]:
         """Those of the tickets that have not ended."""
         return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
@@ -293,6 +300,8 @@ class Node:
                 self.core.ledger.mark_time(self.now())
                 for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
                     events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
+                if self.on_sweep is not None:
+                    self.on_sweep(self.now())
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
 
