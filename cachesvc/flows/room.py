@@ -32,6 +32,8 @@ DRAIN_FAILURES = 3
 LOOKS_FOR_NOTHING = 64
 LOOKS_A_PAGE = 4
 """Candidates that ``free_some`` looks at, in all and for each page: most can go, and where they cannot it gives up."""
+DRAINS_AT_ONCE = 32
+"""Write-backs under way for a call that evicts in turns: more would hold no link busier."""
 TRY_AGAIN_EVERY = 64
 """Evictions until one is saved again: whoever waits for it waits for one failure more."""
 
@@ -117,6 +119,8 @@ def _evict_blocks(
     place = replica.place
     draining = _draining(core, model, replica, room)
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in draining)
+    if short > 0 and len(draining) >= DRAINS_AT_ONCE:
+        return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
         at_once = min(short, core.turns.evicted)
         has_begun = room is not None and room.is_open
@@ -188,7 +192,7 @@ def _wait_or_refuse(
     readers = book.reading(model.id, replica.id)
     running += readers
     if running:
-        moves = sum(move.is_own and move.group == group for ticket in running for move in ticket.moves)
+        moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
         unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
         coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
         promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)

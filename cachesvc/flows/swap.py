@@ -19,7 +19,7 @@ from cachesvc.ledger.evict import start_backup
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pins import Keep
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.tickets import PageMove
+from cachesvc.ledger.tickets import MovedPages
 from cachesvc.model.answers import GroupCells, Swapped, Wait
 from cachesvc.model.errors import Conflict
 from cachesvc.model.transfer import Direction, PagePairs
@@ -45,7 +45,7 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
         return wait_for(core, running)
     rows = [row for row in path if not host.is_present(row)]
     moves = sequence.own_moves()
-    if rows or moves:
+    if rows or any(moved.positions for moved in moves):
         require_transfer(core, model, call.replica)
     if (wait := _make_host_room(core, model, path, rows, moves)) is not None:
         return wait
@@ -101,27 +101,28 @@ def _filling(place: Place, rows: Iterable[int]) -> list[int]:
     return sorted({place.filling[row] for row in rows if row in place.filling})
 
 
-def _joined(moves: list[PageMove], shared: Iterable[PagePairs]) -> tuple[PagePairs, ...]:
+def _joined(moves: list[MovedPages], shared: Iterable[PagePairs]) -> tuple[PagePairs, ...]:
     """Own pages and shared blocks as one transfer: the pages of a group together."""
     device: dict[int, list[int]] = {}
     host: dict[int, list[int]] = {}
-    for move in moves:
-        device.setdefault(move.group, []).append(move.device_page)
-        host.setdefault(move.group, []).append(move.host_page)
+    for moved in moves:
+        if moved.positions:
+            device[moved.group] = list(moved.device_pages)
+            host[moved.group] = list(moved.host_pages)
     for pairs in shared:
         device.setdefault(pairs.group, []).extend(pairs.device_pages)
         host.setdefault(pairs.group, []).extend(pairs.host_pages)
     return tuple(PagePairs(group, tuple(device[group]), tuple(host[group])) for group in sorted(device))
 
 
-def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[PageMove]) -> Wait | None:
+def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[MovedPages]) -> Wait | None:
     """Free host pages for the whole swap, at the cost of no block of ``path``; None when they are there. Where more is
     to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with nothing evicted in this
     turn."""
     host = model.blocks.host
     wanted = [len(rows) if group in host.full_groups else 0 for group in range(len(host.pools))]
-    for move in moves:
-        wanted[move.group] += 1
+    for moved in moves:
+        wanted[moved.group] += len(moved.positions)
     now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
     plan, short = model.evictor.plan_host_room(now, spared=set(path))
     if short is not None:

@@ -8,6 +8,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from cachesvc.ledger.ages import Ages
@@ -350,13 +351,15 @@ class BlockLedger:
         already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
         lead = place.states[place.lead]
-        for row in {row: None for rows in rows_of for row in rows}:
-            if row in place.filling:
-                raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
-            place.filling[row] = ticket
+        filling = dict.fromkeys(chain.from_iterable(rows_of), ticket)
+        if not place.filling.keys().isdisjoint(filling):
+            row = next(row for row in filling if row in place.filling)
+            raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
+        place.filling |= filling
+        for row in filling:
             if lead[row] == ABSENT:
                 self._come(place, row)
-            self.begin_flight(row)
+        self.index.begin_flights(list(filling))
         return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
