@@ -23,6 +23,7 @@ from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.owners import shown_id
+from cachesvc.service.loop_watch import LoopWatch
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -58,6 +59,7 @@ class Node:
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
+        self.loop_watch = LoopWatch()
         self._turns: deque[Callable[[], None]] = deque()
         self._is_tidying = False
         core.on_refused = _log_failure
@@ -153,11 +155,11 @@ class Node:
             trust(self.core, model)
             events.event("model_trusted", model=model)
 
-    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
+    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float, what: str = "call") -> Answer:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers. What can do
         without its transfers is run once more when the time is up.
 
-        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlineExceeded, Unavailable.
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``what``: for the loop watch. Raises DeadlineExceeded, Unavailable.
         """
         reserved = wait.reserved
         try:
@@ -168,7 +170,8 @@ class Node:
                     raise DeadlineExceeded(
                         "the transfers that this call needs did not end in time; try again or recompute"
                     )
-                answer = run()
+                with self.loop_watch.watching(what):
+                    answer = run()
                 if not isinstance(answer, Wait):
                     return answer
                 if left <= 0:  # tickets may end forever without bringing what the flow needs
@@ -250,6 +253,7 @@ class Node:
 
     def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
+        began = time.perf_counter()
         self.core.ledger.moment.seconds = self.now()
         if isinstance(outcome, Failed):
             _log_failure(ticket, outcome.reason)
@@ -263,6 +267,7 @@ class Node:
             ended = (ticket,)
         self._wake(ended)
         self._changed()
+        self.loop_watch.note("landing", began)
 
     def _wake(self, ended: Iterable[int]) -> None:
         """Tickets have ended: who waits for one of them has its turn."""
@@ -280,6 +285,7 @@ class Node:
 
     def _tidy(self) -> None:
         """Do a turn of what is left to do. The root of a callback: raises nothing."""
+        began = time.perf_counter()
         self.core.ledger.moment.seconds = self.now()
         self._is_tidying = False
         model = self.core.chores[0].model
@@ -289,6 +295,7 @@ class Node:
             events.failure("chore_broke", model=model)
             self.distrust(model, f"{type(broken).__name__}: {broken}")
         self._changed()
+        self.loop_watch.note("chore", began)
 
     async def _sweep(self) -> None:
         pause = min(1.0, self.lease_seconds / 4)
@@ -298,10 +305,13 @@ class Node:
             try:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
-                for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
+                with self.loop_watch.watching("sweep"):
+                    lost = self.run(lose_silent, self.core, self.lease_seconds, self.now())
+                for lease in lost:
                     events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
                 if self.on_sweep is not None:
-                    self.on_sweep(self.now())
+                    with self.loop_watch.watching("collector"):
+                        self.on_sweep(self.now())
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
 
