@@ -16,8 +16,15 @@ from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.windows import Prefix, WindowSearch, hit_window_blocks, window_needs, window_positions
-from cachesvc.model.errors import LedgerBroken
+from cachesvc.ledger.windows import (
+    Prefix,
+    WindowSearch,
+    hit_window_blocks,
+    require_chained,
+    window_needs,
+    window_positions,
+)
+from cachesvc.model.errors import InvalidRequest, LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, STAMP_BITS, Tier
@@ -131,7 +138,10 @@ class BlockLedger:
     # -- match -------------------------------------------------------------------------------------------------
 
     def find(self, keys: bytes, place: Place, limit: int = 0) -> Hit:
-        """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0."""
+        """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0.
+
+        Raises InvalidRequest where what it looks at shows that the keys are not chained.
+        """
         total = len(keys) // KEY_BYTES
         if limit:
             total = min(total, limit)
@@ -140,7 +150,11 @@ class BlockLedger:
         if blocks > device_blocks:
             blocks, row = self._host_reach(device_blocks, device_row, blocks, row)
         hit = Hit(device_blocks, device_row, blocks, row)
-        return self._with_windows(keys, hit, place) if blocks and place.window_groups else hit
+        if blocks and place.window_groups:
+            hit = self._with_windows(keys, hit, place)
+        if hit.device_row not in (NO_ROW, hit.row) and not self.index.is_above(hit.device_row, hit.row):
+            raise InvalidRequest(f"block {hit.blocks - 1}: it is known below another prefix; chain the keys")
+        return hit
 
     def find_in_place(self, keys: bytes, place: Place) -> tuple[int, int]:
         """Longest prefix of packed ``keys`` that ``place`` holds by itself, windows too: its blocks, its last row."""
@@ -154,6 +168,7 @@ class BlockLedger:
     def _bisect(self, keys: bytes, low: int, high: int, low_row: int, place: Place | None) -> tuple[int, int]:
         parts = self.index.rows.parts
         states = place.states[place.lead] if place is not None else None
+        given = low
         while low < high:
             middle = (low + high + 1) >> 1
             key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
@@ -162,7 +177,7 @@ class BlockLedger:
                 low, low_row = middle, row
             else:
                 high = middle - 1
-        return low, low_row
+        return low, low_row if low == given else require_chained(low - 1, low_row, self.index.depth)
 
     def _host_reach(self, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:
         """Cut a union hit back to what this replica can really load: a block may lie on another replica alone.

@@ -189,6 +189,15 @@ class BlockIndex:
         """True while any place holds a copy in any state but ABSENT."""
         return any(place.is_present(row) for place in self.places)
 
+    def is_above(self, above: int, row: int) -> bool:
+        """True where ``above`` is ``row`` or an ancestor of it; looks at each chain between them, not at each row."""
+        depth = self.depth[above]
+        while self.head[row] != self.head[above]:
+            row = self.parent[self.head[row]]
+            if row == NO_ROW or self.depth[row] < depth:
+                return False
+        return self.depth[row] >= depth
+
     def path(self, row: int, until: int = NO_ROW) -> list[int]:
         """Rows from just below ``until`` down to ``row``, root first."""
         parent = self.parent

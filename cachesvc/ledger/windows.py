@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import READY
@@ -51,21 +52,30 @@ def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
     )
 
 
+def require_chained(position: int, row: int, depth: Sequence[int]) -> int:
+    """The ``row`` of the key at ``position``. Raises InvalidRequest where no prefix of that length has it."""
+    if row == NO_ROW or depth[row] != position:
+        raise InvalidRequest(f"block {position}: its key is not that of a block below those before it; chain the keys")
+    return row
+
+
 class Prefix:
     """The rows of a prompt that the index has, found by position only where they are asked for."""
 
     def __init__(self, index: BlockIndex, keys: bytes) -> None:
         self._parent = index.parent
+        self._depth = index.depth
         self._parts = index.rows.parts
         self._keys = keys
         self._known: dict[int, int] = {}
 
     def row(self, position: int) -> int:
-        """The row at ``position``, which the index has."""
+        """The row at ``position``, above a block that the index has. Raises InvalidRequest for keys that are not
+        chained: then its key is unknown, or that of a block somewhere else."""
         row = self._known.get(position, NO_ROW)
         if row == NO_ROW:
             key = self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-            row = self._known[position] = self._parts[key[-1]][key]
+            row = self._known[position] = require_chained(position, self._parts[key[-1]].get(key, NO_ROW), self._depth)
         return row
 
     def rows(self, first: int, last: int) -> list[int]:

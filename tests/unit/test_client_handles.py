@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease, LimitExceeded
+from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease, LimitExceeded, Timeouts
 from cachesvc_client.layouts.families import opaque
 
 from cachesvc.model.errors import ErrorCode
@@ -29,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def lease(daemon: FakeDaemon) -> Iterator[Lease]:
-    with CacheClient(daemon.path) as client:
+    with CacheClient(daemon.path, timeouts=Timeouts(connect_s=60, call_s=60)) as client:
         yield client.open_lease(client.register("m", LAYOUT))
 
 

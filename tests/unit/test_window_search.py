@@ -10,6 +10,7 @@ import pytest
 from cachesvc.ledger.blocks import BlockLedger, Hit
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
@@ -163,3 +164,52 @@ def test_a_gap_is_stepped_over_at_once() -> None:
     assert ledger.find(keys, place) == Hit(35, rows[34], 35, rows[34])
     assert ledger.find_in_place(keys, place) == (35, rows[34])
     assert NO_PAGE not in [place.pages[1][row] for row in rows[27:35]]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("seed", range(150))
+def test_keys_that_are_not_chained_are_refused_or_find_what_is_there(seed: int, windowed: bool) -> None:
+    """Whatever a caller sends as keys, a hit is a path of as many blocks, the device's at its front."""
+    rng = random.Random(seed)
+    groups = [PlaneGroup("full"), PlaneGroup("window", 8, 4)][: 1 + windowed]
+    planes = tuple(Plane("k", at, group.name, (8,), "uint8") for at, group in enumerate(groups))
+    layout = Layout(BLOCK_TOKENS, 1, tuple(groups), planes)
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place = ledger.add_replica("one", pools(layout))
+    known: list[bytes] = []
+    for prompt in range(3):
+        keys = chain(*(f"{prompt}-{i}" for i in range(12)))
+        device, row = rng.randint(0, 12), NO_ROW
+        for i in range(12):
+            known.append(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
+            row = ledger.index.insert(known[-1], row, 1)
+            for holder in (
+                *([place] if i < device else []),
+                *([ledger.host] if i >= device or rng.random() < 0.7 else []),
+            ):
+                put(ledger, holder, row, READY, [READY if rng.random() < 0.9 else ABSENT] * windowed)
+    for _ in range(40):
+        at = rng.randrange(36)
+        asked = known[at : at + 12] if rng.random() < 0.5 else rng.choices(known, k=rng.randint(1, 14))
+        for _ in range(rng.randint(0, 3)):
+            asked[rng.randrange(len(asked))] = rng.choice((rng.choice(known), rng.randbytes(KEY_BYTES)))
+        try:
+            hit = ledger.find(b"".join(asked), place)
+        except InvalidRequest:
+            continue
+        path = [] if hit.row == NO_ROW else ledger.index.path(hit.row)
+        assert len(path) == hit.blocks >= hit.device_blocks
+        assert path[: hit.device_blocks][-1:] == ([] if hit.device_row == NO_ROW else [hit.device_row])
+
+
+def test_a_key_from_another_prompt_is_refused_by_its_place() -> None:
+    layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (8,), "uint8"),))
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place = ledger.add_replica("one", pools(layout))
+    row = NO_ROW
+    keys = chain(*range(4))
+    for i in range(4):
+        row = ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], row, 1)
+        put(ledger, place, row, READY, [])
+    with pytest.raises(InvalidRequest, match=r"block 3: its key .* chain the keys"):
+        ledger.find(chain("new") + keys[: 3 * KEY_BYTES], place)

@@ -40,7 +40,7 @@ class Timeouts:
     ``register_s`` is long because a register may zero a whole device pool.
     """
 
-    connect_s: float = 2.0
+    connect_s: float = 5.0
     register_s: float = 120.0
     attach_s: float = 10.0
     call_s: float = 5.0
