@@ -141,9 +141,9 @@ class BlockTables(Hold):
 
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
-        computing = self.ledger.computing
-        for position in range(first, min(last, self.declared)):
-            key = self.key(position)
+        computing, keys = self.ledger.computing, self.keys
+        for at in range(first * KEY_BYTES, min(last, self.declared) * KEY_BYTES, KEY_BYTES):
+            key = bytes(keys[at : at + KEY_BYTES])
             left = computing[key] - 1
             if left:
                 computing[key] = left
