@@ -1,9 +1,9 @@
 """Round trips of the client against a real daemon over the unix socket: ``python -m benchmarks.rpc --json OUT``.
 
 ``ping``: an empty call (health check). ``match``: a prompt that is resident whole, 64 tokens a block, with its keys at
-hand and with hashing it anew. ``step``: an iteration of k sequences that each take one more block from the stock;
-``step_publish``: each also seals a block. Everything is measured while another process keeps the copy streams busy
-(``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
+hand and with hashing it anew. ``step``: an iteration of k sequences that each take one more block from the stock, by
+arrays; ``step_publish``: each also seals a block. Everything is measured while another process keeps the copy streams
+busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
 """
 
 from __future__ import annotations
@@ -212,22 +212,18 @@ def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list
 def step_times(lease: Lease, count: int, rounds: int, *, publish: bool) -> list[float]:
     """Milliseconds of one iteration's round trip for ``count`` growing sequences."""
     rng = np.random.default_rng()
-    sequences = [lease.match(rng.bytes(32 * (rounds + 8))) for _ in range(count)]
+    turns = min(rounds, DEVICE_BLOCKS // 4 // count)
+    columns = lease.columns(count, turns + 1)
+    slots = np.array([columns.add(lease.match(rng.bytes(32 * (rounds + 8)))) for _ in range(count)])
     out = []
     with lease.step(stock_pages=2 * count) as stream:
         stream.submit()
-        for turn in range(min(rounds, DEVICE_BLOCKS // 4 // count)):
-            batch = stream.batch()
-            for sequence in sequences:
-                sequence.grow_from_stock()
-                if publish and turn > 0:
-                    batch.publish(sequence, turn)
+        for turn in range(turns):
             began = time.perf_counter()
-            results = stream.submit(batch)
+            answer = stream.submit_columns(columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None)
             out.append((time.perf_counter() - began) * 1e3)
-            assert not any(isinstance(result, Exception) for result in results), results
-    for sequence in sequences:
-        sequence.release()
+            assert not answer.odd, answer.odd
+        stream.submit_columns(columns, release=slots)
     return out
 
 

@@ -39,7 +39,7 @@ from cachesvc_client import (
     Reattacher,
     Timeouts,
 )
-from cachesvc_client.records.steps import StepBatch
+from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_ctl.lab.page_pattern import PagePattern

@@ -83,15 +83,16 @@ class BlockIndex:
         as by ``touch``. ``reuses``: of those keys that have any."""
         parts, keys_of, parent, depth, head = self.rows.parts, self.keys, self.parent, self.depth, self.head
         children, continued, stamps, counts = self.children, self.continued, self.stamp, self.reuses
+        spare = self._spare_rows
         out: list[list[int]] = []
         for tip, keys in paths:
             path: list[int] = []
             row = tip
             for key in keys:
                 above = row
-                if not self._spare_rows:
+                if not spare:
                     self._grow()
-                row = self._spare_rows.pop()
+                row = spare.pop()
                 keys_of[row] = key
                 parent[row] = above
                 stamps[row] = stamp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvcache.v1 import cache_pb2, common_pb2
 
@@ -25,7 +25,7 @@ ANSWER_FIELDS = {GROW: "grown_blocks", PUBLISH: "sealed_blocks", RECYCLE: "recyc
 ODD = 0xFFFFFFFF
 """In an answer's column: ``odd`` has the answer."""
 
-Column = cache_pb2.StepColumn.ValueType
+Column: TypeAlias = "cache_pb2.StepColumn.ValueType"
 
 
 class StepColumns(NamedTuple):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from cachesvc_client import Conflict, NotFound, PoolExhausted, Sequence, StockEmpty
+from cachesvc_client.wire.older import with_columns, without_columns
 from kvcache.v1 import admin_pb2, cache_pb2
 
 from tests.e2e.engine import WINDOWED, Engine, prompt
@@ -174,3 +177,65 @@ def test_a_step_whose_stream_breaks_is_found_again_under_its_id(node: Node) -> N
             ]
             end = bare.step(cache_pb2.StepRequest(lease_id=lease, request_id=2000 + number, operations=ends))
             assert [result.WhichOneof("result") for result in end.results] == ["release"] * 3
+
+
+def test_a_step_by_columns_over_the_socket_is_what_it_is_by_operations(node: Node) -> None:
+    """The same publishes, recycles and releases, by the one and by the other, of prompts that nobody has."""
+    with Engine(node.socket, layout=WINDOWED, device_pages=64) as engine, bare_stubs(node.socket) as bare:
+        answers = []
+        for number, is_column in enumerate((True, False)):
+            sequences = [engine.lease.match(engine.keys(prompt(10 * number + seed, 5))) for seed in range(3)]
+            for sequence in sequences:
+                sequence.allocate(5)
+            ids = [sequence.id for sequence in sequences]
+            columns = cache_pb2.StepColumns(
+                publish_sequences=struct.pack("<4Q", *ids, 999),
+                publish_first=struct.pack("<4I", 0, 0, 1, 0),
+                publish_counts=struct.pack("<4I", 5, 4, 1, 1),
+                recycle_sequences=struct.pack("<1Q", ids[0]),
+                recycle_tokens=struct.pack("<1Q", 80),
+                release_sequences=struct.pack("<2Q", ids[2], ids[1]),
+            )
+            request = cache_pb2.StepRequest(lease_id=engine.lease.id, request_id=500 + number, columns=columns)
+            if is_column:
+                answer = bare.step(request)
+                assert bare.step(request) == answer, "a retry"
+            else:
+                answer = with_columns(bare.step(without_columns(request, 2)), request)
+            answers.append(answer.columns)
+            sequences[0].release()
+        for told in answers:
+            for odd in told.odd:
+                odd.result.error.message = ""
+        assert answers[0] == answers[1]
+        assert [(odd.column, odd.index, odd.result.error.code) for odd in answers[0].odd] == [
+            (cache_pb2.STEP_COLUMN_PUBLISH, 2, "CONFLICT"),
+            (cache_pb2.STEP_COLUMN_PUBLISH, 3, "NOT_FOUND"),
+        ]
+        assert struct.unpack("<2I", answers[0].freed_pages) == (10, 2)
+
+
+def test_arrays_and_handles_share_a_lease(node: Node) -> None:
+    with Engine(node.socket, layout=WINDOWED, device_pages=64) as engine, engine.lease.step(stock_pages=8) as steps:
+        steps.submit()
+        columns = engine.lease.columns(4, 16)
+        keys = [engine.keys(prompt(seed, 8)) for seed in range(3)]
+        sequences = [engine.lease.match(each) for each in keys]
+        for sequence in sequences:
+            sequence.allocate(4)
+        slots = [columns.add(sequence) for sequence in sequences[:2]]
+        batch = steps.batch()
+        batch.publish(sequences[2], 4)
+        answer = steps.submit_columns(columns, grow=slots, publish=(slots, 4), recycle=(slots, 64), batch=batch)
+        assert (answer.odd, answer.results[0].sealed_blocks) == ([], 4)
+        pending = steps.send_columns(columns, grow=(slots, 2))
+        assert columns.blocks[slots].tolist() == [7, 7], "at once"
+        assert pending.answer().odd == []
+        cells = columns.tables[0, slots[0], :7].tolist()
+        first = columns.take(slots[0])
+        assert first.tables[0].tolist() == cells
+        assert first.publish(7).sealed_blocks == 7
+        assert steps.submit_columns(columns, release=slots[1:]).odd == []
+        for sequence in (first, sequences[2]):
+            sequence.release()
+    assert node.held() == {"private": 0, "in_flight": 0, "quarantined": 0}

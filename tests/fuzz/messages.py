@@ -125,6 +125,17 @@ class Generator:
         ]
         return struct.pack(f"<{count}i", *pages) + (b"\1" if self.rng.random() < 0.05 else b"")
 
+    def id_list(self) -> bytes:
+        """Sequences of a column; ragged at times."""
+        count = self.rng.randrange(4)
+        ids = struct.pack(f"<{count}Q", *(self.pools.sequence_id() for _ in range(count)))
+        return ids + (b"\1" if self.rng.random() < 0.05 else b"")
+
+    def number_list(self, code: str) -> bytes:
+        """Numbers of a column."""
+        count = self.rng.randrange(4)
+        return struct.pack(f"<{count}{code}", *(self.rng.choice((0, 1, 1, 2, 5, 2**32 - 1)) for _ in range(count)))
+
     def generation_list(self) -> bytes:
         """Small generations."""
         count = self.rng.randrange(4)
@@ -149,6 +160,15 @@ REAL: dict[str, Maker] = {
     "pages": lambda g: g.page_list(),
     "generations": lambda g: g.generation_list(),
     "group": lambda g: g.rng.choice((0, 0, 0, 1, 2)),
+    "grow_sequences": lambda g: g.id_list(),
+    "grow_counts": lambda g: g.number_list("I"),
+    "publish_sequences": lambda g: g.id_list(),
+    "publish_first": lambda g: g.number_list("I"),
+    "publish_counts": lambda g: g.number_list("I"),
+    "publish_keys": lambda g: g.pools.keys(),
+    "recycle_sequences": lambda g: g.id_list(),
+    "recycle_tokens": lambda g: g.number_list("Q"),
+    "release_sequences": lambda g: g.id_list(),
     "computed_tokens": lambda g: g.rng.randrange(0, 300),
     "wait_ms": lambda g: g.rng.choice((0, 0, 1, 3)),
     "limit": lambda g: g.rng.choice((0, 1, 5, 5000)),

@@ -232,9 +232,36 @@ class Workload:
             made = self._moves[name.capitalize()](lease)
             if made is not None and isinstance(made, type(getattr(operation, name))):
                 getattr(operation, name).CopyFrom(made)
+        if self.rng.random() < 0.4:
+            self._put_columns(lease, step)
         if self.rng.random() < 0.5:
             step.stock_pages.extend(self.rng.randrange(4) for _ in range(lease.groups))
         return step
+
+    def _put_columns(self, lease: Lease, step: cache_pb2.StepRequest) -> None:
+        """Growth, publishes, recycles and releases of a few sequences."""
+        columns = step.columns
+        numbers = [picked for _ in range(self.rng.randrange(1, 4)) if (picked := self._pick(lease)) is not None]
+        ids = struct.pack(f"<{len(numbers)}Q", *(number for number, _ in numbers))
+        if self.rng.random() < 0.7:
+            columns.grow_sequences = ids
+            pages = [self._from_stock(lease) for _ in numbers]
+            for group in range(lease.groups):
+                mine = [each[group] for each in pages]
+                columns.grow.add(
+                    group=group,
+                    pages=b"".join(each.pages for each in mine),
+                    generations=b"".join(each.generations for each in mine),
+                )
+        if self.rng.random() < 0.7:
+            columns.publish_sequences = ids
+            columns.publish_first = struct.pack(f"<{len(numbers)}I", *(held.sealed for _, held in numbers))
+        if self.rng.random() < 0.3:
+            columns.recycle_sequences = ids
+            tokens = [self.rng.randrange(held.blocks * BLOCK_TOKENS + 1) for _, held in numbers]
+            columns.recycle_tokens = struct.pack(f"<{len(numbers)}Q", *tokens)
+        if self.rng.random() < 0.2:
+            columns.release_sequences = ids
 
     def _from_stock(self, lease: Lease) -> list[common_pb2.GroupPages]:
         """One page of every group's stock."""

@@ -17,6 +17,7 @@ from cachesvc_client.errors import (
     NotOwned,
 )
 from cachesvc_client.layouts.families import gqa_windowed
+from cachesvc_client.records.entries import Grow, in_order, pack_entries
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
@@ -25,7 +26,7 @@ from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import GroupCells
-from cachesvc.wire.convert import pack_numbers, unpack_pages
+from cachesvc.wire.convert import pack_numbers, unpack_numbers, unpack_pages
 from tests.unit.client_rig import cells
 
 FULL, WINDOW = 0, 1
@@ -130,11 +131,13 @@ def test_growth_goes_out_as_one_extend_with_generations() -> None:
     mine.grow(stock, 1)
     mine.grow(stock, 1)
     assert tables(mine) == [[0, 1, 7, 8], [100, 101, 17, 18]]
-    extend = mine.extend()
-    assert [unpack_pages(group.pages) for group in extend.request.pages] == [[7, 8], [17, 18]]
-    assert [len(group.generations) for group in extend.request.pages] == [8, 8]
+    growth = Grow(mine, mine.take_growth(), mine.blocks)
+    message = pack_entries(in_order([growth]), 2)
+    assert [unpack_pages(group.pages) for group in message.grow] == [[7, 8], [17, 18]]
+    assert [len(group.generations) for group in message.grow] == [8, 8]
+    assert unpack_numbers(message.grow_counts) == [2]
     assert mine.growth == []
-    extend.apply(cache_pb2.ExtendResponse(blocks=4))
+    assert growth.plain(4) == 4
     mine.allocate(5)
 
 
@@ -142,7 +145,7 @@ def test_a_refused_extend_ends_the_sequence_and_release_saves_its_pages() -> Non
     mine, stock = record(blocks=2), Stock([1, 1])
     stock.add([common_cells(0, (7,)), common_cells(1, (17,))])
     mine.grow(stock, 1)
-    mine.extend().end_with(LoadFailed("the load broke"))
+    Grow(mine, mine.take_growth(), mine.blocks).fail(LoadFailed("the load broke"))
     with pytest.raises(LoadFailed, match="the load broke"):
         mine.publish(1, b"")
     mine.release(stock).apply(cache_pb2.ReleaseResponse())

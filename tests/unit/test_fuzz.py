@@ -9,11 +9,9 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from cachesvc_client.wire.messages import build_extend
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.service.access.undecodable import readable, require_read
 from tests.fuzz.__main__ import load, messages_of, save, table
@@ -21,6 +19,7 @@ from tests.fuzz.fuzzer import Findings, Fuzzer
 from tests.fuzz.messages import mutate
 from tests.fuzz.runs import fuzz_socket, verdict
 from tests.fuzz.target import Target, list_rpcs
+from tests.unit.client_rig import cells
 
 RPCS = list_rpcs()
 
@@ -95,7 +94,7 @@ async def test_extend_refuses_a_group_beyond_the_layout(target: Target) -> None:
     lease = await target.open_lease()
     await ask(target, "Match", cache_pb2.MatchRequest(lease_id=lease, sequence_id=7))
     step = cache_pb2.StepRequest(lease_id=lease, request_id=1)
-    step.operations.add().extend.CopyFrom(build_extend(7, [GroupCells(9, 0, (0,), (1,))]))
+    step.operations.add().extend.CopyFrom(cache_pb2.ExtendRequest(sequence_id=7, pages=[cells(9, [0])]))
     _, answer = await ask(target, "Step", step)
     assert answer.results[0].error.code == "INVALID"
 

@@ -28,7 +28,7 @@ class Spot(NamedTuple):
     """An entry of a column; without a column, an operation of the step."""
 
     column: Column
-    index: int
+    entry: int
 
 
 class ColumnRun:
@@ -75,7 +75,7 @@ class ColumnRun:
 
     def odd(self, spot: Spot) -> cache_pb2.OperationResult:
         """Where to put an answer that takes more than a number."""
-        return self.answer.odd.add(column=spot.column, index=spot.index).result
+        return self.answer.odd.add(column=spot.column, index=spot.entry).result
 
     def blocks(self, column: Column, first: int, last: int) -> int:
         """Blocks of some entries, one each where they name none."""

@@ -169,8 +169,8 @@ class StepRun:
     def _read(self, spot: Spot) -> tuple[str, Any]:
         """Name and message of an operation."""
         if spot.column and self._columns is not None:
-            return OPERATION_NAMES[spot.column], self._columns.columns.operation(spot.column, spot.index)
-        message = self._operations[spot.index]
+            return OPERATION_NAMES[spot.column], self._columns.columns.operation(spot.column, spot.entry)
+        message = self._operations[spot.entry]
         name = message.WhichOneof("operation") or NONE
         return name, None if name == NONE else OPERATIONS[name].of(message)
 
@@ -246,7 +246,7 @@ class StepRun:
         if number is None or self._columns is None:
             operation.into(self._result(spot)).CopyFrom(reply)
         else:
-            self._columns.numbers[spot.column][spot.index] = number
+            self._columns.numbers[spot.column][spot.entry] = number
         self._count(operation.name, OK)
 
     def _refuse(self, spot: Spot, name: str, error: CacheError) -> None:
@@ -261,7 +261,7 @@ class StepRun:
 
     def _result(self, spot: Spot) -> cache_pb2.OperationResult:
         """Where the answer to an operation goes."""
-        return self._columns.odd(spot) if spot.column and self._columns is not None else self._results[spot.index]
+        return self._columns.odd(spot) if spot.column and self._columns is not None else self._results[spot.entry]
 
     def _count(self, name: str, code: str, count: int = 1) -> None:
         if not count:

@@ -6,6 +6,9 @@ import logging
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.attaching import attach_pool
 from cachesvc_client.aio.keeping import Keeping
@@ -16,6 +19,7 @@ from cachesvc_client.aio.stepping import AsyncStepStream
 from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, LeaseLost, LimitExceeded
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.stock import Stock, stock_targets
 from cachesvc_client.records.views import LeaseView
@@ -87,6 +91,16 @@ class AsyncLease(LeaseView):
         self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
         stream = self.calls.stream = AsyncStepStream(self.calls)
         return stream
+
+    def columns(
+        self, max_sequences: int, max_blocks: int, tables: npt.NDArray[np.int32] | None = None
+    ) -> SequenceColumns[AsyncSequence]:
+        """Room for ``max_sequences`` sequences of up to ``max_blocks`` blocks each, all their cells in one table.
+
+        ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
+        InvalidRequest.
+        """
+        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
 
     async def completed(self, launch: int) -> None:
         """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.

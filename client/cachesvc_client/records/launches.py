@@ -85,6 +85,11 @@ class GiveBacks:
         if computed_tokens:
             self._windows.append((launch, computed_tokens))
 
+    @property
+    def has_spares(self) -> bool:
+        """True while pages that have left the tables are to be given back."""
+        return bool(self._spares)
+
     def take_due(self) -> Due:
         """What waits for nothing any more; it is forgotten here."""
         completed = self._launches.completed

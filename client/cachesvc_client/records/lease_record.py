@@ -63,7 +63,8 @@ class LeaseRecord:
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
-    those that it attached in this process. ``daemon_lost`` is set once the daemon has gone.
+    those that it attached in this process. ``has_columns``: steps for this daemon may have them. ``daemon_lost`` is set
+    once the daemon has gone.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LeaseRecord:
     ) -> None:
         self.id = opened.lease_id
         self.epoch = opened.epoch
+        self.has_columns = opened.step_columns
         self.silence_limit_s = opened.silence_limit_ms / 1000
         self.registration = registration
         self.stock: Stock | None = None

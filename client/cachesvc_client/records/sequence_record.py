@@ -23,14 +23,13 @@ from cachesvc_client.errors import (
     NotFound,
 )
 from cachesvc_client.keys import PackedKeys, packed
-from cachesvc_client.records.launches import GiveBacks, Launches
+from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
 from cachesvc_client.wire.messages import (
     SWAP_IN,
     SWAP_OUT,
     build_allocate,
-    build_extend,
     build_match,
     build_publish,
     build_recycle,
@@ -44,7 +43,6 @@ from cachesvc_client.wire.messages import (
 )
 from cachesvc_client.wire.methods import (
     ALLOCATE,
-    EXTEND,
     MATCH,
     PUBLISH,
     RECYCLE,
@@ -65,7 +63,7 @@ class SequenceRecord:
     ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
     stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
     answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
-    ``ends_after``: the launch that its release waits for, 0 for none.
+    ``is_lent``: it is used by its slot in columns. ``ends_after``: the launch that its release waits for, 0 for none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -86,6 +84,7 @@ class SequenceRecord:
         self.is_swapped_out = False
         self.swap_tickets: tuple[TicketView, ...] = ()
         self.is_released = False
+        self.is_lent = False
         self.ends_after = 0
         self.freed_pages = 0
         self.failure: CacheClientError | None = None
@@ -136,6 +135,17 @@ class SequenceRecord:
 
     def publish(self, upto_blocks: int, keys: PackedKeys) -> Operation[Published]:
         """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
+        first, wanted = self.begin_publish(upto_blocks, keys)
+
+        def apply(response: cache_pb2.PublishResponse) -> Published:
+            return self.published(upto_blocks, parse_publish(response))
+
+        request = build_publish(self.id, first, upto_blocks - first, wanted)
+        return self._operation(PUBLISH, request, apply, self.refuse_publish)
+
+    def begin_publish(self, upto_blocks: int, keys: PackedKeys, *, all_keys: bool = False) -> tuple[int, bytes]:
+        """Blocks up to ``upto_blocks`` are asked for: from where on, and the keys to send, none where Match has told
+        them; ``all_keys``: those too, if they are among ``keys``."""
         self._require_usable()
         first = self.asked_blocks
         if upto_blocks < first:
@@ -143,7 +153,7 @@ class SequenceRecord:
                 f"blocks up to {first} of sequence {self.id} are published already; publish({upto_blocks}) goes back"
             )
         wanted = b""
-        if upto_blocks > self.known_keys:
+        if upto_blocks > self.known_keys or (all_keys and keys):
             chain = packed(keys)
             if len(chain) < upto_blocks * KEY_BYTES:
                 raise InvalidRequest(
@@ -152,27 +162,36 @@ class SequenceRecord:
                 )
             wanted = bytes(chain[first * KEY_BYTES : upto_blocks * KEY_BYTES])
         self.asked_blocks = upto_blocks
+        return first, wanted
 
-        def apply(response: cache_pb2.PublishResponse) -> Published:
-            answer = parse_publish(response)
-            self.sealed_blocks = answer.sealed_blocks
-            if answer.sealed_blocks < upto_blocks:
-                self.asked_blocks = answer.sealed_blocks
-            self.known_keys = max(self.known_keys, upto_blocks)
+    def published(self, upto_blocks: int, answer: Published) -> Published:
+        """The answer to what was asked for up to ``upto_blocks``."""
+        self.sealed_blocks = answer.sealed_blocks
+        if answer.sealed_blocks < upto_blocks:
+            self.asked_blocks = answer.sealed_blocks
+        self.known_keys = max(self.known_keys, upto_blocks)
+        if answer.duplicate_positions:
             self._take_sealed(answer)
-            self.tickets = ()  # the daemon publishes only what has been loaded
-            return answer
+        self.tickets = ()  # the daemon publishes only what has been loaded
+        return answer
 
-        def fail(_: CacheClientError) -> None:
-            self.asked_blocks = self.sealed_blocks
-
-        return self._operation(PUBLISH, build_publish(self.id, first, upto_blocks - first, wanted), apply, fail)
+    def refuse_publish(self, error: CacheClientError) -> None:
+        """What was asked for is not published."""
+        self.has_failed_load |= isinstance(error, LoadFailed)
+        self.asked_blocks = self.sealed_blocks
 
     def recycle(self, computed_tokens: int, launch: int | None = None) -> Operation[Recycled]:
         """Give back the spares, and what fell out of every window, as far as no launch under way may use them."""
+        return self.give_back(self.due(computed_tokens, launch))
+
+    def due(self, computed_tokens: int, launch: int | None) -> Due:
+        """What can be given back once ``computed_tokens`` are computed; it is to be given back now."""
         self._require_usable()
         self.give_backs.hold_windows(computed_tokens, launch)
-        due = self.give_backs.take_due()
+        return self.give_backs.take_due()
+
+    def give_back(self, due: Due) -> Operation[Recycled]:
+        """Give back what is due."""
 
         def apply(response: cache_pb2.RecycleResponse) -> Recycled:
             answer = parse_recycle(response)
@@ -223,19 +242,26 @@ class SequenceRecord:
         """End the sequence; stock pages that the daemon never saw in it go back to the stock."""
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
+        self.require_not_lent()
+        return self._operation(
+            RELEASE,
+            build_release(self.id),
+            lambda response: self.released(response.freed_pages, stock),
+            self.refuse_release,
+        )
 
-        def apply(response: cache_pb2.ReleaseResponse) -> int:
-            self._end()
-            self.freed_pages = response.freed_pages
-            if stock is not None:
-                stock.add(self.growth + self.stranded)
-            self.growth, self.stranded = [], []
-            return response.freed_pages
+    def released(self, freed_pages: int, stock: Stock | None) -> int:
+        """The daemon has ended it."""
+        self._end()
+        self.freed_pages = freed_pages
+        if stock is not None:
+            stock.add(self.growth + self.stranded)
+        self.growth, self.stranded = [], []
+        return freed_pages
 
-        def fail(error: CacheClientError) -> None:
-            self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
-
-        return self._operation(RELEASE, build_release(self.id), apply, fail)
+    def refuse_release(self, error: CacheClientError) -> None:
+        """The daemon has not ended it, or it had ended before."""
+        self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
 
     def end_later(self, launch: int | None) -> bool:
         """True where the release has to wait for ``launch`` (None: the newest): nothing else can be done with it then.
@@ -244,6 +270,7 @@ class SequenceRecord:
         """
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released before")
+        self.require_not_lent()
         self.ends_after = self.launches.pending(launch)
         return self.ends_after > 0
 
@@ -256,23 +283,24 @@ class SequenceRecord:
         self._put(cells)
         self.growth += cells
 
-    def extend(self) -> Operation[int]:
-        """Tell the daemon of the growth. A refusal makes the sequence unusable: its tables say what is not so."""
-        grown, self.growth = self.growth, []
-        expected = self.blocks
+    def take_growth(self) -> list[GroupCells]:
+        """The growth that the daemon has not been told of, which is to be told now."""
+        growth, self.growth = self.growth, []
+        return growth
 
-        def apply(response: cache_pb2.ExtendResponse) -> int:
-            if response.blocks != expected:
-                self.failure = Conflict(
-                    f"sequence {self.id} has {response.blocks} blocks in the daemon and {expected} here; release it"
-                )
-            return response.blocks
+    def grown(self, blocks: int, expected: int) -> int:
+        """The daemon's table is ``blocks`` long after growing to ``expected``."""
+        if blocks != expected:
+            self.failure = Conflict(
+                f"sequence {self.id} has {blocks} blocks in the daemon and {expected} here; release it"
+            )
+        return blocks
 
-        def fail(error: CacheClientError) -> None:
-            self.failure = error
-            self.stranded += grown
-
-        return self._operation(EXTEND, build_extend(self.id, _merged(grown)), apply, fail)
+    def refuse_growth(self, error: CacheClientError, cells: list[GroupCells]) -> None:
+        """The daemon refused growth: the sequence is unusable, for its tables say what is not so."""
+        self.has_failed_load |= isinstance(error, LoadFailed)
+        self.failure = error
+        self.stranded += cells
 
     def end_swap(self, tickets: tuple[TicketView, ...]) -> None:
         """The swap's transfer has ended. Raises LoadFailed where it failed: the sequence is where it was before."""
@@ -300,8 +328,23 @@ class SequenceRecord:
     def _require_usable(self) -> None:
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released; match again")
+        self.require_not_lent()
         if self.failure is not None:
             raise copy(self.failure)
+
+    def require_not_lent(self) -> None:
+        """Raises Conflict while the sequence is used by its slot."""
+        if self.is_lent:
+            raise Conflict(f"sequence {self.id} is lent to columns; take it back first")
+
+    def require_lendable(self) -> None:
+        """Raises what keeps it from being lent, see ``SequenceColumns.add``."""
+        self._require_usable()
+        if self.is_swapped_out or self.growth or self.steps or self.unanswered is not None or self.allocations:
+            raise Conflict(
+                f"sequence {self.id} is swapped out, has growth that no step has told of, or operations under way; see "
+                "to that first"
+            )
 
     def _end(self, _: CacheClientError | None = None) -> None:
         self.is_released = True
@@ -334,18 +377,3 @@ def _as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:
         GroupCells(group, 0, tuple(page for _, page in mine))
         for group, mine in groupby(sorted(pages), key=lambda pair: pair[0])
     ]
-
-
-def _merged(cells: list[GroupCells]) -> list[GroupCells]:
-    """One GroupCells for each group, in the order in which the pages were taken."""
-    merged: dict[int, GroupCells] = {}
-    for each in cells:
-        known = merged.get(each.group)
-        merged[each.group] = (
-            each
-            if known is None
-            else GroupCells(
-                known.group, known.first_block, known.pages + each.pages, known.generations + each.generations
-            )
-        )
-    return list(merged.values())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import GroupCells
-from cachesvc.wire.convert import cells_from_proto
+from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, Column
+from cachesvc.wire.convert import unpack_numbers
 from cachesvc_client.errors import (
     CacheClientError,
     DaemonFault,
@@ -19,91 +18,33 @@ from cachesvc_client.errors import (
     LimitExceeded,
     error_of,
 )
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.records.columns_part import ColumnsPart
+from cachesvc_client.records.entries import Entry, Grow, Release, in_order, pack_entries
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.wire.methods import HELD, Operation, no_action
+from cachesvc_client.wire.methods import HELD, Operation
+from cachesvc_client.wire.older import with_columns, without_columns
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""
 
 
-class Recorded(Protocol):
-    """A handle of a sequence, of either client."""
-
-    @property
-    def record(self) -> SequenceRecord:
-        """What is known of the sequence."""
-
-
-H = TypeVar("H", bound=Recorded)
-
-
-class StepBatch(Generic[H]):
-    """Operations of one step, in order. Each method returns where its result will stand in the step's results."""
-
-    def __init__(self, lease: LeaseRecord, make_handle: Callable[[SequenceRecord], H]) -> None:
-        self.operations: list[Operation[Any]] = []
-        self._lease = lease
-        self._make_handle = make_handle
-
-    def match(self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None) -> int:
-        """Open a sequence; the result is its handle."""
-        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks)
-        take = operation.apply
-        operation.apply = lambda response: self._make_handle(take(response))
-        return self._add(operation)
-
-    def allocate(self, sequence: H, blocks: int) -> int:
-        """As ``Sequence.allocate``; the result is an Allocated."""
-        return self._add(sequence.record.allocate(blocks))
-
-    def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"") -> int:
-        """As ``Sequence.publish``; the result is a Published."""
-        return self._add(sequence.record.publish(upto_blocks, keys))
-
-    def recycle(self, sequence: H, computed_tokens: int, *, launch: int | None = None) -> int:
-        """As ``Sequence.recycle``; the result is a Recycled."""
-        return self._add(sequence.record.recycle(computed_tokens, launch))
-
-    def swap_out(self, sequence: H, *, launch: int | None = None) -> int:
-        """As ``Sequence.swap_out``; the result is a Swapped."""
-        return self._add(sequence.record.swap_out(launch))
-
-    def swap_in(self, sequence: H) -> int:
-        """As ``Sequence.swap_in``; the result is a Swapped."""
-        return self._add(sequence.record.swap_in())
-
-    def release(self, sequence: H, *, launch: int | None = None) -> int:
-        """As ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
-        record = sequence.record
-        if record.end_later(launch):
-            return self._add(Operation(HELD, None, lambda _: 0, no_action, record))
-        self._lease.growing.pop(record.id, None)
-        return self._add(record.release(self._lease.stock))
-
-    def prefetch(self, keys: PackedKeys) -> int:
-        """As ``Lease.prefetch``; the result is a Prefetched."""
-        return self._add(self._lease.prefetch(keys))
-
-    def _add(self, operation: Operation[Any]) -> int:
-        self.operations.append(operation)
-        return len(self.operations) - 1
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SentStep:
-    """A step on its way. ``results`` is filled by the answer; ``hidden`` operations come before the caller's, of which
-    those at ``held`` were not sent: they are releases that wait for launches. ``told``: the growth that goes first.
-    ``is_quiet``: nobody collects the results."""
+    """A step on its way. ``asked``: what its results are of, in order; ``entries`` and ``operations`` are what was
+    sent, of which growth and some releases are the client's own. ``part``: what an engine's columns have sent with it.
+    ``sent``: the request as this daemon takes it. ``is_quiet``: nobody collects the results."""
 
     request: cache_pb2.StepRequest
+    sent: cache_pb2.StepRequest
+    asked: list[Operation[Any] | Entry]
+    entries: dict[Column, list[Any]]
     operations: list[Operation[Any]]
-    hidden: int
-    held: tuple[int, ...]
-    told: tuple[tuple[SequenceRecord, list[GroupCells]], ...] = ()
+    ended: list[SequenceRecord]
+    part: ColumnsPart | None
     is_quiet: bool = False
-    results: list[Any] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
     error: CacheClientError | None = None
     is_answered: bool = False
 
@@ -112,10 +53,11 @@ class SentStep:
         assert self.is_answered
         if self.error is not None:
             raise self.error
-        results = self.results[self.hidden :]
-        for place in self.held:
-            results.insert(place, 0)
-        return results
+        return [self.results.get(id(asked), 0) for asked in self.asked]
+
+    def all(self) -> list[Operation[Any] | Entry]:
+        """Everything that was sent."""
+        return [*(entry for column in self.entries.values() for entry in column), *self.operations]
 
 
 class StepBook:
@@ -135,37 +77,52 @@ class StepBook:
         """True when no step can be sent until an answer was taken in."""
         return len(self.under_way) >= STEPS_UNDER_WAY
 
-    def enter(self, batch: StepBatch[Any] | None) -> SentStep:
-        """Number a batch and put the growth of sequences before it, and releases that waited for launches.
-
-        Raises LimitExceeded, LeaseLost, AlreadyClosed.
-        """
+    def require_room(self) -> None:
+        """Raises LimitExceeded, LeaseLost, AlreadyClosed where no step can be sent."""
         self._lease.check()
         if self.is_full:
             raise LimitExceeded.from_message(
                 f"{len(self.under_way)} steps are under way; collect the results of the first"
             )
-        asked = batch.operations if batch is not None else []
-        told = tuple([(record, record.growth) for record in self._lease.growing.values() if record.growth])
-        growth = [record.extend() for record, _ in told]
-        self._lease.growing.clear()
-        stock = self._lease.stock
-        owners = [operation.owner for operation in asked]
-        ended = [record.release(stock) for record in self._lease.take_ended(owners)]
-        held = tuple(place for place, operation in enumerate(asked) if operation.method is HELD)
-        self._lease.ending += [record for place in held if isinstance(record := asked[place].owner, SequenceRecord)]
-        hidden = growth + ended
-        operations = hidden + [operation for operation in asked if operation.method is not HELD]
-        request = cache_pb2.StepRequest(
-            lease_id=self._lease.id,
-            request_id=self._lease.next_request_id(),
-            operations=[_as_message(operation) for operation in operations],
-            stock_pages=stock.targets if stock is not None else (),
+
+    def enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
+        """Number a batch and put the growth of sequences before it, and releases that waited for launches.
+
+        Raises LimitExceeded, LeaseLost, AlreadyClosed.
+        """
+        self.require_room()
+        lease = self._lease
+        asked = batch.asked if batch is not None else []
+        grown = [record for record in lease.growing.values() if record.growth]
+        lease.growing.clear()
+        held = [each.owner for each in asked if isinstance(each, Operation) and each.method is HELD]
+        ended = lease.take_ended([each.owner for each in asked])
+        lease.ending += [record for record in held if isinstance(record, SequenceRecord)]
+        entries = in_order(
+            [
+                *(Grow(record, record.take_growth(), record.blocks) for record in grown),
+                *(Release(record, lease.stock) for record in ended),
+                *(each for each in asked if not isinstance(each, Operation)),
+            ]
         )
-        for operation in operations:
-            if isinstance(operation.owner, SequenceRecord):
-                operation.owner.steps += 1
-        step = SentStep(request, operations, len(hidden), held, told)
+        operations = [each for each in asked if isinstance(each, Operation) and each.method is not HELD]
+        operations += part.operations if part is not None else []
+        groups = len(lease.registration.layout.groups)
+        request = cache_pb2.StepRequest(
+            lease_id=lease.id,
+            request_id=lease.next_request_id(),
+            operations=[_as_message(operation) for operation in operations],
+            stock_pages=lease.stock.targets if lease.stock is not None else (),
+        )
+        if any(entries.values()):
+            request.columns.CopyFrom(pack_entries(entries, groups))
+        if part is not None:
+            part.add_to(request.columns)
+        sent = request if lease.has_columns else without_columns(request, groups)
+        step = SentStep(request, sent, asked, entries, operations, ended, part)
+        for each in step.all():
+            if isinstance(each.owner, SequenceRecord):
+                each.owner.steps += 1
         self.under_way.append(step)
         return step
 
@@ -177,13 +134,27 @@ class StepBook:
         if response.HasField("error"):
             self._refuse(step, error_of(response.error))
             return
-        if len(response.results) != len(step.operations):
-            self._end(step, DaemonFault(f"{len(response.results)} results for {len(step.operations)} operations"))
+        if len(response.results) != len(step.sent.operations):
+            self._end(step, DaemonFault(f"{len(response.results)} results for {len(step.sent.operations)} operations"))
+            return
+        if step.sent is not step.request:
+            response = with_columns(response, step.request)
+        try:
+            numbers, odd = _read_answer(step, response.columns)
+        except DaemonFault as fault:
+            self._end(step, fault)
             return
         if self._lease.stock is not None:
-            self._lease.stock.add(cells_from_proto(response.stock))
-        for operation, result in zip(step.operations, response.results, strict=True):
-            step.results.append(self._take(operation, result))
+            for cells in response.stock:
+                self._lease.stock.add_packed(cells.group, cells.pages, cells.generations)
+        for column, entries in step.entries.items():
+            for index, (entry, number) in enumerate(zip(entries, numbers[column], strict=False)):
+                result = odd.get((column, index))
+                self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
+        if step.part is not None:
+            step.part.take(*_behind(step.entries, numbers, odd), self._lease)
+        for operation, message in zip(step.operations, response.results, strict=True):
+            self._keep(step, operation, _take(operation, message))
         self._hold_again(step)
         step.is_answered = True
 
@@ -194,45 +165,38 @@ class StepBook:
 
     def _refuse(self, step: SentStep, error: CacheClientError) -> None:
         """The daemon refused a step before it did any of it: the growth that it told of is told by the next one."""
-        untold = step.told if not isinstance(error, LeaseLost) else ()
-        self._end(step, error, but_for=len(untold))
-        for record, cells in untold:
-            record.growth = cells + record.growth
-            self._lease.growing[record.id] = record
+        if not isinstance(error, LeaseLost):
+            for entry in step.entries[GROW]:
+                entry.owner.growth = entry.cells + entry.owner.growth
+                entry.owner.steps -= 1
+                self._lease.growing[entry.owner.id] = entry.owner
+            step.entries[GROW] = []
+            if step.part is not None:
+                step.part.tell_again()
+        self._end(step, error)
 
-    def _take(self, operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:
-        _leave_step(operation)
-        kind = result.WhichOneof("result")
-        if kind == operation.method.step_field:
-            answer = operation.apply(getattr(result, kind))
-            self._forget_released(operation)
-            return answer
-        error = (
-            error_of(result.error)
-            if kind == "error"
-            else DaemonFault(f"the answer to {operation.method.step_field} is a {kind}")
-        )
-        operation.end_with(error)
-        self._forget_released(operation)
-        return error
-
-    def _forget_released(self, operation: Operation[Any]) -> None:
-        if isinstance(operation.owner, SequenceRecord) and operation.owner.is_released:
-            self._lease.forget(operation.owner)
+    def _keep(self, step: SentStep, asked: Operation[Any] | Entry, result: Any) -> None:
+        step.results[id(asked)] = result
+        owner = asked.owner
+        if isinstance(owner, SequenceRecord):
+            owner.steps -= 1
+            if owner.is_released:
+                self._lease.forget(owner)
 
     def _hold_again(self, step: SentStep) -> None:
         """Releases that nobody asks for again, and that the daemon did not do, go with a later step."""
-        for operation in step.operations[len(step.told) : step.hidden]:
-            record = operation.owner
-            if isinstance(record, SequenceRecord) and not record.is_released:
+        for record in step.ended:
+            if not record.is_released:
                 self._lease.hold(record)
 
-    def _end(self, step: SentStep, error: CacheClientError, *, but_for: int = 0) -> None:
-        """No result comes: all operations fail, but for the first few."""
-        for number, operation in enumerate(step.operations):
-            _leave_step(operation)
-            if number >= but_for:
-                operation.fail(error)
+    def _end(self, step: SentStep, error: CacheClientError) -> None:
+        """No result comes: all operations fail."""
+        for each in step.all():
+            if isinstance(each.owner, SequenceRecord):
+                each.owner.steps -= 1
+            each.fail(error)
+        if step.part is not None:
+            step.part.fail(error, self._lease)
         self._hold_again(step)
         if isinstance(error, LeaseLost):
             self._lease.lose(error)
@@ -240,9 +204,54 @@ class StepBook:
         step.is_answered = True
 
 
-def _leave_step(operation: Operation[Any]) -> None:
-    if isinstance(operation.owner, SequenceRecord):
-        operation.owner.steps -= 1
+Odd = dict[tuple[Column, int], cache_pb2.OperationResult]
+
+
+def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[dict[Column, list[int]], Odd]:
+    """The numbers of each column, and the results of entries that are more than a number. Raises DaemonFault."""
+    odd = {(each.column, each.index): each.result for each in answer.odd}
+    numbers: dict[Column, list[int]] = {}
+    for column, entries in step.entries.items():
+        told = numbers[column] = unpack_numbers(getattr(answer, ANSWER_FIELDS[column]))
+        wanted = len(entries) + (0 if step.part is None else step.part.count(column))
+        if len(told) != wanted:
+            raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
+        if ODD in told and any(number == ODD and (column, at) not in odd for at, number in enumerate(told)):
+            raise DaemonFault(f"{ANSWER_FIELDS[column]} has entries without an answer")
+    return numbers, odd
+
+
+def _behind(
+    entries: dict[Column, list[Any]], numbers: dict[Column, list[int]], odd: Odd
+) -> tuple[dict[Column, list[int]], Odd]:
+    """The answers to what came behind the entries."""
+    first = {column: len(mine) for column, mine in entries.items()}
+    if not any(first.values()):
+        return numbers, odd
+    rest = {column: told[first[column] :] for column, told in numbers.items()}
+    return rest, {(column, at - first[column]): each for (column, at), each in odd.items() if at >= first[column]}
+
+
+def _take(operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:
+    kind = result.WhichOneof("result")
+    if kind == operation.method.step_field:
+        return operation.apply(getattr(result, kind))
+    error = _error(operation.method.step_field, kind, result)
+    operation.end_with(error)
+    return error
+
+
+def _take_entry(entry: Entry, result: cache_pb2.OperationResult) -> Any:
+    name, kind = OPERATION_NAMES[entry.column], result.WhichOneof("result")
+    if kind == name:
+        return entry.take(getattr(result, name))
+    error = _error(name, kind, result)
+    entry.fail(error)
+    return error
+
+
+def _error(name: str, kind: str | None, result: cache_pb2.OperationResult) -> CacheClientError:
+    return error_of(result.error) if kind == "error" else DaemonFault(f"the answer to {name} is a {kind}")
 
 
 def _as_message(operation: Operation[Any]) -> cache_pb2.StepOperation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Iterable, Sequence
 
 from cachesvc.model.answers import GroupCells
@@ -20,46 +20,63 @@ class Stock:
         if any(target < 0 for target in targets):
             raise InvalidRequest(f"a stock's targets cannot be negative, got {list(targets)}")
         self.targets = tuple(targets)
-        self._pages: list[deque[tuple[int, int]]] = [deque() for _ in targets]
+        self._pages = [array("i") for _ in targets]
+        self._generations = [array("I") for _ in targets]
 
     @property
     def blocks(self) -> int:
         """How many blocks could be taken now: the least of all groups."""
-        return min((len(pages) for pages in self._pages), default=0)
+        return min(map(len, self._pages), default=0)
 
     @property
     def pages(self) -> tuple[int, ...]:
         """How many pages of each group are here."""
-        return tuple(len(pages) for pages in self._pages)
+        return tuple(map(len, self._pages))
 
     def add(self, granted: Iterable[GroupCells]) -> None:
         """Take in pages that the daemon granted, or that came back unused."""
         for cells in granted:
-            self._pages[cells.group].extend(zip(cells.pages, cells.generations, strict=True))
+            self._pages[cells.group].extend(cells.pages)
+            self._generations[cells.group].extend(cells.generations)
+
+    def add_packed(self, group: int, pages: bytes, generations: bytes) -> None:
+        """``add`` for packed int32 page ids and uint32 generations."""
+        self._pages[group].frombytes(pages)
+        self._generations[group].frombytes(generations)
 
     def take(self, blocks: int, first_block: int) -> tuple[GroupCells, ...]:
         """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, if a group is short."""
         if blocks < 1:
             raise InvalidRequest(f"take at least 1 block, got {blocks}")
+        return tuple(
+            GroupCells(group, first_block, tuple(pages), tuple(generations))
+            for group, (pages, generations) in enumerate(self.take_packed(blocks))
+        )
+
+    def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
+        """For each group the page ids (int32) and generations (uint32) of ``blocks`` blocks. Raises as ``take``."""
+        self.require(blocks)
+        taken = []
+        for pages, generations in zip(self._pages, self._generations, strict=True):
+            taken.append((pages[:blocks], generations[:blocks]))
+            del pages[:blocks], generations[:blocks]
+        return taken
+
+    def require(self, blocks: int) -> None:
+        """Raises StockEmpty where a group has fewer than ``blocks`` pages."""
         if self.blocks < blocks:
             raise StockEmpty.from_message(
                 f"wanted {blocks} blocks of the stock, which has {list(self.pages)} pages by group (targets "
                 f"{list(self.targets)}); allocate, or go on after the next step"
             )
-        taken = []
-        for group, pages in enumerate(self._pages):
-            ids, generations = zip(*(pages.popleft() for _ in range(blocks)), strict=True)
-            taken.append(GroupCells(group, first_block, ids, generations))
-        return tuple(taken)
 
     def drain(self) -> tuple[GroupCells, ...]:
         """All that is here; the stock is empty then."""
         drained = []
-        for group, pages in enumerate(self._pages):
+        for group, (pages, generations) in enumerate(zip(self._pages, self._generations, strict=True)):
             if pages:
-                ids, generations = zip(*pages, strict=True)
-                drained.append(GroupCells(group, 0, ids, generations))
-                pages.clear()
+                drained.append(GroupCells(group, 0, tuple(pages), tuple(generations)))
+                del pages[:], generations[:]
         return tuple(drained)
 
 

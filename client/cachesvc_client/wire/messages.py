@@ -151,11 +151,6 @@ def parse_prefetch(response: cache_pb2.PrefetchResponse) -> Prefetched:
     return Prefetched(response.device_blocks, parse_tickets(response.tickets))
 
 
-def build_extend(sequence_id: int, pages: Sequence[GroupCells]) -> cache_pb2.ExtendRequest:
-    """Stock pages, with their generations, as the sequence's next cells."""
-    return cache_pb2.ExtendRequest(sequence_id=sequence_id, pages=cells_to_proto(pages))
-
-
 def build_wait_tickets(lease_id: str, tickets: Sequence[int], wait_ms: int) -> cache_pb2.WaitTicketsRequest:
     """Waits up to ``wait_ms`` for all of ``tickets`` to end."""
     return cache_pb2.WaitTicketsRequest(lease_id=lease_id, tickets=tickets, wait_ms=wait_ms)

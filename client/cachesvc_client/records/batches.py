@@ -1,0 +1,110 @@
+"""A batch: what an engine wants of one step, in order. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc_client.keys import PackedKeys
+from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.wire.methods import HELD, Operation, no_action
+
+
+class Recorded(Protocol):
+    """A handle of a sequence, of either client."""
+
+    @property
+    def record(self) -> SequenceRecord:
+        """What is known of the sequence."""
+
+
+H = TypeVar("H", bound=Recorded)
+
+
+class StepBatch(Generic[H]):
+    """Operations of one step, in order. Each method returns where its result will stand in the step's results.
+
+    Publishes, recycles and releases at the beginning travel in columns, many in a few bytes: ask for them before
+    anything else. ``sends_keys``: whether publishes in columns have keys; None without any.
+    """
+
+    def __init__(self, lease: LeaseRecord, make_handle: Callable[[SequenceRecord], H]) -> None:
+        self.asked: list[Operation[Any] | Entry] = []
+        self._lease = lease
+        self._make_handle = make_handle
+        self._are_columns = True
+        self._columns: dict[int, Column] = {}
+        self.sends_keys: bool | None = None
+
+    def match(self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None) -> int:
+        """Open a sequence; the result is its handle."""
+        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks)
+        take = operation.apply
+        operation.apply = lambda response: self._make_handle(take(response))
+        return self._add(operation)
+
+    def allocate(self, sequence: H, blocks: int) -> int:
+        """As ``Sequence.allocate``; the result is an Allocated."""
+        return self._add(sequence.record.allocate(blocks))
+
+    def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"") -> int:
+        """As ``Sequence.publish``; the result is a Published."""
+        record = sequence.record
+        sends_keys = upto_blocks > record.known_keys
+        if self.sends_keys is not None and sends_keys != self.sends_keys:
+            sends_keys = bool(keys)  # a column has the keys of all its entries, or of none
+        fits = self.sends_keys is None or sends_keys == self.sends_keys
+        if not fits or upto_blocks <= record.asked_blocks or not self._fits(record, PUBLISH):
+            return self._add(record.publish(upto_blocks, keys))
+        first, wanted = record.begin_publish(upto_blocks, keys, all_keys=sends_keys)
+        self.sends_keys = sends_keys
+        return self._enter(Publish(record, first, upto_blocks, wanted))
+
+    def recycle(self, sequence: H, computed_tokens: int, *, launch: int | None = None) -> int:
+        """As ``Sequence.recycle``; the result is a Recycled."""
+        record = sequence.record
+        due = record.due(computed_tokens, launch)
+        if due.pages or record.layout.window_groups or not self._fits(record, RECYCLE):
+            return self._add(record.give_back(due))
+        return self._enter(Recycle(record, due.computed_tokens))
+
+    def swap_out(self, sequence: H, *, launch: int | None = None) -> int:
+        """As ``Sequence.swap_out``; the result is a Swapped."""
+        return self._add(sequence.record.swap_out(launch))
+
+    def swap_in(self, sequence: H) -> int:
+        """As ``Sequence.swap_in``; the result is a Swapped."""
+        return self._add(sequence.record.swap_in())
+
+    def release(self, sequence: H, *, launch: int | None = None) -> int:
+        """As ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
+        record = sequence.record
+        if record.end_later(launch):
+            return self._put(Operation(HELD, None, lambda _: 0, no_action, record))
+        self._lease.growing.pop(record.id, None)
+        if not self._fits(record, RELEASE):
+            return self._add(record.release(self._lease.stock))
+        return self._enter(Release(record, self._lease.stock))
+
+    def prefetch(self, keys: PackedKeys) -> int:
+        """As ``Lease.prefetch``; the result is a Prefetched."""
+        return self._add(self._lease.prefetch(keys))
+
+    def _fits(self, record: SequenceRecord, column: Column) -> bool:
+        """True where the order of a sequence's operations is that of the columns."""
+        return self._are_columns and self._columns.get(record.id, 0) <= column
+
+    def _enter(self, entry: Entry) -> int:
+        self._columns[entry.owner.id] = entry.column
+        return self._put(entry)
+
+    def _add(self, operation: Operation[Any]) -> int:
+        self._are_columns = False
+        return self._put(operation)
+
+    def _put(self, asked: Operation[Any] | Entry) -> int:
+        self.asked.append(asked)
+        return len(self.asked) - 1

@@ -1,0 +1,273 @@
+"""What a step carries of an engine's columns, and how its answer changes them. No I/O."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from kvcache.v1 import cache_pb2, common_pb2
+
+from cachesvc.model.answers import GroupCells
+from cachesvc.wire.columns import GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc_client.errors import CacheClientError, DaemonFault, error_of
+from cachesvc_client.records.entries import Entry, Grow, Publish, Recycle, Release
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.wire.methods import Operation
+
+Indices = npt.NDArray[np.intp]
+Numbers = npt.NDArray[np.int64]
+
+
+class Growing(NamedTuple):
+    """Sequences that took ``more`` stock pages of each group, ``total`` in all, up to ``after`` blocks. ``taken``:
+    pages and generations by group."""
+
+    slots: Indices
+    more: Numbers
+    after: npt.NDArray[Any]
+    total: int
+    taken: Sequence[tuple[array[int], array[int]]]
+
+
+class Publishing(NamedTuple):
+    """Blocks ``[first, upto)`` of each slot, ``total`` in all, with all their keys or none."""
+
+    slots: Indices
+    first: npt.NDArray[np.int32]
+    upto: Numbers
+    counts: Numbers
+    total: int
+    keys: memoryview
+
+
+class Lent(Protocol):
+    """The columns that a part is of: see ``SequenceColumns``."""
+
+    ids: npt.NDArray[np.uint64]
+    sealed: npt.NDArray[np.int32]
+    asked: npt.NDArray[np.int32]
+    known: npt.NDArray[np.int32]
+    parts: list[ColumnsPart]
+    untold: list[Growing]
+
+    def record(self, slot: int) -> SequenceRecord:
+        """What is known of the sequence of a slot."""
+
+    def pull(self, slot: int) -> SequenceRecord:
+        """Its record, with what the columns hold."""
+
+    def push(self, slot: int) -> None:
+        """The columns hold what its record has."""
+
+    def free(self, slot: int) -> None:
+        """Nobody uses the slot any more."""
+
+    def end_later(self, slot: int, launch: int) -> None:
+        """Its sequence is released once a launch has ended; the slot is free."""
+
+    def cells(self, growing: Growing, entry: int) -> list[GroupCells]:
+        """The stock pages that an entry took."""
+
+    def clear_windows(self, slots: Indices, tokens: Numbers) -> None:
+        """Windowed groups have given back what lies behind."""
+
+
+class OddEntry(NamedTuple):
+    """An answer that is more than a number. ``call``: ``grow``, ``publish``, ``recycle`` or ``release``; ``result``: a
+    Published with duplicates or pending, or the error, which is not raised."""
+
+    call: str
+    slot: int
+    result: Any
+
+
+class ColumnsAnswer(NamedTuple):
+    """``odd``: what became of the entries whose answer is more than a number. ``results``: of the batch beside them."""
+
+    results: list[Any]
+    odd: list[OddEntry]
+
+
+class ColumnsPart:
+    """Entries of one step by arrays. ``operations``: spares that are given back with it. ``odd``: answers that are more
+    than numbers, once it was answered. ``launch``: what releases wait for, 0 for nothing; those that wait are no
+    entries, and their slots are free once the step was answered."""
+
+    def __init__(
+        self,
+        columns: Lent,
+        growing: list[Growing],
+        publishing: Publishing | None,
+        recycled: Indices,
+        tokens: Numbers,
+        ending: Indices,
+        launch: int,
+    ) -> None:
+        self.operations: list[Operation[Any]] = []
+        self.odd: list[OddEntry] = []
+        self._columns = columns
+        self._growing = growing
+        self._publishing = publishing
+        self._recycled = recycled
+        self._tokens = tokens
+        self._ending = ending[:0] if launch else ending
+        self._leaving = ending if launch else ending[:0]
+        self._launch = launch
+
+    @property
+    def sends_keys(self) -> bool | None:
+        """Whether its publishes have keys; None without any."""
+        return None if self._publishing is None or not len(self._publishing.slots) else len(self._publishing.keys) > 0
+
+    def used(self) -> Iterator[Indices]:
+        """The slots of each column, in the order of the columns; those of growth in parts."""
+        for growing in self._growing:
+            yield growing.slots
+        yield self._slots(PUBLISH)
+        yield self._recycled
+        yield self._ending
+        yield self._leaving
+
+    def count(self, column: Column) -> int:
+        """Entries of a column."""
+        return sum(len(each.slots) for each in self._growing) if column == GROW else len(self._slots(column))
+
+    def add_to(self, message: cache_pb2.StepColumns) -> None:
+        """Put the entries behind those of the message."""
+        ids = self._columns.ids
+        for growing in self._growing:
+            before = len(message.grow_sequences) >> 3
+            message.grow_sequences += ids[growing.slots].tobytes()
+            message.grow_counts = _with_counts(message.grow_counts, before, growing.more, growing.total)
+            for group, (pages, generations) in enumerate(growing.taken):
+                if group == len(message.grow):
+                    message.grow.append(common_pb2.GroupPages(group=group))
+                message.grow[group].pages += pages.tobytes()
+                message.grow[group].generations += generations.tobytes()
+        if (publishing := self._publishing) is not None:
+            before = len(message.publish_sequences) >> 3
+            message.publish_sequences += ids[publishing.slots].tobytes()
+            message.publish_first += publishing.first.tobytes()
+            message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts, publishing.total)
+            message.publish_keys += bytes(publishing.keys)
+        if len(self._recycled):
+            message.recycle_sequences += ids[self._recycled].tobytes()
+            message.recycle_tokens += self._tokens.astype(np.uint64).tobytes()
+        if len(self._ending):
+            message.release_sequences += ids[self._ending].tobytes()
+
+    def take(self, numbers: dict[Column, list[int]], odd: dict[tuple[Column, int], Any], lease: LeaseRecord) -> None:
+        """Take the answers in: plain ones by the column, then the ``odd`` ones entry by entry."""
+        columns = self._columns
+        columns.parts.remove(self)
+        first = 0
+        for growing in self._growing:
+            told = numbers[GROW][first : first + len(growing.slots)]
+            if told != growing.after.tolist():
+                for entry, number in enumerate(told):
+                    if number != ODD:
+                        self._entry(GROW, first + entry, lease).plain(number)
+            first += len(growing.slots)
+        if (publishing := self._publishing) is not None:
+            sealed = np.array(numbers[PUBLISH], np.int64)
+            slots, upto = publishing.slots, publishing.upto
+            if odd:
+                plain = sealed != ODD
+                slots, sealed, upto = slots[plain], sealed[plain], upto[plain]
+            columns.sealed[slots] = sealed
+            columns.known[slots] = np.maximum(columns.known[slots], upto)
+        if len(self._recycled):
+            plain = np.array(numbers[RECYCLE], np.int64) != ODD
+            columns.clear_windows(self._recycled[plain], self._tokens[plain])
+        for (column, index), result in sorted(odd.items(), key=lambda item: item[0]):
+            self._take_odd(column, index, result, lease)
+        for index, number in enumerate(numbers[RELEASE]):
+            if number != ODD:
+                self._released(int(self._ending[index]), number, lease)
+        for slot in self._leaving.tolist():
+            columns.end_later(slot, self._launch)
+
+    def tell_again(self) -> None:
+        """The step was refused as a whole: its growth is told by the next."""
+        self._columns.untold = self._growing + self._columns.untold
+        self._growing = []
+
+    def fail(self, error: CacheClientError, lease: LeaseRecord) -> None:
+        """No answer comes."""
+        self._columns.parts.remove(self)
+        for column in (GROW, PUBLISH, RECYCLE, RELEASE):
+            for index in range(self.count(column)):
+                self._fail(column, index, error, lease)
+
+    def _slots(self, column: Column) -> Indices:
+        if column == PUBLISH:
+            return self._publishing.slots if self._publishing is not None else self._recycled[:0]
+        return self._recycled if column == RECYCLE else self._ending
+
+    def _take_odd(self, column: Column, index: int, result: cache_pb2.OperationResult, lease: LeaseRecord) -> None:
+        name, kind = OPERATION_NAMES[column], result.WhichOneof("result")
+        if kind != name:
+            is_error = kind == "error"
+            error = error_of(result.error) if is_error else DaemonFault(f"the answer to {name} is a {kind}")
+            self._fail(column, index, error, lease)
+            return
+        entry = self._entry(column, index, lease)
+        slot = self._slot(column, index)
+        self._columns.pull(slot)
+        self.odd.append(OddEntry(_CALLS[column], slot, entry.take(getattr(result, name))))
+        self._columns.push(slot)
+
+    def _fail(self, column: Column, index: int, error: CacheClientError, lease: LeaseRecord) -> None:
+        slot = self._slot(column, index)
+        record = self._columns.pull(slot)
+        self._entry(column, index, lease).fail(error)
+        self.odd.append(OddEntry(_CALLS[column], slot, error))
+        if record.is_released:
+            self._released(slot, 0, lease)
+        else:
+            self._columns.push(slot)
+
+    def _released(self, slot: int, freed_pages: int, lease: LeaseRecord) -> None:
+        record = self._columns.record(slot)
+        record.released(freed_pages, lease.stock)
+        lease.forget(record)
+        self._columns.free(slot)
+
+    def _slot(self, column: Column, index: int) -> int:
+        if column != GROW:
+            return int(self._slots(column)[index])
+        growing, entry = self._growing_of(index)
+        return int(growing.slots[entry])
+
+    def _growing_of(self, index: int) -> tuple[Growing, int]:
+        for growing in self._growing:
+            if index < len(growing.slots):
+                return growing, index
+            index -= len(growing.slots)
+        raise IndexError(index)
+
+    def _entry(self, column: Column, index: int, lease: LeaseRecord) -> Entry:
+        """An entry as that of the sequence's record."""
+        record = self._columns.record(self._slot(column, index))
+        if column == GROW:
+            growing, entry = self._growing_of(index)
+            return Grow(record, self._columns.cells(growing, entry), int(growing.after[entry]))
+        if column == PUBLISH and self._publishing is not None:
+            return Publish(record, int(self._publishing.first[index]), int(self._publishing.upto[index]), b"")
+        if column == RECYCLE:
+            return Recycle(record, int(self._tokens[index]))
+        return Release(record, lease.stock)
+
+
+_CALLS = {GROW: "grow", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
+
+
+def _with_counts(known: bytes, before: int, counts: Numbers, total: int) -> bytes:
+    """A column of counts with some more, of ``total`` and 1 at least; empty while all are 1."""
+    if not known and total == len(counts):
+        return known
+    return (known or np.ones(before, np.uint32).tobytes()) + counts.astype(np.uint32).tobytes()

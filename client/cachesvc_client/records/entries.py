@@ -1,0 +1,150 @@
+"""Entries of a step's columns: what one sequence grows by, publishes, recycles, or that it ends. No I/O."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, Union
+
+from kvcache.v1 import cache_pb2, common_pb2
+
+from cachesvc.model.answers import GroupCells, Published, Recycled
+from cachesvc.wire.columns import GROW, IN_ORDER, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc_client.errors import CacheClientError
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock
+from cachesvc_client.wire.messages import parse_publish, parse_recycle
+
+
+@dataclass(slots=True, eq=False)
+class Grow:
+    """Stock pages that became the sequence's cells, up to ``blocks``."""
+
+    column: ClassVar[Column] = GROW
+    owner: SequenceRecord
+    cells: list[GroupCells]
+    blocks: int
+
+    def plain(self, number: int) -> int:
+        """The daemon's answer, a number alone; what the caller sees."""
+        return self.owner.grown(number, self.blocks)
+
+    def take(self, answer: cache_pb2.ExtendResponse) -> int:
+        """The daemon's answer as a message."""
+        return self.plain(answer.blocks)
+
+    def fail(self, error: CacheClientError) -> None:
+        """The daemon has refused it."""
+        self.owner.refuse_growth(error, self.cells)
+
+
+@dataclass(slots=True, eq=False)
+class Publish:
+    """Blocks ``[first, upto)`` are sealed. ``keys``: theirs, or empty where Match has told them."""
+
+    column: ClassVar[Column] = PUBLISH
+    owner: SequenceRecord
+    first: int
+    upto: int
+    keys: bytes
+
+    def plain(self, number: int) -> Published:
+        """See ``Grow``."""
+        return self.owner.published(self.upto, Published(number, (), (), (), pending=False))
+
+    def take(self, answer: cache_pb2.PublishResponse) -> Published:
+        """See ``Grow``."""
+        return self.owner.published(self.upto, parse_publish(answer))
+
+    def fail(self, error: CacheClientError) -> None:
+        """See ``Grow``."""
+        self.owner.refuse_publish(error)
+
+
+@dataclass(slots=True, eq=False)
+class Recycle:
+    """``tokens`` are computed, of a layout without windows."""
+
+    column: ClassVar[Column] = RECYCLE
+    owner: SequenceRecord
+    tokens: int
+
+    def plain(self, number: int) -> Recycled:
+        """See ``Grow``."""
+        return Recycled(number, ())
+
+    def take(self, answer: cache_pb2.RecycleResponse) -> Recycled:
+        """See ``Grow``."""
+        return parse_recycle(answer)
+
+    def fail(self, error: CacheClientError) -> None:
+        """See ``Grow``."""
+
+
+@dataclass(slots=True, eq=False)
+class Release:
+    """The sequence ends; pages that the daemon never saw in it go back to ``stock``."""
+
+    column: ClassVar[Column] = RELEASE
+    owner: SequenceRecord
+    stock: Stock | None
+
+    def plain(self, number: int) -> int:
+        """See ``Grow``."""
+        return self.owner.released(number, self.stock)
+
+    def take(self, answer: cache_pb2.ReleaseResponse) -> int:
+        """See ``Grow``."""
+        return self.plain(answer.freed_pages)
+
+    def fail(self, error: CacheClientError) -> None:
+        """See ``Grow``."""
+        self.owner.refuse_release(error)
+
+
+Entry: TypeAlias = Union[Grow, Publish, Recycle, Release]  # noqa: UP007 - an alias that is looked at when it runs
+
+
+def in_order(entries: Sequence[Entry]) -> dict[Column, list[Any]]:
+    """The entries of each column, in their order."""
+    columns: dict[Column, list[Any]] = {column: [] for column in IN_ORDER}
+    for entry in entries:
+        columns[entry.column].append(entry)
+    return columns
+
+
+def pack_entries(columns: dict[Column, list[Any]], groups: int) -> cache_pb2.StepColumns:
+    """The message that carries the entries."""
+    message = cache_pb2.StepColumns()
+    if grown := columns[GROW]:
+        counts = [sum(len(cells.pages) for cells in entry.cells if cells.group == 0) for entry in grown]
+        message.grow_sequences = _ids(grown)
+        message.grow_counts = _counts(counts)
+        for group in range(groups):
+            mine = [cells for entry in grown for cells in entry.cells if cells.group == group]
+            pages, generations = array("i"), array("I")
+            for cells in mine:
+                pages.extend(cells.pages)
+                generations.extend(cells.generations)
+            message.grow.append(
+                common_pb2.GroupPages(group=group, pages=pages.tobytes(), generations=generations.tobytes())
+            )
+    if published := columns[PUBLISH]:
+        message.publish_sequences = _ids(published)
+        message.publish_first = array("I", [entry.first for entry in published]).tobytes()
+        message.publish_counts = _counts([entry.upto - entry.first for entry in published])
+        message.publish_keys = b"".join([entry.keys for entry in published])
+    if recycled := columns[RECYCLE]:
+        message.recycle_sequences = _ids(recycled)
+        message.recycle_tokens = array("Q", [entry.tokens for entry in recycled]).tobytes()
+    message.release_sequences = _ids(columns[RELEASE])
+    return message
+
+
+def _ids(entries: Sequence[Entry]) -> bytes:
+    return array("Q", [entry.owner.id for entry in entries]).tobytes()
+
+
+def _counts(counts: Sequence[int]) -> bytes:
+    return b"" if all(count == 1 for count in counts) else array("I", counts).tobytes()

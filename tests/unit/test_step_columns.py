@@ -1,0 +1,248 @@
+"""Columns of a Step: the order of their entries, what they are refused for, and what waits, by daemon and client."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Any
+
+import pytest
+from kvcache.v1 import cache_pb2, common_pb2
+
+from cachesvc.service.access.quota import Quota, Quotas
+from cachesvc.service.dispatch import INTERNAL
+from cachesvc.service.rpc.steps import TURN_BLOCKS
+from cachesvc.wire.columns import ODD
+from tests.unit.dispatch_rig import Desk, kinds, match, release, step, swap_in, turns
+from tests.unit.ledger_rig import chain, rig_of, windowed
+
+GROW, PUBLISH, RECYCLE, RELEASE = 1, 2, 3, 4
+
+
+def longs(*numbers: int) -> bytes:
+    return array("Q", numbers).tobytes()
+
+
+def ints(*numbers: int) -> bytes:
+    return array("I", numbers).tobytes()
+
+
+def told(raw: bytes) -> list[int]:
+    return list(array("I", raw))
+
+
+def odd(answer: cache_pb2.StepResponse) -> list[tuple[int, int, str]]:
+    """Column, entry, and the name of the answer or the code of the refusal."""
+    return [
+        (each.column, each.index, each.result.error.code or str(each.result.WhichOneof("result")))
+        for each in answer.columns.odd
+    ]
+
+
+def granted(desk: Desk, lease: str, count: int) -> list[common_pb2.GroupPages]:
+    groups = len(desk.rig.model.layout.groups)
+    return list(desk.steps(lease, stock_pages=[count] * groups).stock)
+
+
+def publish(prompts: dict[int, str], first: int = 0, **fields: Any) -> cache_pb2.StepColumns:
+    """Each sequence publishes the rest of its prompt from block ``first`` on."""
+    return cache_pb2.StepColumns(
+        publish_sequences=longs(*prompts),
+        publish_first=ints(*[first] * len(prompts)),
+        publish_counts=ints(*(len(prompt) - first for prompt in prompts.values())),
+        publish_keys=b"".join(chain(*prompt)[32 * first :] for prompt in prompts.values()),
+        **fields,
+    )
+
+
+async def test_columns_are_applied_in_their_order_before_the_operations() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        desk.fill(lease, 2, "cd")
+        columns = publish({1: "ab", 2: "cd"}, grow_sequences=longs(2, 1), grow=granted(desk, lease, 2))
+        columns.recycle_sequences, columns.recycle_tokens = longs(1), longs(8)
+        columns.release_sequences = longs(1)
+        answer = desk.steps(lease, match(1, "ab"), columns=columns)
+        assert (told(answer.columns.grown_blocks), told(answer.columns.sealed_blocks)) == ([3, 3], [2, 2])
+        assert (told(answer.columns.recycled_pages), told(answer.columns.freed_pages)) == ([0], [1])
+        assert odd(answer) == []
+        assert answer.results[0].match.device_blocks == 2, "published and released before"
+        assert desk.cache.operations == {
+            ("extend", "OK"): 2,
+            ("publish", "OK"): 2,
+            ("recycle", "OK"): 1,
+            ("release", "OK"): 1,
+            ("match", "OK"): 1,
+        }
+
+
+async def test_what_is_more_than_a_number_is_odd_and_the_others_are_not() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        for sequence, prompt in enumerate(("ab", "ab", "cd", "ef"), start=1):
+            desk.fill(lease, sequence, prompt)
+        columns = publish({1: "ab", 2: "ab", 3: "cd", 9: "xy", 4: "ef"}, release_sequences=longs(8, 4))
+        answer = desk.steps(lease, columns=columns)
+        assert told(answer.columns.sealed_blocks) == [2, ODD, 2, ODD, 2]
+        assert odd(answer) == [(PUBLISH, 1, "publish"), (PUBLISH, 3, "NOT_FOUND"), (RELEASE, 0, "NOT_FOUND")]
+        assert answer.columns.odd[0].result.publish.duplicate_positions == ints(0, 1)
+        assert told(answer.columns.freed_pages) == [ODD, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"grow_sequences": b"1234567"}, "grow_sequences has 7 bytes"),
+        ({"grow_sequences": longs(1)}, "grow needs the pages of each of 1 groups"),
+        ({"grow_sequences": longs(1), "grow": [common_pb2.GroupPages()]}, "pages of group 0 has 0 entries; 1 are"),
+        ({"grow_sequences": longs(1), "grow_counts": ints(1, 1)}, "grow_counts has 2 entries; 1 are needed"),
+        ({"grow": [common_pb2.GroupPages(group=1)]}, "grow needs the pages of each of 1 groups"),
+        (
+            {"grow_sequences": longs(1), "grow": [common_pb2.GroupPages(pages=b"1234", generations=b"12345")]},
+            "generations of group 0 has 5 bytes",
+        ),
+        ({"publish_sequences": longs(1)}, "publish_first has 0 entries; 1 are needed"),
+        ({"publish_first": ints(0)}, "publish_first has 1 entries; 0 are needed"),
+        (
+            {"publish_sequences": longs(1), "publish_first": ints(0), "publish_counts": b"1"},
+            "publish_counts has 1 bytes",
+        ),
+        (
+            {"publish_sequences": longs(1), "publish_first": ints(0), "publish_keys": b"k" * 33},
+            "publish_keys has 33 bytes for 1 blocks",
+        ),
+        ({"recycle_sequences": longs(1)}, "recycle_tokens has 0 entries; 1 are needed"),
+        ({"release_sequences": longs(1)[:4]}, "release_sequences has 4 bytes"),
+    ],
+)
+async def test_ragged_columns_refuse_the_step_before_anything_is_done(fields: dict[str, Any], what: str) -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        columns = publish({1: "ab"}) if "publish" not in str(fields) else cache_pb2.StepColumns()
+        columns.MergeFrom(cache_pb2.StepColumns(**fields))
+        answer = desk.steps(lease, match(1, "ab"), columns=columns)
+        assert (answer.code, what in answer.message) == ("INVALID", True), answer
+        assert not desk.rig.core.ledger.leases[lease].sequences
+
+
+async def test_entries_count_as_operations_of_the_step() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.cache.operations_per_step = 2
+        columns = cache_pb2.StepColumns(release_sequences=longs(1, 2))
+        assert odd(desk.steps(lease, columns=columns)) == [(RELEASE, 0, "NOT_FOUND"), (RELEASE, 1, "NOT_FOUND")]
+        assert desk.steps(lease, match(1, "a"), columns=columns).code == "LIMIT"
+
+
+async def test_a_retry_by_columns_is_carried_out_once() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        request = step(lease, 1, columns=publish({1: "ab"}, release_sequences=longs(1)))
+        answer = desk.ask(desk.cache.step, request)
+        assert odd(answer) == []
+        assert desk.ask(desk.cache.step, request) == answer
+        assert desk.rig.core.counters["published_blocks"] == 2
+        request.columns.release_sequences = longs(2)
+        assert "was used before" in desk.ask(desk.cache.step, request).message
+
+
+async def test_an_entry_that_waits_holds_up_its_own_sequence_alone() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        desk.fill(lease, 2, "cd")
+        ticket = desk.swap_out(lease, 1)
+        columns = publish({1: "ab", 2: "cd"}, release_sequences=longs(1, 2))
+        served = desk.steps(lease, match(2, "cd"), swap_in(1), columns=columns)
+        assert isinstance(served, asyncio.Future)
+        await turns()
+        assert sorted(desk.rig.core.ledger.leases[lease].sequences) == [1, 2], "2 was released, and is matched again"
+        await desk.land(ticket)
+        answer = await served
+        assert told(answer.columns.sealed_blocks) == [ODD, 2]
+        assert odd(answer) == [(PUBLISH, 0, "CONFLICT")], "it is swapped out by then"
+        assert told(answer.columns.freed_pages) == [0, 0]
+        assert kinds(answer) == ["match", "NOT_FOUND"], "its release came before"
+
+
+async def test_an_entry_that_may_not_wait_is_refused() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        ticket = desk.swap_out(lease, 1)
+        answer = desk.steps(lease, columns=publish({1: "ab"}), no_wait=True)
+        assert odd(answer) == [(PUBLISH, 0, "DEADLINE")]
+        await desk.land(ticket)
+
+
+async def test_growth_that_is_refused_takes_nothing_and_those_behind_it_go_on() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        desk.fill(lease, 2, "cd")
+        cells = granted(desk, lease, 3)
+        pages = list(array("i", cells[0].pages))
+        cells[0].pages = array("i", [pages[0], pages[0], pages[1], pages[2]]).tobytes()
+        cells[0].generations = cells[0].generations[:4] + cells[0].generations
+        columns = cache_pb2.StepColumns(grow_sequences=longs(1, 2, 7, 2), grow=cells)
+        answer = desk.steps(lease, columns=columns)
+        assert told(answer.columns.grown_blocks) == [3, ODD, ODD, 3]
+        assert odd(answer) == [(GROW, 1, "NOT_OWNED"), (GROW, 2, "NOT_FOUND")]
+        assert desk.rig.core.ledger.leases[lease].stock == [{pages[1]}]
+        desk.rig.check()
+
+
+async def test_many_blocks_give_others_a_turn() -> None:
+    async with Desk(rig_of(windowed(), device=(600, 600))) as desk:
+        lease = desk.lease()
+        blocks = TURN_BLOCKS + 1
+        for sequence in (1, 2):
+            desk.fill(lease, sequence, "x" * blocks)
+        columns = cache_pb2.StepColumns(
+            publish_sequences=longs(1, 2), publish_first=ints(0, 0), publish_counts=ints(blocks, blocks)
+        )
+        served = desk.steps(lease, columns=columns)
+        assert isinstance(served, asyncio.Future), "a prompt each turn"
+        answer = await served
+        assert told(answer.columns.sealed_blocks) == [blocks, ODD]
+        assert odd(answer) == [(PUBLISH, 1, "publish")]
+        desk.rig.check()
+
+
+async def test_what_an_iteration_has_for_32_sequences_is_one_turn() -> None:
+    async with Desk(rig_of(windowed(), device=(200, 200))) as desk:
+        lease = desk.lease()
+        prompts = {sequence: chr(64 + sequence) for sequence in range(1, 33)}
+        for sequence, prompt in prompts.items():
+            desk.fill(lease, sequence, prompt)
+        columns = publish(prompts, grow_sequences=longs(*prompts), grow=granted(desk, lease, 32))
+        columns.recycle_sequences, columns.recycle_tokens = longs(*prompts), longs(*[4] * 32)
+        columns.release_sequences = longs(1)
+        assert odd(desk.steps(lease, match(99, "z"), columns=columns)) == []
+
+
+async def test_a_defect_of_an_entry_ends_its_step() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        desk.fill(lease, 2, "cd")
+        desk.break_ledger(lease, 1)
+        columns = cache_pb2.StepColumns(release_sequences=longs(1, 2))
+        answer = desk.steps(lease, release(2), columns=columns)
+        assert odd(answer) == [(RELEASE, 0, INTERNAL), (RELEASE, 1, "UNAVAILABLE")]
+        assert kinds(answer) == ["UNAVAILABLE"]
+        assert told(answer.columns.freed_pages) == [ODD, ODD]
+        assert sorted(desk.rig.core.ledger.leases[lease].sequences) == [1, 2]
+
+
+async def test_entries_are_metered_as_operations() -> None:
+    rig = rig_of(windowed(), device=(8, 8))
+    quota = Quota(operations_per_second=4)
+    async with Desk(rig, quotas=Quotas(rig.core, lambda _: quota)) as desk:
+        lease = desk.lease()
+        columns = cache_pb2.StepColumns(release_sequences=longs(1, 2, 3))
+        assert len(odd(desk.steps(lease, columns=columns))) == 3
+        refused = desk.steps(lease, columns=columns)
+        assert (refused.code, "operations_per_second" in refused.message) == ("QUOTA_EXCEEDED", True), refused
