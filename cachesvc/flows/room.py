@@ -62,17 +62,14 @@ def make_room(
     finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
-    if wait is None or room is None:
-        return wait
-    room.keep(wanted, call.now + core.limits.reservation_seconds)
-    return wait._replace(reserved=room)
+    return wait if wait is None or waiter is None else keep_room(core, call, wanted, waiter, wait)
 
 
-def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence) -> Wait:
-    """There is room, and the call of ``waiter`` has its next turn: ``wanted[g]`` pages are kept for it until then."""
+def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence, wait: Wait = TURN) -> Wait:
+    """What there is of ``wanted[g]`` pages is kept for the call of ``waiter`` until it runs again."""
     room = waiter.reserve()
     room.keep(wanted, call.now + core.limits.reservation_seconds)
-    return TURN._replace(reserved=room)
+    return wait._replace(reserved=room)
 
 
 def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:

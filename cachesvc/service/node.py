@@ -159,7 +159,8 @@ class Node:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers. What can do
         without its transfers is run once more when the time is up.
 
-        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``what``: for the loop watch. Raises DeadlineExceeded, Unavailable.
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``what``: for the loop watch.
+        Raises DeadlineExceeded, Unavailable.
         """
         reserved = wait.reserved
         try:
