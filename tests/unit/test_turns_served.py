@@ -1,4 +1,4 @@
-"""Turns on the event loop: short calls come between, calls that are given up keep nothing, chores are carried through."""
+"""Turns on the event loop: short calls come between, what is given up keeps nothing, chores are carried through."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.dispatch_rig import Desk, turns
 from tests.unit.dispatch_rig import allocate as allocating
 from tests.unit.dispatch_rig import match as matching
 from tests.unit.ledger_rig import TOKEN, one_group, rig_of
-from tests.unit.test_turns import SMALL, full, own
+from tests.unit.turns_rig import SMALL, full, own
 
 
 def desk_of(pages: int) -> Desk:
