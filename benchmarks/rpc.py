@@ -314,7 +314,7 @@ def step_times(
 ) -> list[float]:
     """Milliseconds that an engine waits for the step of an iteration of ``count`` growing sequences.
 
-    ``every_s``: from one step to the next. ``kernels_s``: how long its kernels run between sending and taking the answer.
+    ``every_s``: from one step to the next. ``kernels_s``: how long kernels run between sending and taking the answer.
     """
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 4 // count)

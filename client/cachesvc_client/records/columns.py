@@ -30,11 +30,44 @@ Indices = npt.NDArray[np.intp]
 
 
 class SequenceColumns(Generic[H]):
-    """Made by ``Lease.columns``; used from the thread of the lease's step stream.
+    """Made by ``Lease.columns``; used from the thread of the lease's step stream. ``record``: for that stream."""
 
-    ``tables``: int32 ``[groups, max_sequences, max_blocks]``, the page of each block, -1 where there is none: for
-    kernels to read. ``blocks`` and ``sealed``: int32 ``[max_sequences]``, the length of each table and its shared
-    blocks. None of them is to be written.
+    def __init__(self, record: ColumnsRecord[H]) -> None:
+        self.record = record
+
+    @property
+    def tables(self) -> npt.NDArray[np.int32]:
+        """``[groups, max_sequences, max_blocks]``: the page of each block, -1 where there is none. Not to be
+        written."""
+        return self.record.tables
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]:
+        """``[max_sequences]``: the length of each table. Not to be written."""
+        return self.record.blocks
+
+    @property
+    def sealed(self) -> npt.NDArray[np.int32]:
+        """``[max_sequences]``: leading blocks that are shared and immutable. Not to be written."""
+        return self.record.sealed
+
+    def add(self, sequence: H) -> int:
+        """Lend a sequence; its slot, the lowest that is free. Until ``take`` it is used by its slot alone.
+
+        Raises LimitExceeded (no slot, or more blocks than a row has), Conflict (swapped out, lent, operations of it
+        under way, growth that no step has told of), and what its last calls ended with.
+        """
+        return self.record.add(sequence)
+
+    def take(self, slot: int) -> H:
+        """The sequence of a slot, with all that has become of it; the slot is free. Raises InvalidRequest (nothing is
+        there), Conflict (operations of it are under way, or growth that no step has told of)."""
+        return self.record.take(slot)
+
+
+class ColumnsRecord(Generic[H]):
+    """What is known of the sequences of some columns, by slot. ``asked``, ``known``: up to where publishing was asked
+    for, and keys are known; ``parts``: of steps that have no answer yet; ``untold``: growth that the next step tells.
     """
 
     def __init__(
@@ -68,11 +101,7 @@ class SequenceColumns(Generic[H]):
         self._with_spares: set[int] = set()
 
     def add(self, sequence: H) -> int:
-        """Lend a sequence; its slot, the lowest that is free. Until ``take`` it is used by its slot alone.
-
-        Raises LimitExceeded (no slot, or more blocks than a row has), Conflict (swapped out, lent, operations of it
-        under way, growth that no step has told of), and what its last calls ended with.
-        """
+        """See ``SequenceColumns``."""
         record = sequence.record
         record.require_lendable()
         if not self._free:
@@ -87,8 +116,7 @@ class SequenceColumns(Generic[H]):
         return slot
 
     def take(self, slot: int) -> H:
-        """The sequence of a slot, with all that has become of it; the slot is free. Raises InvalidRequest (nothing is
-        there), Conflict (operations of it are under way, or growth that no step has told of)."""
+        """See ``SequenceColumns``."""
         record = self.record(slot)
         if any(slot in used for part in self.parts for used in part.used()) or any(
             slot in growing.slots for growing in self.untold
