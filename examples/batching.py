@@ -94,11 +94,12 @@ class BatchEngine:
         planned, step = self._plan(), Step(steps.batch())
         starving, self._starving = self._starving, None
         victim = None if starving is None else self._pick_victim(starving[0])
-        for request in self._requests:
-            if request.phase is Phase.RUNNING:
-                if request is not victim:  # a swap out drops spares, so nothing may be published just before it
-                    self._publish(request, step)
-                self._give_back(request, step)
+        running = [request for request in self._requests if request.phase is Phase.RUNNING]
+        for request in running:  # all of them first: so they travel in a column
+            if request is not victim:  # a swap out drops spares, so nothing may be published just before it
+                self._publish(request, step)
+        for request in running:
+            self._give_back(request, step)
         if victim is not None:
             self._send_away(victim, step)
         for request in sorted(planned, key=lambda each: each.age):

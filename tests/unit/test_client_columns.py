@@ -259,3 +259,20 @@ async def test_a_batch_travels_in_columns_up_to_the_first_that_none_has() -> Non
             "recycle",
             "release",
         ]
+
+
+async def test_spares_whose_return_was_refused_go_with_a_later_step() -> None:
+    async with Desk() as desk:
+        engine = Engine(desk)
+        columns = engine.columns
+        slots = [columns.add(await engine.open("ab")) for _ in range(2)]
+        (odd,) = await engine.submit(publish=(slots, 2))
+        own = desk.rig.core.ledger.leases[engine.lease.id].sequences[int(columns.ids[odd.slot])].own
+        assert len(own[0]) == 2
+        serve: Callable[..., Any] = desk.ask
+        desk.ask = lambda *_, **__: cache_pb2.OperationError(code="QUOTA_EXCEEDED", message="no")  # type: ignore[method-assign]
+        with pytest.raises(QuotaExceeded):
+            await engine.submit()
+        desk.ask = serve  # type: ignore[method-assign]
+        assert await engine.submit() == []
+        assert own == [set()]

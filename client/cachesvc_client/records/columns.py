@@ -155,7 +155,7 @@ class ColumnsRecord(Generic[H]):
             self.asked[publishing.slots] = publishing.upto
         part = ColumnsPart(self, growing, publishing, *self._due(), ending, self._lease.launches.pending(None))
         self.parts.append(part)
-        part.operations = self._give_back_spares() if recycle is not None else []
+        part.operations = self._give_back_spares() if self._with_spares else []
         return part
 
     def _check_growth(self, slots: Slots, counts: npt.ArrayLike | None) -> tuple[Indices, npt.NDArray[np.int64], int]:
@@ -240,7 +240,6 @@ class ColumnsRecord(Generic[H]):
             record = self.record(slot)
             if pages := record.give_backs.take_due().pages:
                 operations.append(record.give_back(Due(pages, 0)))
-        self._with_spares = {slot for slot in self._with_spares if self.record(slot).give_backs.has_spares}
         return operations
 
     # -- what answers change ---------------------------------------------------------------------------------------
