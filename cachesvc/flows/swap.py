@@ -23,7 +23,6 @@ from cachesvc.ledger.tickets import MovedPages
 from cachesvc.model.answers import GroupCells, Swapped, Wait
 from cachesvc.model.errors import Conflict
 from cachesvc.model.transfer import Direction, PagePairs
-from cachesvc.model.words import ABSENT
 
 
 def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
@@ -43,7 +42,8 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     running = [*sequence.loads, *_filling(host, path)]
     if running:
         return wait_for(core, running)
-    rows = [row for row in path if not host.is_present(row)]
+    on_host = host.states[host.lead]
+    rows = [row for row in path if not on_host[row]]
     moves = sequence.own_moves()
     if rows or any(moved.positions for moved in moves):
         require_transfer(core, model, call.replica)
@@ -74,7 +74,8 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     filling = _filling(place, path)
     if filling:
         return wait_for(core, filling)
-    absent = [row for row in path if place.state(row) == ABSENT]
+    on_device = place.states[place.lead]
+    absent = [row for row in path if not on_device[row]]
     wanted = [len(absent) if group in place.full_groups else 0 for group in range(len(place.pools))]
     for group, _, _ in sequence.swapped:
         wanted[group] += 1

@@ -42,12 +42,12 @@ class Collector:
             return
         rows = self._rows()
         has_grown = rows - self._frozen_rows >= FREEZE_ROWS
-        if has_grown or now - self._last_full >= FULL_EVERY_SECONDS:
+        if not has_grown and now - self._last_full >= FULL_EVERY_SECONDS:
             gc.collect()
             self._last_full = now
         else:
             gc.collect(1)
-        if has_grown:  # garbage is gone, so that none is kept
+        if has_grown:  # before a full pass, which would walk all that is new: young garbage alone is gone
             gc.freeze()
         if has_grown or rows < self._frozen_rows:
             self._frozen_rows = rows
