@@ -7,8 +7,9 @@ Allocate, and finds as much in its stock afterwards; each growth that found the 
 to the target, so the stock settles at what the engine's steps use.
 
 What a refill costs grows with the pages wanted, and no more is evicted in it than in a turn: the rest of what the lease
-has grown by is evicted once the step is answered, so that the next refill finds it free. Where nothing can go, nothing is walked, counted or refused: the stock
-stays short, and growth takes the way of Allocate, which waits or is refused with the numbers.
+has grown by goes once the step is answered, so that the next refill finds it free. Where nothing can go, nothing is
+walked, counted or refused: the stock stays short, and growth takes the way of Allocate, which waits or is refused with
+the numbers.
 """
 
 from __future__ import annotations
