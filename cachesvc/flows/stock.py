@@ -148,18 +148,19 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[Grou
         core.count(Count.STOCK_SHORT)
         if replaced and lease.grown > 0 and not lease.is_replacing:
             lease.is_replacing = True
-            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call)))
+            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, lease.grown)))
     else:
         lease.grown = 0
     return tuple(granted)
 
 
-def _replace_more(core: Core, call: Call) -> bool:
-    """A turn of evicting for what the lease has grown by; True when that is done, or no more can go."""
+def _replace_more(core: Core, call: Call, wanted: int) -> bool:
+    """A turn of evicting until ``wanted`` blocks are free that the lease has grown by; True when that is done, or no
+    more can go."""
     lease = call.lease
     replaced = 0
     if lease.state is LeaseState.LIVE and not call.model.suspect and lease.grown > 0:
-        replaced = free_some(core, call, [lease.grown] * lease.groups)
-        lease.grown -= replaced
+        replaced = free_some(core, call, [wanted] * lease.groups)
+        lease.grown -= min(replaced, lease.grown)
     lease.is_replacing = replaced > 0 and lease.grown > 0
     return not lease.is_replacing
