@@ -7,7 +7,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -241,26 +241,25 @@ class BlockLedger:
                     pinned.discard(above)
         place.counts.pinned += blocks
 
-    def pin_windows(self, place: Place, group: int, rows: Iterable[int]) -> None:
+    def pin_windows(self, place: Place, group: int, rows: Collection[int]) -> None:
         """Keep windowed copies; their blocks are protected by pins of their own."""
-        pins, leaves = place.window_pins[group], place.window_leaves[group]
-        filed = leaves.filed
+        pins = place.window_pins[group]
         for row in rows:
             pins[row] += 1
-            if filed[row]:
-                leaves.remove(row)
+        place.window_leaves[group].remove_all(rows)
 
     def use_windows(self, rows: Iterable[int], tip: int) -> None:
         """A hit of everything down to ``tip`` looks back to the windowed copies of ``rows``."""
         self.index.reach(rows, self.index.stamp[tip])
 
-    def unpin_window(self, place: Place, group: int, row: int) -> None:
-        """Take one window pin back. Raises LedgerBroken where there is none."""
+    def unpin_windows(self, place: Place, group: int, rows: Collection[int]) -> None:
+        """Take a window pin of each of ``rows`` back. Raises LedgerBroken where there is none."""
         pins = place.window_pins[group]
-        if pins[row] <= 0:
-            raise LedgerBroken(f"row {row} has no window pin in group {group} of {place.name}")
-        pins[row] -= 1
-        place.window_leaves[group].update(row)
+        for row in rows:
+            if pins[row] <= 0:
+                raise LedgerBroken(f"row {row} has no window pin in group {group} of {place.name}")
+            pins[row] -= 1
+        place.window_leaves[group].add_all({row for row in rows if not pins[row]})
 
     def offer(self, place: Place, row: int) -> None:
         """File a row and its windowed copies as candidates for eviction where they may go now, and only there."""

@@ -164,16 +164,21 @@ class BlockIndex:
                 order.update(row)
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
-        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``."""
+        """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``,
+        which are distinct."""
         reached = self.reached
-        ranked_by_it = [order for place in self.places for order in place.window_leaves.values()]
-        orders = [(order, order.filed) for order in ranked_by_it]
-        for row in rows:
-            if stamp > reached[row]:
-                moved = [order for order, filed in orders if filed[row] and order.remove(row)]
-                reached[row] = stamp
-                for order in moved:
-                    order.update(row)
+        later = [row for row in rows if stamp > reached[row]]
+        moved: list[tuple[LeafOrder, list[int]]] = []
+        for place in self.places:
+            for order in place.window_leaves.values():
+                filed = order.filed
+                if candidates := [row for row in later if filed[row]]:
+                    order.remove_all(candidates)
+                    moved.append((order, candidates))
+        for row in later:
+            reached[row] = stamp
+        for order, candidates in moved:
+            order.add_all(candidates)
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes copies of the row: no place may drop them."""

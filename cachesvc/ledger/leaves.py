@@ -12,7 +12,7 @@ whoever changes whether a row may go calls ``update`` or ``remove`` afterwards (
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from cachesvc.model.errors import LedgerBroken
@@ -101,6 +101,40 @@ class LeafOrder:
             self._join(at)
         return True
 
+    def remove_all(self, rows: Iterable[int]) -> None:
+        """``remove`` for each of ``rows``. Where they lie in a row, as a prompt's windows do, one look is enough."""
+        filed, rank = self._filed, self.rank
+        entries = sorted([rank(row) << ROW_BITS | row for row in rows if filed[row]])
+        if not entries:
+            return
+        at = bisect_left(self._bounds, entries[0])
+        bucket = self._buckets[at] if at < len(self._buckets) else []
+        place = bisect_left(bucket, entries[0])
+        if bucket[place : place + len(entries)] != entries:
+            for entry in entries:
+                self.remove(entry & ROW_MASK)
+            return
+        del bucket[place : place + len(entries)]
+        for entry in entries:
+            filed[entry & ROW_MASK] = 0
+        self._count -= len(entries)
+        if len(bucket) < BUCKET // 4:
+            self._join(at)
+
+    def add_all(self, rows: Collection[int]) -> None:
+        """``update`` for each of the distinct ``rows``, of which none is a candidate. See ``remove_all``."""
+        if self._later is not None:
+            self._later.extend(rows)
+            return
+        filed, may_go, rank = self._filed, self.may_go, self.rank
+        entries = sorted([rank(row) << ROW_BITS | row for row in rows if may_go(row)])
+        for entry in entries:
+            filed[entry & ROW_MASK] = 1
+        self._count += len(entries)
+        if len(entries) < 2 or not self._insert_run(entries):
+            for entry in entries:
+                self._insert(entry)
+
     def entries_after(self, entry: int | None) -> list[int]:
         """A copy of some entries above ``entry`` (None: of the first), lowest first; empty when there are none."""
         first = 0 if entry is None else bisect_left(self._bounds, entry)
@@ -127,6 +161,29 @@ class LeafOrder:
             del bucket[BUCKET // 2 :]
             buckets.insert(at + 1, upper)
             bounds.insert(at, bucket[-1])
+
+    def _insert_run(self, entries: list[int]) -> bool:
+        """Insert rising entries where all go above the others, or between the same two of them and into their bucket;
+        False where they do not."""
+        bounds, buckets = self._bounds, self._buckets
+        at = bisect_left(bounds, entries[0])
+        if len(entries) > BUCKET:
+            return False
+        if at == len(bounds):
+            if not buckets or len(buckets[-1]) + len(entries) > BUCKET:
+                buckets.append(entries)
+                bounds.append(entries[-1])
+            else:
+                buckets[-1] += entries
+                bounds[-1] = entries[-1]
+            return True
+        bucket = buckets[at]
+        place = bisect_left(bucket, entries[0])
+        following = bucket[place] if place < len(bucket) else bounds[at]
+        if len(bucket) + len(entries) > BUCKET or entries[-1] > following:
+            return False
+        bucket[place:place] = entries
+        return True
 
     def _join(self, at: int) -> None:
         """Join a bucket that has become small with a neighbour that is small too; drop it when it is empty."""

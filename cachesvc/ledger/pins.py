@@ -64,7 +64,7 @@ class WindowPins:
         """Let go of one copy, if any is held there; True if one was."""
         row = self.rows.get(group, {}).pop(position, NO_ROW)
         if row != NO_ROW:
-            self._blocks.unpin_window(self.place, group, row)
+            self._blocks.unpin_windows(self.place, group, (row,))
         return row != NO_ROW
 
     def leave(self, sealed: int, tip: int) -> None:
@@ -79,9 +79,9 @@ class WindowPins:
     def let_go(self) -> None:
         """Hold nothing. Twice is fine."""
         for group, held in self.rows.items():
-            while held:
-                _, row = held.popitem()
-                self._blocks.unpin_window(self.place, group, row)
+            rows = list(held.values())
+            held.clear()
+            self._blocks.unpin_windows(self.place, group, rows)
 
 
 class Keep(NamedTuple):

@@ -108,14 +108,13 @@ def cells_to_proto(tables: Sequence[GroupCells]) -> list[common_pb2.GroupPages]:
 
 def cells_from_proto(messages: Iterable[common_pb2.GroupPages]) -> tuple[GroupCells, ...]:
     """Messages as table cells. Raises InvalidRequest for ragged bytes."""
-    return tuple(
-        GroupCells(
-            message.group,
-            message.first_block,
-            unpack_pages(message.pages),
-            tuple(unpack_numbers(message.generations)),
-        )
-        for message in messages
+    return tuple([_cells_of(message) for message in messages])
+
+
+def _cells_of(message: common_pb2.GroupPages) -> GroupCells:
+    pages, generations = unpack_pages(message.pages), message.generations
+    return GroupCells(
+        message.group, message.first_block, pages, tuple(unpack_numbers(generations)) if generations else ()
     )
 
 

@@ -179,6 +179,11 @@ def packed(keys: PackedKeys) -> memoryview:
         ) from error
 
 
+def as_bytes(keys: PackedKeys) -> bytes:
+    """Keys as bytes in a row, copied unless they are that. Raises InvalidRequest for what is not bytes."""
+    return keys if type(keys) is bytes else bytes(packed(keys))
+
+
 def block_keys(
     namespace: bytes,
     tokens: Sequence[int] | npt.NDArray[np.integer],

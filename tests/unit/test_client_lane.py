@@ -114,6 +114,22 @@ def test_whoever_reads_hands_out_what_is_others(ends: Ends) -> None:
     assert got == {"first": 1, "second": 2, "third": 3}, "when the reader left, another one read on"
 
 
+def test_closing_it_waits_until_nobody_reads(ends: Ends) -> None:
+    lane, daemon = ends
+    failures: list[grpc.RpcError] = []
+
+    def ask() -> None:
+        with pytest.raises(grpc.RpcError) as failed:
+            blocks_of(lane)
+        failures.append(failed.value)
+
+    reading = in_thread(ask)
+    daemon.take()
+    lane.close()
+    reading.join()
+    assert isinstance(error_of(failures[0]), DaemonUnavailable)
+
+
 def test_what_is_late_is_cancelled_and_its_answer_is_nobodys(ends: Ends) -> None:
     lane, daemon = ends
     with pytest.raises(grpc.RpcError) as failed:

@@ -56,6 +56,9 @@ def tables(mine: SequenceRecord) -> list[list[int]]:
 
 def test_a_table_grows_beyond_its_first_capacity_and_shows_read_only_views() -> None:
     table = BlockTable()
+    assert table.pages.tolist() == []
+    table.put(2, range(2))
+    assert table.pages.tolist() == [-1, -1, 0, 1], "cells that nobody wrote have no page"
     table.put(0, range(200))
     table.put_at([3, 199], [-1, 7])
     assert table.pages.dtype == np.int32

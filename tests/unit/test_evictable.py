@@ -78,7 +78,7 @@ def test_what_could_go_is_what_a_walk_counts(seed: int) -> None:
             held_windows.append(rng.choice(rows))
             ledger.pin_windows(place, 1, held_windows[-1:])
         elif chance < 0.7 and held_windows:
-            ledger.unpin_window(place, 1, held_windows.pop(rng.randrange(len(held_windows))))
+            ledger.unpin_windows(place, 1, [held_windows.pop(rng.randrange(len(held_windows)))])
         elif chance < 0.8 and pinned:
             ledger.unpin(place, pinned.pop(rng.randrange(len(pinned))))
         elif chance < 0.9 and flying:
@@ -149,7 +149,7 @@ def test_what_nobody_held_is_not_given_back() -> None:
     below = publish(ledger, place, "below", row, 1)
     misuses: tuple[Callable[[], None], ...] = (
         partial(ledger.unpin, place, row),
-        partial(ledger.unpin_window, place, 1, row),
+        partial(ledger.unpin_windows, place, 1, [row]),
         partial(ledger.end_flight, row),
         partial(ledger.index.remove, row),
         partial(ledger.finish_fill, place, row, arrived=True),

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from cachesvc_client.keys import MAX_KIND_BYTES, BlockHasher, ExtraKey, block_keys, extras_for_block
+from cachesvc_client.keys import MAX_KIND_BYTES, BlockHasher, ExtraKey, as_bytes, block_keys, extras_for_block
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -228,3 +228,13 @@ def test_what_cannot_be_hashed(namespace: bytes, block_tokens: int, extras: tupl
 def test_what_is_no_token(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest):
         BlockHasher(NAMESPACE, 1).extend(tokens)
+
+
+def test_keys_are_copied_only_where_they_are_not_bytes() -> None:
+    keys = bytes(range(64))
+    assert as_bytes(keys) is keys
+    for other in (bytearray(keys), memoryview(keys), np.frombuffer(keys, np.uint8)):
+        assert type(as_bytes(other)) is bytes
+        assert as_bytes(other) == keys
+    with pytest.raises(InvalidRequest):
+        as_bytes("keys")  # type: ignore[arg-type]

@@ -62,6 +62,45 @@ def test_the_order_is_that_of_a_plain_sort(seed: int, ranks: int) -> None:
         assert {row for row in range(6 * BUCKET) if row in rows.order} == {entry & ROW_MASK for entry in expected}
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("spread", [1, 40, BUCKET])
+def test_many_at_once_are_as_each_by_itself(seed: int, spread: int) -> None:
+    rng = random.Random(seed)
+    rows = Rows(6 * BUCKET)
+    rows.order.add_all([])
+    for turn in range(200):
+        first, count = rng.randrange(5 * BUCKET), rng.choice([1, 2, 16, 16, 16, BUCKET + 8])
+        wanted = [row for row in range(first, first + count) if row < 6 * BUCKET]
+        if rng.random() < 0.6:
+            fresh = [row for row in wanted if row not in rows.order]
+            base = rng.randrange(turn + 1)
+            rows.ranks |= {row: base + row // spread for row in fresh[::-1]}
+            rows.order.add_all(fresh)
+        else:
+            rows.order.remove_all(wanted)
+            for row in wanted:
+                rows.ranks.pop(row, None)
+        expected = rows.expected()
+        assert list(rows.order) == list(in_steps(rows.order)) == expected
+        assert len(rows.order) == len(expected)
+        assert all(0 < len(bucket) <= BUCKET for bucket in rows.order.buckets)
+    rows.order.add_all([row for row in range(BUCKET) if row not in rows.ranks])
+    assert list(rows.order) == rows.expected(), "what may not go is left out"
+
+
+def test_what_is_put_away_and_taken_back_in_a_row_costs_one_place() -> None:
+    rows = Rows(4 * BUCKET)
+    for row in range(3 * BUCKET):
+        rows.give(row, row)
+    lists = [id(bucket) for bucket in rows.order.buckets]
+    rows.order.remove_all(range(10, 26))
+    assert rows.looked == 3 * BUCKET + 16, "no rank is looked up twice"
+    rows.order.add_all(range(10, 26))
+    assert rows.looked == 3 * BUCKET + 32
+    assert [id(bucket) for bucket in rows.order.buckets] == lists
+    assert list(rows.order) == rows.expected()
+
+
 def test_updating_says_what_is_so_however_often() -> None:
     rows = Rows(4)
     for _ in range(3):

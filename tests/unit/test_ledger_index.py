@@ -175,4 +175,4 @@ def test_a_pin_is_given_back_once() -> None:
     with pytest.raises(LedgerBroken):
         ledger.unpin(place, row)
     with pytest.raises(LedgerBroken):
-        ledger.unpin_window(place, 1, row)
+        ledger.unpin_windows(place, 1, [row])

@@ -28,7 +28,7 @@ from cachesvc_client.errors import (
     error_of,
     is_refusal,
 )
-from cachesvc_client.keys import PackedKeys, packed
+from cachesvc_client.keys import PackedKeys, as_bytes
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.launches import Launches
 from cachesvc_client.records.sequence_record import SequenceRecord
@@ -174,7 +174,9 @@ class LeaseRecord:
         """A sequence under the caller's id (positive), or under the next one that is free."""
         with self._lock:
             if sequence_id is None:
-                sequence_id = next(number for number in self._sequence_ids if number not in self._used_ids)
+                sequence_id = next(self._sequence_ids)
+                while sequence_id in self._used_ids:
+                    sequence_id = next(self._sequence_ids)
             elif sequence_id < 1:
                 raise InvalidRequest(f"a sequence_id is positive, got {sequence_id}")
             else:
@@ -226,7 +228,7 @@ class LeaseRecord:
     def prefetch(self, keys: PackedKeys) -> Operation[Prefetched]:
         """Load a prefix towards the device."""
         self.check()
-        return Operation(PREFETCH, build_prefetch(bytes(packed(keys))), parse_prefetch, no_action)
+        return Operation(PREFETCH, build_prefetch(as_bytes(keys)), parse_prefetch, no_action)
 
 
 def list_running(tickets: Iterable[TicketView]) -> list[int]:

@@ -22,7 +22,7 @@ from cachesvc_client.errors import (
     LoadFailed,
     NotFound,
 )
-from cachesvc_client.keys import PackedKeys, packed
+from cachesvc_client.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
@@ -99,7 +99,7 @@ class SequenceRecord:
 
     def open(self, keys: PackedKeys, max_blocks: int) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
-        told = bytes(packed(keys))
+        told = as_bytes(keys)
 
         def apply(response: cache_pb2.MatchResponse) -> SequenceRecord:
             self.matched = parse_match(response)

@@ -10,14 +10,15 @@ import numpy.typing as npt
 from cachesvc.model.words import NO_PAGE
 
 Pages = npt.NDArray[np.int32]
-_FIRST_CAPACITY = 64
+_LEAST_CAPACITY = 64
+_NO_CELLS: Pages = np.empty(0, np.int32)
 
 
 class BlockTable:
     """Grows at its end; cells change in place when a page is swapped for a sealed one, or recycled."""
 
     def __init__(self) -> None:
-        self._cells: Pages = np.full(_FIRST_CAPACITY, NO_PAGE, np.int32)
+        self._cells = _NO_CELLS
         self.blocks = 0
 
     @property
@@ -46,6 +47,7 @@ class BlockTable:
     def _reserve(self, blocks: int) -> None:
         if blocks <= len(self._cells):
             return
-        grown = np.full(max(blocks, 2 * len(self._cells)), NO_PAGE, np.int32)
+        grown = np.empty(max(blocks, 2 * len(self._cells), _LEAST_CAPACITY), np.int32)
         grown[: self.blocks] = self._cells[: self.blocks]
+        grown[self.blocks :] = NO_PAGE
         self._cells = grown

@@ -51,8 +51,10 @@ class BlockingLane(LaneEnd):
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
         self._sending = threading.Lock()
-        self._turn = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
         self._is_reading = False
+        self._sleeping = 0
 
     def greet(self, metadata: Metadata, timeout_s: float) -> None:
         """Say who calls. Raises DaemonUnavailable where no calls can go this way."""
@@ -97,10 +99,10 @@ class BlockingLane(LaneEnd):
     def wait(self, inbox: Inbox, deadline_s: float) -> bool:
         """Wait until something has come into the inbox; False at the deadline. Raises grpc.RpcError where nothing will
         come any more."""
-        with self._turn:
+        with self._lock:
             while not inbox.came and self._is_reading and not self.why_broken:
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._turn.wait(None if left_s == math.inf else left_s):
+                if left_s <= 0 or not self._sleep(left_s):
                     return bool(inbox.came)
             if inbox.came:
                 return True
@@ -116,13 +118,12 @@ class BlockingLane(LaneEnd):
             raise
         finally:
             self._is_reading = False  # first: an interrupt of what follows leaves it to whoever comes next
-            with self._turn:
-                self._turn.notify_all()
+            self._wake()
         return True
 
     def end(self, why: str) -> None:
         """Calls under way fail now. From any thread; idempotent."""
-        with self._turn:
+        with self._lock:
             if self.why_broken:
                 return
             self.why_broken = why
@@ -134,10 +135,25 @@ class BlockingLane(LaneEnd):
     def close(self) -> None:
         """End it, and give the descriptor back once nobody reads."""
         self.end("it was closed")
-        with self._turn:
-            self._turn.wait_for(lambda: not self._is_reading)
+        with self._lock:
+            while self._is_reading:
+                self._sleep(math.inf)
         with self._sending:
             self._socket.close()
+
+    def _sleep(self, seconds: float) -> bool:
+        """Until somebody else has read, with the lock held; False when the time has passed."""
+        self._sleeping += 1
+        try:
+            return self._turn.wait(None if seconds == math.inf else seconds)
+        finally:
+            self._sleeping -= 1
+
+    def _wake(self) -> None:
+        """Something was read, or nobody reads any more: those who wait look again."""
+        with self._lock:
+            if self._sleeping:
+                self._turn.notify_all()
 
     def _give_up(self, inbox: Inbox, tag: int) -> None:
         self.leave(inbox)
@@ -170,8 +186,7 @@ class BlockingLane(LaneEnd):
             self.end(str(wrong))
             raise self._broke() from wrong
         if is_others:
-            with self._turn:
-                self._turn.notify_all()
+            self._wake()
 
     def _send(self, data: bytes, timeout_s: float) -> None:
         """Send a frame whole. Raises grpc.RpcError where that cannot be done: the lane has ended then."""
@@ -201,7 +216,7 @@ class BlockingLane(LaneEnd):
             if time.monotonic() >= deadline_s:
                 self.end("the daemon takes no bytes")
                 raise self._broke()
-            with self._turn:
+            with self._lock:
                 is_mine = not self._is_reading
                 self._is_reading = True
             try:
@@ -211,8 +226,7 @@ class BlockingLane(LaneEnd):
             finally:
                 if is_mine:
                     self._is_reading = False
-                    with self._turn:
-                        self._turn.notify_all()
+                    self._wake()
             if ready & ~select.POLLIN:
                 rest = rest[self._try_send(rest) :]
 
