@@ -34,7 +34,8 @@ class SequenceColumns(Generic[H]):
 
     ``tables``: int32 ``[groups, max_sequences, max_blocks]``, the page of each block, -1 where there is none: for
     kernels to read. ``blocks`` and ``sealed``: int32 ``[max_sequences]``, the length of each table and its shared
-    blocks. None of them is to be written.
+    blocks. None of them is to be written. ``output_tokens``: int64 ``[max_sequences]``, for the engine to write: what
+    the request of a slot has put out when it is released, of which eviction learns; -1 where it does not say.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SequenceColumns(Generic[H]):
         self.tables[:] = NO_PAGE
         self.blocks = np.zeros(max_sequences, np.int32)
         self.sealed = np.zeros(max_sequences, np.int32)
+        self.output_tokens = np.full(max_sequences, -1, np.int64)
         self.max_blocks = max_blocks
         self.asked = np.zeros(max_sequences, np.int32)
         self.known = np.zeros(max_sequences, np.int32)
@@ -231,6 +233,8 @@ class SequenceColumns(Generic[H]):
             table.put(0, cells[slot, :blocks])
         record.sealed_blocks, record.asked_blocks = int(self.sealed[slot]), int(self.asked[slot])
         record.known_keys = max(record.known_keys, int(self.known[slot]))
+        if self.output_tokens[slot] >= 0:
+            record.output_tokens = int(self.output_tokens[slot])
         return record
 
     def push(self, slot: int) -> None:
@@ -248,6 +252,7 @@ class SequenceColumns(Generic[H]):
         self.tables[:, slot, : self.blocks[slot]] = NO_PAGE
         for column in (self.blocks, self.sealed, self.asked, self.known, self.ids):
             column[slot] = 0
+        self.output_tokens[slot] = -1
         self._holders[slot] = None
         self._with_spares.discard(slot)
         heapq.heappush(self._free, slot)
