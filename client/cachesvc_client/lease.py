@@ -12,7 +12,7 @@ from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.columns import SequenceColumns
+from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.views import LeaseView
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import StepStream
@@ -72,7 +72,7 @@ class Lease(LeaseView):
         ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
         InvalidRequest.
         """
-        return SequenceColumns(self.record, max_sequences, max_blocks, tables)
+        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
 
     def completed(self, launch: int) -> None:
         """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.

@@ -19,7 +19,7 @@ from cachesvc_client.aio.stepping import AsyncStepStream
 from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, LeaseLost, LimitExceeded
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.columns import SequenceColumns
+from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.stock import Stock, stock_targets
 from cachesvc_client.records.views import LeaseView
@@ -103,7 +103,7 @@ class AsyncLease(LeaseView):
         ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
         InvalidRequest.
         """
-        return SequenceColumns(self.record, max_sequences, max_blocks, tables)
+        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
 
     async def completed(self, launch: int) -> None:
         """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.
