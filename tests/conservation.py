@@ -15,9 +15,11 @@ from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.queues import QueuedLeaves
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
+from cachesvc.policy.hazard.history import History
 
 Claim = Callable[[int, int, PageState, str], None]
 Holding = dict[tuple[int, int], tuple[PageState, str]]
@@ -38,6 +40,7 @@ def audit(ledger: Ledger) -> Audit:
     for model in ledger.models.values():
         for check in (_rows, _chains, _pins, _flights, _computing, _tables, _swapped):
             problems += check(ledger, model)
+        problems += _segments(model)
         for position, place in enumerate(model.blocks.index.places):
             problems += _closure(model, place)
             problems += _pieces(model, place)
@@ -325,6 +328,27 @@ def _counts(model: Model, place: Place) -> Iterator[str]:
         yield f"model {model.id} {place.name}: {pinned} blocks are pinned, {place.counts.pinned} are counted"
 
 
+def _segments(model: Model) -> Iterator[str]:
+    """A policy that follows requests knows of each resident block whose it is, and of nothing that is gone."""
+    blocks, index = model.blocks, model.blocks.index
+    history = blocks.chooser
+    if not isinstance(history, History):
+        return
+    segments = history.segments
+    held: dict[int, list[int]] = {}
+    for row in index.rows.values():
+        held.setdefault(index.segments[row], []).append(index.depth[row])
+    held.pop(0, None)
+    for slot, depths in held.items():
+        if sorted(depths) != list(range(segments.top[slot], segments.bottom[slot])):
+            told = range(segments.top[slot], segments.bottom[slot])
+            yield f"model {model.id} segment {slot}: has blocks at {sorted(depths)}, and is said to have {told}"
+    known = {slot for parts in history.remembered for slot in (parts.shared, parts.own)}
+    known |= {slot for parts in history.running for slot in (parts.shared, parts.own)}
+    if len(segments) != len((known | held.keys()) - {0}):
+        yield f"model {model.id}: {len(segments)} segments are kept, {len((known | held.keys()) - {0})} are needed"
+
+
 def _candidates(model: Model, place: Place) -> Iterator[str]:
     """Whoever may be evicted is filed under its rank, and nobody else."""
     blocks, index = model.blocks, model.blocks.index
@@ -350,7 +374,8 @@ def _order(where: str, order: LeafOrder, wanted: list[int]) -> Iterator[str]:
     for entry in set(entries) ^ set(wanted):
         row = entry & 0xFFFF_FFFF
         yield f"{where} row {row}: {'filed as a candidate' if entry in entries else 'may be evicted, but is not filed'}"
-    if entries != sorted(entries) or len(entries) != len(order):
+    parts = [list(queue) for queue in order.queues] if isinstance(order, QueuedLeaves) else [entries]
+    if any(part != sorted(part) for part in parts) or len(entries) != len(order):
         yield f"{where}: {len(order)} candidates are counted, {len(entries)} are there, or not in their order"
     if {row for row, filed in enumerate(order.filed) if filed} != {entry & 0xFFFF_FFFF for entry in entries}:
         yield f"{where}: what is filed and what is known to be filed are not the same"

@@ -52,6 +52,8 @@ def match(
     asked = min(asked, max_blocks) if max_blocks else asked
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
+    if core.eviction.learns and replica.shadow is not None:
+        replica.shadow.matched(keys, asked, hit.device_blocks)
     if model.blocks.chooser is not None:
         follow(call, sequence, hit.blocks, waited)
     if core.writing.counts_reuse and hit.row != NO_ROW:

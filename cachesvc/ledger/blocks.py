@@ -127,6 +127,19 @@ class BlockLedger:
             return QueuedLeaves(may_go, rank, self.chooser, index.segments, depth)
         return LeafOrder(may_go, rank)
 
+    def follow(self, chooser: Chooser) -> None:
+        """A policy that follows requests chooses from now on, where one by the order of last access did."""
+        self.chooser = chooser
+        chooser.on_moved = self._requeue
+
+        def made(place: Place) -> LeafOrder:
+            order = self._leaf_order(place)
+            assert isinstance(order, QueuedLeaves)
+            order.adopt(place.leaves)
+            return order
+
+        self.index.follow_requests(made)
+
     def _requeue(self, segment: int) -> None:
         """The policy has another class for a segment."""
         for place in self.index.places:

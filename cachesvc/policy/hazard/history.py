@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -102,6 +102,7 @@ class History:
         self.segments = Segments()
         self.rates = Rates()
         self.on_moved: Callable[[int], None] = lambda _: None
+        self.decides = True
         self.weighs_cost = weighs_cost
         self.requests = 0
         self._block_tokens = block_tokens
@@ -117,6 +118,25 @@ class History:
         self._refit: Iterator[None] | None = None
         self._next_fit = FIRST_FIT
         self._row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
+
+    def govern(self, *, decides: bool, weighs_cost: bool) -> None:
+        """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
+        self.decides, self.weighs_cost = decides, weighs_cost
+
+    @property
+    def remembered(self) -> Sequence[Parts]:
+        """Requests whose landmarks are followed, oldest first."""
+        return self._remembered
+
+    @property
+    def running(self) -> list[Parts]:
+        """Requests that have not ended."""
+        return [each.parts for each in self._running.values()]
+
+    @property
+    def kept_keys(self) -> int:
+        """Keys that are kept of lines, beginnings and landmarks that have left the cache."""
+        return len(self._lines) + len(self._landmarks)
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -136,13 +156,12 @@ class History:
             self._lines.end(key(blocks - 1), found.line, is_new=known < blocks)
         seen = features((blocks - known) * self._block_tokens, found.line_gap, found.hub_gap, known)
         begin, resident = self.segments.begin, path.resident
-        top = end = NOBODY
+        top = NOBODY
         if shared:
             queue = self._row(WHILE_RUNNING, seen, None, is_shared=True)
             top = begin(number, now, queue, 0, shared, resident, IS_SHARED)
-        if shared < blocks or not blocks:
-            queue = self._row(WHILE_RUNNING, seen, None, is_shared=False)
-            end = begin(number, now, queue, shared, blocks, resident, 0)
+        queue = self._row(WHILE_RUNNING, seen, None, is_shared=False)
+        end = begin(number, now, queue, shared, blocks, resident, 0)
         parts = Parts(number, top, end, shared)
         self._running[number] = _Running(parts, seen, found.line, key(blocks - 1) if blocks else b"")
         self._remembered.append(parts)
@@ -150,20 +169,27 @@ class History:
             self._forget(self._remembered.popleft(), now)
         return parts
 
-    def grew(self, parts: Parts, blocks: int) -> None:
-        """The request's path is resident down to ``blocks`` blocks."""
-        segments = self.segments
-        if parts.shared:
-            segments.bottom[parts.shared] = max(segments.bottom[parts.shared], min(blocks, segments.last[parts.shared]))
-        own = parts.own
-        if own and blocks > segments.first[own]:
-            segments.bottom[own] = max(segments.bottom[own], blocks)
-            segments.last[own] = max(segments.last[own], blocks)
+    def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
+        """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
+        segments, shared = self.segments, parts.shared_blocks
+        if new_from == blocks:
+            return
+        if new_from < shared:
+            segments.grew(parts.shared, new_from, min(blocks, shared))
+        if blocks > shared:
+            segments.grew(parts.own, max(new_from, shared), blocks)
 
-    def took(self, segment: int, blocks: int) -> None:
-        """A running request has taken over what the segment had among the first ``blocks`` blocks of its path."""
-        self.segments.top[segment] = max(self.segments.top[segment], blocks)
-        self.segments.release(segment)
+    def takes(self, segment: int, other: int, position: int) -> bool:
+        """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
+        now on; False where it stays, because the other request is the younger one."""
+        segments = self.segments
+        is_younger = segments.request[segment] > segments.request[other]
+        loser = other if is_younger else segment
+        segments.top[loser] = max(segments.top[loser], position + 1)
+        segments.release(loser)
+        if is_younger:
+            segments.grew(segment, segments.top[segment], max(segments.bottom[segment], position + 1))
+        return is_younger
 
     def left(self, segment: int, position: int, key: bytes) -> None:
         """A block of the segment, its deepest, has left the cache."""
@@ -217,6 +243,8 @@ class History:
         oldest = int(ranks.argmin())
         if ranks[oldest] == NO_RANK:
             return -1
+        if not self.decides:
+            return oldest
         worth = self._worth(heads, now)
         least = int(worth.argmin())
         segment = heads.segments[oldest]

@@ -63,8 +63,17 @@ class Segments:
         self.first[slot] = self.top[slot] = first
         self.last[slot] = last
         self.bottom[slot] = min(max(resident, first), last)
-        self.flags[slot] = LANDMARKS | IS_RUNNING | IS_REMEMBERED | flags
+        self.flags[slot] = (LANDMARKS if last > first else 0) | IS_RUNNING | IS_REMEMBERED | flags
         return slot
+
+    def grew(self, slot: int, first: int, bottom: int) -> None:
+        """Blocks ``[first, bottom)`` of the path are new, and of that segment; younger requests have none of them."""
+        self.top[slot] = min(self.top[slot], first)
+        self.bottom[slot] = bottom
+        if bottom > self.last[slot]:
+            if self.last[slot] == self.first[slot]:
+                self.flags[slot] |= LANDMARKS
+            self.last[slot] = bottom
 
     def release(self, slot: int) -> bool:
         """Make the slot free if nothing needs it any more; True when it is."""
