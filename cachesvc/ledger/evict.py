@@ -68,11 +68,12 @@ class Evictor:
         self.ledger = ledger
 
     def plan_device(
-        self, place: Place, count: int, *, to_host: bool, most_looks: int = sys.maxsize
+        self, place: Place, count: int, *, to_host: bool, share: float = 0.0, most_looks: int = sys.maxsize
     ) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
 
-        ``to_host``: last copies are stored rather than dropped while the host can take them. ``most_looks``: after so
+        ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
+        whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so
         many candidates the search is given up. Nothing is changed yet; the caller passes the plan to ``carry_out`` or
         to nobody.
         """
@@ -92,7 +93,7 @@ class Evictor:
                     lingering.add(index.parent[row])
                 else:
                     plan.drops.append(row)
-            elif (to_host or lasting_children > 0) and host.reserve():
+            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
             elif lasting_children == 0:
@@ -136,6 +137,10 @@ class Evictor:
             if len(found) < need:
                 return plan, group
         return plan, None
+
+    def _is_worth_saving(self, row: int, share: float) -> bool:
+        chooser = self.ledger.chooser
+        return not share or chooser is None or chooser.is_worth_saving(self.ledger.index.segments[row], share)
 
     def _has_other_copy(self, place: Place, row: int) -> bool:
         return any(other is not place and other.state(row) == READY for other in self.ledger.index.places)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
-from cachesvc.model.requests import Ended, Parts
+from cachesvc.model.requests import Ended, Parts, Worth
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -93,6 +93,15 @@ class Chooser(Protocol):
 
     def since(self, segment: int) -> float:
         """When the age of the segment counts from, seconds."""
+
+    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
+        """A block of the segment leaves the host, or a device."""
+
+    def is_worth_saving(self, segment: int, share: float) -> bool:
+        """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
+
+    def worth(self, segment: int, now: float) -> Worth | None:
+        """What is known of blocks of the segment; None of one that is nobody's."""
 
     def pick(self, heads: Heads, now: float) -> int:
         """The queue whose head goes next; -1 where there is none."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cachesvc.model.requests import Ended, Parts
+from cachesvc.model.requests import Ended, Parts, Worth
 from cachesvc.policy.hazard.ages import BINS, bin_of
 from cachesvc.policy.hazard.classes import Features, features, in_words, output_class
 from cachesvc.policy.hazard.lines import Line, Lines
@@ -34,6 +34,7 @@ from cachesvc.policy.hazard.segments import (
     WEIGHTS,
     Segments,
 )
+from cachesvc.policy.hazard.uses import HostUses
 
 REMEMBERED = 8192
 """Requests whose landmarks are followed."""
@@ -73,14 +74,6 @@ class Heads(Protocol):
     depths: Ints
 
 
-class Why(NamedTuple):
-    """What the policy knows of a block: its class in words, its age (seconds) there, expected hits per second."""
-
-    words: str
-    age: float
-    density: float
-
-
 class _Running(NamedTuple):
     parts: Parts
     seen: Features
@@ -105,11 +98,13 @@ class History:
         self.decides = True
         self.weighs_cost = weighs_cost
         self.requests = 0
+        self.uses = HostUses()
         self._block_tokens = block_tokens
         self._lines = Lines(REMEMBERED)
         self._rows: dict[tuple[int, int, Features, int | None], int] = {}
         self._names: list[tuple[Features, int | None, bool]] = []
         self._remembered: deque[Parts] = deque()
+        self._unsettled: deque[Parts] = deque()
         self._landmarks: dict[bytes, int] = {}
         self._landmark_keys: dict[int, list[bytes]] = {}
         self._running: dict[int, _Running] = {}
@@ -165,6 +160,7 @@ class History:
         parts = Parts(number, top, end, shared)
         self._running[number] = _Running(parts, seen, found.line, key(blocks - 1) if blocks else b"")
         self._remembered.append(parts)
+        self._settle(parts, now)
         if len(self._remembered) > REMEMBERED:
             self._forget(self._remembered.popleft(), now)
         return parts
@@ -221,10 +217,18 @@ class History:
             self._end(number, at)
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            slots = [slot for parts in self._remembered for slot in (parts.shared, parts.own) if slot]
-            self._refit = self.rates.refit(self.segments.open_landmarks(slots, now))
+            self._refit = self.rates.refit(self.segments.open_landmarks(now))
         if self._refit is not None and next(self._refit, self) is self:
             self._refit = None
+
+    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
+        """A block of the segment leaves the host, or a device."""
+        if segment != NOBODY:
+            self.uses.let_go(now - self.segments.arrived[segment], is_host=is_host)
+
+    def is_worth_saving(self, segment: int, share: float) -> bool:
+        """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
+        return segment == NOBODY or self.uses.is_worth(self.queue_of(segment), share)
 
     # -- what to choose ----------------------------------------------------------------------------------------
 
@@ -266,14 +270,14 @@ class History:
         worth[heads.ranks[:queues] == NO_RANK] = np.inf
         return worth
 
-    def why(self, segment: int, now: float) -> Why | None:
+    def worth(self, segment: int, now: float) -> Worth | None:
         """What is known of blocks of the segment; None of one that is nobody's."""
         if segment == NOBODY:
             return None
         queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
         seen, output, is_shared = self._names[queue]
         words = in_words(seen, output, is_shared=is_shared)
-        return Why(words, age, float(self.rates.density[queue, bin_of(age)]))
+        return Worth(words, age, float(self.rates.density[queue, bin_of(age)]))
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -291,6 +295,8 @@ class History:
             if slot:
                 self._touched(slot, now, is_first=segments.first[slot] == at, is_last=segments.last[slot] == at + 1)
                 since = max(since, segments.arrived[slot])
+                if segments.last[slot] == at + 1:
+                    self._used(slot, now, at + 1 - max(segments.top[slot], segments.bottom[slot]))
             if not shared and lines.children(each) > 1:
                 shared = at + 1
         at = resident
@@ -303,6 +309,7 @@ class History:
             since = max(since, segments.arrived[slot])
             shared = shared or self._shared_above(path, slot, top, at)
             self._touched(slot, now, is_first=top == segments.first[slot], is_last=at == segments.last[slot])
+            self._used(slot, now, at - top)
             segments.top[slot] = at
             segments.release(slot)
             at = top
@@ -338,6 +345,23 @@ class History:
             self.rates.touched(segments.queue_after[slot], now - segments.ended[slot], weight)
         elif flags & IS_RUNNING:
             segments.early[slot] += weight
+
+    def _used(self, slot: int, now: float, blocks: int) -> None:
+        segments = self.segments
+        rows = (segments.queue[slot], segments.queue_after[slot])
+        self.uses.used(rows, now - segments.arrived[slot], blocks)
+
+    def _settle(self, newest: Parts, now: float) -> None:
+        """What nobody has used again until the host would have let go of it is not worth a copy."""
+        segments, unsettled = self.segments, self._unsettled
+        self.uses.request()
+        unsettled.append(newest)
+        while now - segments.arrived[unsettled[0].own] > self.uses.host_seconds or len(unsettled) > REMEMBERED:
+            parts = unsettled.popleft()
+            for slot in (parts.shared, parts.own):
+                if slot != NOBODY and segments.last[slot] > segments.top[slot]:
+                    rows = (segments.queue[slot], segments.queue_after[slot])
+                    self.uses.unused(rows, segments.last[slot] - segments.top[slot])
 
     def _forget(self, parts: Parts, now: float) -> None:
         """The request is no longer followed."""

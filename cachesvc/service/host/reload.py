@@ -127,6 +127,7 @@ def live_settings(
         "store_limit": partial(backend.limit_copies, Direction.STORE),
         "eviction": partial(set_eviction, core),
         "write_policy": lambda value: setattr(core, "writing", replace(core.writing, policy=WritePolicy(value))),
+        "write_back_share": lambda value: setattr(core, "writing", replace(core.writing, share=value)),
         "write_through_threshold": lambda value: setattr(core, "writing", replace(core.writing, threshold=value)),
         "wait_seconds": partial(setattr, node, "wait_seconds"),
         "operations_per_step": partial(setattr, cache, "operations_per_step"),
