@@ -74,7 +74,7 @@ def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> No
     if blocks.chooser is not None:
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
-        sequence.request = Request(blocks.chooser, blocks.index, path, call.now, waited)
+        sequence.follow(Request(blocks.chooser, blocks.index, path, call.now, waited))
 
 
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from cachesvc.model.requests import Ended, Parts, Worth
 from cachesvc.policy.hazard.ages import BINS, bin_of
-from cachesvc.policy.hazard.classes import Features, features, in_words, output_class
+from cachesvc.policy.hazard.asked import Heads, Path
+from cachesvc.policy.hazard.classes import Classes, Features, features, output_class
 from cachesvc.policy.hazard.lines import Line, Lines
 from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 from cachesvc.policy.hazard.segments import (
@@ -50,30 +51,6 @@ LINEAR_TOKENS = 30_500
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
-class Path(Protocol):
-    """A request's blocks from the root on: ``known`` of them resident or remembered, ``resident`` in the cache."""
-
-    blocks: int
-    known: int
-    resident: int
-
-    def key(self, position: int) -> bytes:
-        """Key of a block."""
-
-    def segment(self, position: int) -> int:
-        """Segment of a resident block."""
-
-
-class Heads(Protocol):
-    """The first candidate of each queue of a place: ``ranks`` (``NO_RANK``: there is none), ``since`` when its age
-    counts (seconds), its ``segments``, and its position in the prompt (``depths``)."""
-
-    ranks: Ints
-    since: Floats
-    segments: list[int]
-    depths: Ints
-
-
 class _Running(NamedTuple):
     parts: Parts
     seen: Features
@@ -94,6 +71,7 @@ class History:
     def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
         self.segments = Segments()
         self.rates = Rates()
+        self.classes = Classes(self.rates.add_row)
         self.on_moved: Callable[[int], None] = lambda _: None
         self.decides = True
         self.weighs_cost = weighs_cost
@@ -101,8 +79,6 @@ class History:
         self.uses = HostUses()
         self._block_tokens = block_tokens
         self._lines = Lines(REMEMBERED)
-        self._rows: dict[tuple[int, int, Features, int | None], int] = {}
-        self._names: list[tuple[Features, int | None, bool]] = []
         self._remembered: deque[Parts] = deque()
         self._unsettled: deque[Parts] = deque()
         self._landmarks: dict[bytes, int] = {}
@@ -112,7 +88,7 @@ class History:
         self._ends: dict[int, _End] = {}
         self._refit: Iterator[None] | None = None
         self._next_fit = FIRST_FIT
-        self._row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
+        self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
         """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
@@ -153,9 +129,9 @@ class History:
         begin, resident = self.segments.begin, path.resident
         top = NOBODY
         if shared:
-            queue = self._row(WHILE_RUNNING, seen, None, is_shared=True)
+            queue = self.classes.row(WHILE_RUNNING, seen, None, is_shared=True)
             top = begin(number, now, queue, 0, shared, resident, IS_SHARED)
-        queue = self._row(WHILE_RUNNING, seen, None, is_shared=False)
+        queue = self.classes.row(WHILE_RUNNING, seen, None, is_shared=False)
         end = begin(number, now, queue, shared, blocks, resident, 0)
         parts = Parts(number, top, end, shared)
         self._running[number] = _Running(parts, seen, found.line, key(blocks - 1) if blocks else b"")
@@ -275,9 +251,7 @@ class History:
         if segment == NOBODY:
             return None
         queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
-        seen, output, is_shared = self._names[queue]
-        words = in_words(seen, output, is_shared=is_shared)
-        return Worth(words, age, float(self.rates.density[queue, bin_of(age)]))
+        return Worth(self.classes.in_words(queue), age, float(self.rates.density[queue, bin_of(age)]))
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -397,22 +371,12 @@ class History:
                 if blocks <= segments.first[slot]:
                     segments.flags[slot] &= ~LANDMARKS
             if ended.output_tokens is not None:
-                after = self._row(AFTER_END, seen, output_class(ended.output_tokens), is_shared=is_shared)
+                after = self.classes.row(AFTER_END, seen, output_class(ended.output_tokens), is_shared=is_shared)
                 segments.queue_after[slot], segments.ended[slot] = after, at
                 if segments.early[slot]:
                     self.rates.touched(after, 0.0, segments.early[slot])
                 self.on_moved(slot)
             segments.release(slot)
-
-    def _row(self, table: int, seen: Features, output: int | None, *, is_shared: bool) -> int:
-        """The number of a class, which is that of its queue."""
-        name = (table, int(is_shared), seen, output)
-        row = self._rows.get(name)
-        if row is None:
-            group = (int(is_shared), seen.new_tokens, -1 if output is None else output)
-            row = self._rows[name] = self.rates.add_row(table, group)
-            self._names.append((seen, output, is_shared))
-        return row
 
 
 _ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS
