@@ -185,6 +185,7 @@ class History:
             heapq.heappush(self._ending, (at, parts.number))
         else:
             self._end(parts.number, at)
+        self._learn()
 
     def advance(self, now: float) -> None:
         """It is ``now``: what is due by then is done, and a little of what there is to learn."""
@@ -194,6 +195,10 @@ class History:
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
             self._refit = self.rates.refit(self.segments.open_landmarks(now))
+        self._learn()
+
+    def _learn(self) -> None:
+        """A step of the refit that is under way."""
         if self._refit is not None and next(self._refit, self) is self:
             self._refit = None
 
