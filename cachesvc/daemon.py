@@ -22,7 +22,7 @@ from cachesvc.hardware import Hardware, check_memory, choose_hardware, link_cost
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.keyring import Keyring
@@ -263,9 +263,9 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         leases=config.leases,
         events_per_model=config.event_history,
     )
-    writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
+    writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
     new_name = partial(lease_name, epoch)
-    return Core(Ledger(), engine, rank_rule(config.eviction), writing, limits, new_name=new_name)
+    return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
 
 
 def _rows(ledger: Ledger) -> int:

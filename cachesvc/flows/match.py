@@ -10,6 +10,7 @@ from cachesvc.flows.peers import Sharing, share
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.requests import PromptPath, Request
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
@@ -17,9 +18,17 @@ from cachesvc.model.keys import KEY_BYTES
 
 
 def match(
-    core: Core, call: Call, sequence_id: int, keys: bytes, max_blocks: int, sharing: Sharing | None = None
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    keys: bytes,
+    max_blocks: int,
+    sharing: Sharing | None = None,
+    waited: float = 0.0,
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
+
+    ``waited``: seconds since the request came to its engine.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
     Conflict (the sequence is open), DaemonDraining.
@@ -43,6 +52,10 @@ def match(
     asked = min(asked, max_blocks) if max_blocks else asked
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
+    if core.eviction.learns and replica.shadow is not None:
+        replica.shadow.matched(keys, asked, hit.device_blocks)
+    if model.blocks.chooser is not None:
+        follow(call, sequence, hit.blocks, waited)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
     tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
@@ -52,6 +65,16 @@ def match(
         _computing(model, keys, hit.blocks),
         tables if hit.device_blocks else (),
     )
+
+
+def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
+    """The eviction policy follows the request from now on: what it uses is its own."""
+    model, keys = call.model, bytes(sequence.keys)
+    blocks = model.blocks
+    if blocks.chooser is not None:
+        resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
+        path = PromptPath(blocks.index, keys, known, resident)
+        sequence.follow(Request(blocks.chooser, blocks.index, path, call.now, waited))
 
 
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:

@@ -144,13 +144,16 @@ class Registration:
         model = self._new.model or self._enter_model(core, vault)
         place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
         made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
+        made.shadow = core.eviction.new_shadow(place.pools[place.lead].capacity)
         model.replicas.append(made)
         model.last_used = now
         return Registered(model, made, existed=False)
 
     def _enter_model(self, core: Core, vault: Vault) -> Model:
         ledger, request, keep = core.ledger, self.request, core.limits.events_per_model
-        blocks = BlockLedger(request.layout, self._on_host, core.rank, ledger.ages, ledger.moment, keep)
+        policy, layout = core.eviction, request.layout
+        history = policy.new_history(layout.block_tokens)
+        blocks = BlockLedger(layout, self._on_host, policy.rank, ledger.ages, ledger.moment, keep, history)
         model = ledger.models[self._model_id] = Model(
             self._model_id,
             request.name,

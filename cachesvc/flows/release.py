@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.turns import TURN
 from cachesvc.model.answers import Wait
+from cachesvc.model.columns import Releases
 from cachesvc.model.errors import NotFound
+from cachesvc.model.requests import Ended
 
 
 def release_many(
-    core: Core, call: Call, sequences: Sequence[int], entries: range, told: list[int], held: Container[int] = ()
+    core: Core, call: Call, releases: Releases, entries: range, told: list[int], held: Container[int] = ()
 ) -> None:
     """``release`` for ``entries``, in order. ``told`` gets the pages of each; it is short where there is no such
     sequence, it is among ``held``, or it takes more turns than one."""
     for entry in entries:
-        number = sequences[entry]
+        number, tokens = releases.sequences[entry], releases.output_tokens
         if number not in call.lease.sequences or number in held:
             return
-        freed = release(core, call, number)
+        freed = release(core, call, number, Ended(tokens[entry]) if tokens else None)
         if isinstance(freed, Wait):
             return
         told.append(freed)
 
 
-def release(core: Core, call: Call, sequence_id: int) -> int | Wait:
-    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time).
+def release(core: Core, call: Call, sequence_id: int, ended: Ended | None = None) -> int | Wait:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time). ``ended``: how
+    its request did, for the eviction policy.
 
     One that takes more turns than one is gone for other calls from the first on; a call that is given up half-way can
     be sent again.
@@ -35,6 +38,8 @@ def release(core: Core, call: Call, sequence_id: int) -> int | Wait:
     sequence = call.lease.sequences.get(sequence_id)
     if sequence is None:
         raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+    if ended is not None and sequence.request is not None:
+        sequence.request.ended = ended
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

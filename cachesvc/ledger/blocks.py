@@ -7,7 +7,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,10 +16,12 @@ import numpy as np
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Dropped, Journal, Moment
-from cachesvc.ledger.leaves import LeafOrder, Rank
+from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.orders import RankRule, leaf_order, window_order, window_rank
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.queues import NO_SEGMENT, Chooser, QueuedLeaves
 from cachesvc.ledger.windows import (
     Prefix,
     WindowSearch,
@@ -31,7 +33,7 @@ from cachesvc.ledger.windows import (
 from cachesvc.model.errors import InvalidRequest, LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, STAMP_BITS, Tier
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
 
 __all__ = [
     "BlockLedger",
@@ -46,9 +48,6 @@ __all__ = [
 
 HOST_PLACE = 0
 IS_READY = int(READY)  # an enum takes thrice as long to compare
-DEPTH_BITS = 32
-RankRule = Callable[[int, int, int], Rank]
-"""``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
 
 
 class Hit(NamedTuple):
@@ -81,12 +80,18 @@ class BlockLedger:
         ages: Ages | None = None,
         moment: Moment | None = None,
         keep_events: int = KEEP_EVENTS,
+        chooser: Chooser | None = None,
     ) -> None:
         self.layout = layout
         self._window_needs = window_needs(layout)
         self.ages = ages or Ages()
         self.index = BlockIndex()
-        self.journal = Journal(self.index.keys, self.index.parent, moment or Moment(), keep_events)
+        self.moment = moment or Moment()
+        self.journal = Journal(self.index.keys, self.index.parent, self.moment, keep_events)
+        self.chooser = chooser
+        if chooser is not None:
+            self.index.follows_requests = True
+            chooser.on_moved = self._requeue
         self.rank = rank
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
@@ -100,37 +105,32 @@ class BlockLedger:
     def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         place = Place(name, self.layout, pools, self.journal, self.index.places)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
-        place.leaves = self._leaf_order(place)
-        place.window_leaves = {group: self._window_order(place, group) for group in place.window_groups}
+        place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
+        place.window_leaves = {
+            group: window_order(self.index, place, group, self.layout.sink_blocks(group))
+            for group in place.window_groups
+        }
         self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
         return place
 
-    def _leaf_order(self, place: Place) -> LeafOrder:
-        """Leaves of a place that nobody uses and nothing moves, in the order of the eviction policy."""
-        index, states, pins, children = self.index, place.states[place.lead], place.pins, place.children
-        flights, stamp, hits, depth, rule = index.flights, index.stamp, index.hits, index.depth, self.rank
+    def follow(self, chooser: Chooser) -> None:
+        """A policy that follows requests chooses from now on, where one by the order of last access did."""
+        self.chooser = chooser
+        chooser.on_moved = self._requeue
 
-        def may_go(row: int) -> bool:
-            return states[row] == IS_READY and not (pins[row] or children[row] or flights[row])
+        def made(place: Place) -> LeafOrder:
+            order = leaf_order(self.index, place, self.rank, chooser)
+            assert isinstance(order, QueuedLeaves)
+            order.adopt(place.leaves)
+            return order
 
-        def rank(row: int) -> Rank:
-            return rule(stamp[row], hits[row], depth[row])
+        self.index.follow_requests(made)
 
-        return LeafOrder(may_go, rank)
-
-    def _window_order(self, place: Place, group: int) -> LeafOrder:
-        """Windowed copies of a place that no window holds and nothing moves: they may go by themselves."""
-        index, states, pins = self.index, place.states[group], place.window_pins[group]
-        flights, reached, stamp, depth = index.flights, index.reached, index.stamp, index.depth
-        sinks = self.layout.sink_blocks(group)
-
-        def may_go(row: int) -> bool:
-            return states[row] == IS_READY and not (pins[row] or flights[row])
-
-        def rank(row: int) -> Rank:
-            return window_rank(reached[row], stamp[row], depth[row], depth[row] < sinks)
-
-        return LeafOrder(may_go, rank)
+    def _requeue(self, segment: int) -> None:
+        """The policy has another class for a segment."""
+        for place in self.index.places:
+            assert isinstance(place.leaves, QueuedLeaves)
+            place.leaves.requeue(segment)
 
     # -- match -------------------------------------------------------------------------------------------------
 
@@ -303,6 +303,8 @@ class BlockLedger:
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
         """
         place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
+        if self.chooser is not None:
+            self.chooser.let_go(self.index.segments[row], self.moment.seconds, is_host=place is self.host)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 place.drop(group, row, cause)
@@ -331,9 +333,17 @@ class BlockLedger:
             self.dropped.append(
                 Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
             )
+            if self.chooser is not None:
+                self._leave_segment(row, key)
             index.remove(row)
         if parent != NO_ROW:
             place.leaves.update(parent)
+
+    def _leave_segment(self, row: int, key: bytes) -> None:
+        segment = self.index.segments[row]
+        if segment != NO_SEGMENT and self.chooser is not None:
+            self.chooser.left(segment, self.index.depth[row], key)
+            self.index.segments[row] = NO_SEGMENT
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes this row's copies."""
@@ -386,12 +396,3 @@ class BlockLedger:
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)
-
-
-def window_rank(reached: int, stamp: int, depth: int, is_sink: bool) -> Rank:
-    """The order in which windowed copies go by themselves.
-
-    First those that no hit has looked back to and no sequence has ended on, then by when that was; of equal rank
-    oldest first and a prompt's front before its end, but its sinks last: without them no window is worth anything.
-    """
-    return ((reached << 1 | is_sink) << STAMP_BITS | stamp) << DEPTH_BITS | depth

@@ -9,7 +9,7 @@ What eviction ranks are made of changes here alone, so here the candidates are k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from cachesvc.ledger.pages import AT_ONCE
 from cachesvc.ledger.parted import PartedDict
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
+FEW_BLOCKS, RUN_ROWS = 32, 512
+"""Below so many blocks rows are looked at one by one; others so many at a time."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows that are added at a time."""
 
@@ -28,6 +31,7 @@ class BlockIndex:
     """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow.
 
     ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
+    ``segments``: of which segment of a request it is, where the eviction policy follows requests (``queues.py``).
     ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
     child does so already (``continued``), and begins one of its own otherwise. So what a row's ancestors are is told
     by a few chains and depths. ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all
@@ -47,10 +51,12 @@ class BlockIndex:
         self.hits = array("i")
         self.reuses = array("H")
         self.flights = array("H")
+        self.segments = array("i")
         self.flying: set[int] = set()
         self.places: list[Place] = []
         self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
+        self.follows_requests = False
 
     def __len__(self) -> int:
         return len(self.keys) - len(self._spare_rows)
@@ -119,6 +125,8 @@ class BlockIndex:
         self.keys.extend([None] * more)
         for column in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
             column.frombytes(bytes(column.itemsize * more))
+        if self.follows_requests:
+            self.segments.frombytes(bytes(4 * more))
         for short in (self.reuses, self.flights):
             short.frombytes(bytes(short.itemsize * more))
         self.continued.extend(bytes(more))
@@ -162,6 +170,53 @@ class BlockIndex:
             self.stamp[row] = stamp
             for order in moved:
                 order.update(row)
+
+    def follow_requests(self, made: Callable[[Place], LeafOrder]) -> None:
+        """The policy follows requests from now on: rows have segments, and ``made`` gives each place's candidates."""
+        self.follows_requests = True
+        self.segments.frombytes(bytes(4 * (len(self.keys) - len(self.segments))))
+        for place in self.places:
+            before = place.leaves
+            place.leaves = made(place)
+            self.orders[self.orders.index(before)] = place.leaves
+
+    def take_over(self, tip: int, parts: Parts) -> None:
+        """A request was the last to use ``tip`` and all above it. Candidates among them wait anew."""
+        segments, shared = self.segments, parts.shared_blocks
+        orders = [(place.leaves, place.leaves.filed) for place in self.places if len(place.leaves)]
+        moved: list[tuple[LeafOrder, int]] = []
+        position = self.depth[tip] + 1
+        for first, last in self._runs(tip):
+            for order, filed in orders:
+                row = filed.find(1, first, last)
+                while row >= 0:
+                    order.remove(row)
+                    moved.append((order, row))
+                    row = filed.find(1, row + 1, last)
+            position -= last - first
+            middle = min(max(first + shared - position, first), last)
+            segments[first:middle] = array("i", (parts.shared,)) * (middle - first)
+            segments[middle:last] = array("i", (parts.own,)) * (last - middle)
+        for order, row in moved:
+            order.update(row)
+
+    def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
+        """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
+        that came together mostly are."""
+        parent = self.parent
+        row = tip
+        while row != NO_ROW:
+            first = row
+            if self.depth[row] < FEW_BLOCKS:
+                while parent[first] == first - 1 and first:
+                    first -= 1
+            else:
+                low = max(row - RUN_ROWS, 0)
+                above = np.frombuffer(parent, np.int32, row - low + 1, 4 * low)
+                ends = np.flatnonzero(above != np.arange(low - 1, row, dtype=np.int32))
+                first = low + int(ends[-1]) if len(ends) else low
+            yield first, row + 1
+            row = parent[first]
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``,

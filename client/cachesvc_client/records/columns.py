@@ -51,6 +51,12 @@ class SequenceColumns(Generic[H]):
         """``[max_sequences]``: leading blocks that are shared and immutable. Not to be written."""
         return self.record.sealed
 
+    @property
+    def output_tokens(self) -> npt.NDArray[np.int64]:
+        """``[max_sequences]``, for the engine to write: what the request of a slot has put out when it is released, of
+        which eviction learns; -1 where it does not say."""
+        return self.record.output_tokens
+
     def add(self, sequence: H) -> int:
         """Lend a sequence; its slot, the lowest that is free. Until ``take`` it is used by its slot alone.
 
@@ -83,6 +89,7 @@ class ColumnsRecord(Generic[H]):
         self.tables[:] = NO_PAGE
         self.blocks = np.zeros(max_sequences, np.int32)
         self.sealed = np.zeros(max_sequences, np.int32)
+        self.output_tokens = np.full(max_sequences, -1, np.int64)
         self.max_blocks = max_blocks
         self.asked = np.zeros(max_sequences, np.int32)
         self.known = np.zeros(max_sequences, np.int32)
@@ -258,6 +265,8 @@ class ColumnsRecord(Generic[H]):
             table.put(0, cells[slot, :blocks])
         record.sealed_blocks, record.asked_blocks = int(self.sealed[slot]), int(self.asked[slot])
         record.known_keys = max(record.known_keys, int(self.known[slot]))
+        if self.output_tokens[slot] >= 0:
+            record.output_tokens = int(self.output_tokens[slot])
         return record
 
     def push(self, slot: int) -> None:
@@ -275,6 +284,7 @@ class ColumnsRecord(Generic[H]):
         self.tables[:, slot, : self.blocks[slot]] = NO_PAGE
         for column in (self.blocks, self.sealed, self.asked, self.known, self.ids):
             column[slot] = 0
+        self.output_tokens[slot] = -1
         self._holders[slot] = None
         self._with_spares.discard(slot)
         heapq.heappush(self._free, slot)
