@@ -37,6 +37,7 @@ def match(
     lease.sequences[sequence_id] = sequence
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks
+    model.recent.add(call.now, keys, core.limits.recent_blocks // len(core.ledger.models))
     core.count(Count.MATCH_REQUESTS)
     asked = len(keys) // KEY_BYTES
     core.count(Count.MATCH_BLOCKS, asked)

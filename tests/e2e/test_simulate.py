@@ -11,16 +11,22 @@ import pytest
 from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
 from cachesvc_ctl.lab.trace import read_trace
 
+from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT
+from tests.e2e.rig import running_node
 from tests.e2e.test_replay import LIMIT, REAL, TRACES
 from tests.oracle import distinct_blocks, lru_hits, pool_capacity
 
 KEYS = {"policy", "write_policy", "device_blocks", "host_blocks", "requests", "blocks", "hits", "seconds"}
 
 
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cachesvc_ctl.main", "simulate", *arguments]
+def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cachesvc_ctl.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return ctl("simulate", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +114,28 @@ def test_a_real_trace_counts_as_the_oracle_does(trace: Path, tmp_path: Path) -> 
     requests = list(read_trace(trace, limit=LIMIT))
     for row in json.loads(out.read_text(encoding="utf-8"))["rows"]:
         assert row["hits"]["device"] == lru_hits(requests, row["device_blocks"]).hits
+
+
+def test_the_last_requests_of_a_daemon_are_a_trace(tmp_path: Path) -> None:
+    trace, out = tmp_path / "recent.jsonl.zst", tmp_path / "rows.json"
+    with running_node() as node, Engine(node.socket, device_pages=16) as engine:
+        tokens = engine.registration.layout.block_tokens
+        for seed, blocks in ((1, 4), (2, 3), (1, 2), (1, 4)):
+            engine.serve(prompt(seed, blocks))
+        dumped = ctl("dump", str(trace), "--requests", "--socket", node.socket)
+        named = ctl("dump", str(tmp_path / "recent.json"), "--requests", "--socket", node.socket)
+    assert dumped.returncode == 0, dumped.stderr
+    assert dumped.stdout.startswith(f"4 requests, for --block-tokens {tokens}, in {trace}")
+    assert (named.returncode, "ends in .jsonl" in named.stderr, list(tmp_path.iterdir())) == (2, True, [trace])
+    requests = list(read_trace(trace, block_tokens=tokens))
+    assert [request.block_ids for request in requests] == [(0, 1, 2, 3), (4, 5, 6), (0, 1), (0, 1, 2, 3)]
+    times = [request.timestamp_ms for request in requests]
+    assert times == sorted(times)
+    assert times[0] == 0
+    ended = simulate(str(trace), "--block-tokens", str(tokens), "--device-blocks", "4,16", "--json", str(out))
+    assert ended.returncode == 0, ended.stderr
+    hits = {
+        (row["policy"], row["device_blocks"]): row["hits"]["device"]
+        for row in json.loads(out.read_text(encoding="utf-8"))["rows"]
+    }
+    assert hits == {("lru", 4): 3, ("opt", 4): 3, ("lru", 16): 6, ("opt", 16): 6}
