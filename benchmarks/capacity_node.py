@@ -20,7 +20,7 @@ from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.questions.verify import verify_at_once
 from cachesvc.swap.headroom import Headroom
@@ -108,7 +108,7 @@ class Node:
     def __init__(self, layout: Layout, device_pages: tuple[int, ...], pool_bytes: int) -> None:
         self.mover = InstantMover()
         writing = WriteRule(WritePolicy.WRITE_BACK, threshold=2, remember=64)
-        self.core = Core(Ledger(), self.mover, rank_rule("lru"), writing, Limits())
+        self.core = Core(Ledger(), self.mover, eviction_policy("lru"), writing, Limits())
         device, host = PoolRequest(device_pages), PoolRequest((0,) * len(layout.groups))
         request = RegisterRequest("m", layout, device_pool=device, host_pool=host)
         self.model = register(self.core, CountedVault(pool_bytes), request, 0.0).model

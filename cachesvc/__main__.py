@@ -19,7 +19,7 @@ from cachesvc.command_line import Parser
 from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LIVE, LOG_LEVELS, Config, load_config
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import RANK_RULES
+from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     policies = [policy.value for policy in WritePolicy]
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
-    add("--eviction", choices=sorted(RANK_RULES), help="which blocks go first (default lru)")
+    add("--eviction", choices=sorted(EVICTION_POLICIES), help="which blocks go first (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")

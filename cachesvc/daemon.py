@@ -22,7 +22,7 @@ from cachesvc.hardware import Hardware, check_memory, choose_hardware, link_cost
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.keyring import Keyring
@@ -261,7 +261,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
     new_name = partial(lease_name, epoch)
-    return Core(Ledger(), engine, rank_rule(config.eviction), writing, limits, new_name=new_name)
+    return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
 
 
 def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:

@@ -12,7 +12,7 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.turns import Chores, Turns
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.transfer import TimelineSlot, Transfer
-from cachesvc.policy.eviction import RankRule
+from cachesvc.policy.eviction import Eviction
 from cachesvc.policy.writing import WriteRule
 
 
@@ -74,7 +74,7 @@ class Core:
 
     ledger: Ledger
     mover: Mover
-    rank: RankRule
+    eviction: Eviction
     writing: WriteRule
     limits: Limits = field(default_factory=Limits)
     turns: Turns = field(default_factory=Turns)

@@ -10,6 +10,7 @@ from cachesvc.flows.peers import Sharing, share
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.requests import PromptPath, Request
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
@@ -44,6 +45,8 @@ def match(
     asked = min(asked, max_blocks) if max_blocks else asked
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
+    if model.blocks.chooser is not None:
+        follow(call, sequence, hit.blocks)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
     tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
@@ -53,6 +56,16 @@ def match(
         _computing(model, keys, hit.blocks),
         tables if hit.device_blocks else (),
     )
+
+
+def follow(call: Call, sequence: Sequence, hit_blocks: int) -> None:
+    """The eviction policy follows the request from now on: what it uses is its own."""
+    model, keys = call.model, bytes(sequence.keys)
+    blocks = model.blocks
+    if blocks.chooser is not None:
+        resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
+        path = PromptPath(blocks.index, keys, known, resident)
+        sequence.request = Request(blocks.chooser, blocks.index, path, call.now)
 
 
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:

@@ -150,7 +150,9 @@ class Registration:
 
     def _enter_model(self, core: Core, vault: Vault) -> Model:
         ledger, request, keep = core.ledger, self.request, core.limits.events_per_model
-        blocks = BlockLedger(request.layout, self._on_host, core.rank, ledger.ages, ledger.moment, keep)
+        policy, layout = core.eviction, request.layout
+        history = policy.new_history(layout.block_tokens)
+        blocks = BlockLedger(layout, self._on_host, policy.rank, ledger.ages, ledger.moment, keep, history)
         model = ledger.models[self._model_id] = Model(
             self._model_id,
             request.name,

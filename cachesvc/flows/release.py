@@ -9,6 +9,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.turns import TURN
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import NotFound
+from cachesvc.model.requests import Ended
 
 
 def release_many(
@@ -26,8 +27,9 @@ def release_many(
         told.append(freed)
 
 
-def release(core: Core, call: Call, sequence_id: int) -> int | Wait:
-    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time).
+def release(core: Core, call: Call, sequence_id: int, ended: Ended | None = None) -> int | Wait:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time). ``ended``: how
+    its request did, for the eviction policy.
 
     One that takes more turns than one is gone for other calls from the first on; a call that is given up half-way can
     be sent again.
@@ -35,6 +37,8 @@ def release(core: Core, call: Call, sequence_id: int) -> int | Wait:
     sequence = call.lease.sequences.get(sequence_id)
     if sequence is None:
         raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+    if ended is not None and sequence.request is not None:
+        sequence.request.ended = ended
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

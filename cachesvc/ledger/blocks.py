@@ -17,6 +17,7 @@ from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.queues import NO_SEGMENT, Chooser, QueuedLeaves
 from cachesvc.ledger.windows import (
     Prefix,
     WindowSearch,
@@ -86,12 +87,18 @@ class BlockLedger:
         ages: Ages | None = None,
         moment: Moment | None = None,
         keep_events: int = KEEP_EVENTS,
+        chooser: Chooser | None = None,
     ) -> None:
         self.layout = layout
         self._window_needs = window_needs(layout)
         self.ages = ages or Ages()
         self.index = BlockIndex()
-        self.journal = Journal(self.index.keys, self.index.parent, moment or Moment(), keep_events)
+        self.moment = moment or Moment()
+        self.journal = Journal(self.index.keys, self.index.parent, self.moment, keep_events)
+        self.chooser = chooser
+        if chooser is not None:
+            self.index.follows_requests = True
+            chooser.on_moved = self._requeue
         self.rank = rank
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
@@ -121,7 +128,15 @@ class BlockLedger:
         def rank(row: int) -> Rank:
             return rule(stamp[row], hits[row], depth[row])
 
+        if self.chooser is not None:
+            return QueuedLeaves(may_go, rank, self.chooser, index.segments, depth)
         return LeafOrder(may_go, rank)
+
+    def _requeue(self, segment: int) -> None:
+        """The policy has another class for a segment."""
+        for place in self.index.places:
+            assert isinstance(place.leaves, QueuedLeaves)
+            place.leaves.requeue(segment)
 
     def _window_order(self, place: Place, group: int) -> LeafOrder:
         """Windowed copies of a place that no window holds and nothing moves: they may go by themselves."""
@@ -323,9 +338,17 @@ class BlockLedger:
             self.dropped.append(
                 Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
             )
+            if self.chooser is not None:
+                self._leave_segment(row, key)
             index.remove(row)
         if parent != NO_ROW:
             place.leaves.update(parent)
+
+    def _leave_segment(self, row: int, key: bytes) -> None:
+        segment = self.index.segments[row]
+        if segment != NO_SEGMENT and self.chooser is not None:
+            self.chooser.left(segment, self.index.depth[row], key)
+            self.index.segments[row] = NO_SEGMENT
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes this row's copies."""

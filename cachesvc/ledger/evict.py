@@ -11,7 +11,6 @@ there is. What a victim of a device place becomes:
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -22,8 +21,9 @@ from typing import NamedTuple
 from cachesvc.ledger.blocks import BlockLedger, Filling
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import Cause
-from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
+from cachesvc.ledger.leaves import ROW_MASK
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.walk import walk_of
 from cachesvc.model.words import ABSENT, FILLING, READY
 
 
@@ -61,53 +61,6 @@ class EvictionPlan:
         return alone + sum(states[row] != ABSENT for row in self.drops)
 
 
-class _Walk:
-    """Candidates of one place in rank order, as if the victims taken so far were gone already. Changes nothing."""
-
-    def __init__(self, ledger: BlockLedger, place: Place) -> None:
-        self.ledger = ledger
-        self.place = place
-        self.taken: set[int] = set()
-        self._filed = iter(place.leaves)
-        self._next = next(self._filed, None)
-        self._children: dict[int, int] = {}
-        self._stamps: dict[int, int] = {}
-        self._exposed: list[int] = []
-
-    def next(self) -> int | None:
-        """The next candidate, or None."""
-        entry = self._next
-        if self._exposed and (entry is None or self._exposed[0] < entry):
-            return heapq.heappop(self._exposed) & ROW_MASK
-        if entry is None:
-            return None
-        self._next = next(self._filed, None)
-        return entry & ROW_MASK
-
-    def take(self, row: int) -> None:
-        """Count ``row`` as gone from the place; its parent may become a candidate."""
-        index, place = self.ledger.index, self.place
-        self.taken.add(row)
-        parent = index.parent[row]
-        if parent == NO_ROW:
-            return
-        left = self._children.get(parent, place.children[parent]) - 1
-        self._children[parent] = left
-        stamp = max(self._stamp(row), self._stamp(parent))
-        self._stamps[parent] = stamp
-        if left == 0 and self._is_free(parent):
-            rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
-            heapq.heappush(self._exposed, rank << ROW_BITS | parent)
-
-    def _stamp(self, row: int) -> int:
-        return self._stamps.get(row, self.ledger.index.stamp[row])
-
-    def _is_free(self, row: int) -> bool:
-        place = self.place
-        ready = place.states[place.lead][row] == READY
-        return ready and not place.pins[row] and not self.ledger.index.flights[row]
-
-
 class Evictor:
     """Plans and carries out evictions on one model's places."""
 
@@ -125,7 +78,7 @@ class Evictor:
         """
         plan = EvictionPlan(place)
         index = self.ledger.index
-        walk = _Walk(self.ledger, place)
+        walk = walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken)
         gone: dict[int, int] = {}
         lingering: set[int] = set()
@@ -234,7 +187,7 @@ class _HostRoom:
     def __init__(self, ledger: BlockLedger, spared: Collection[int]) -> None:
         self.ledger = ledger
         self._spared = spared
-        self.walk = _Walk(ledger, ledger.host)
+        self.walk = walk_of(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
         self._free = min(host.pools[group].free for group in host.full_groups)

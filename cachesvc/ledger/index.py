@@ -15,6 +15,7 @@ from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.parted import PartedDict
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
 LEAST_ROWS, MOST_ROWS = 16, 1024
@@ -25,6 +26,7 @@ class BlockIndex:
     """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow.
 
     ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
+    ``segments``: of which segment of a request it is, where the eviction policy follows requests (``queues.py``).
     ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
     child does so already (``continued``), and begins one of its own otherwise. So what a row's ancestors are is told
     by a few chains and depths. ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all
@@ -44,10 +46,12 @@ class BlockIndex:
         self.hits = array("i")
         self.reuses = array("H")
         self.flights = array("H")
+        self.segments = array("i")
         self.flying: set[int] = set()
         self.places: list[Place] = []
         self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
+        self.follows_requests = False
 
     def __len__(self) -> int:
         return len(self.keys) - len(self._spare_rows)
@@ -115,6 +119,8 @@ class BlockIndex:
         self.keys.extend([None] * more)
         for column in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
             column.frombytes(bytes(column.itemsize * more))
+        if self.follows_requests:
+            self.segments.frombytes(bytes(4 * more))
         for short in (self.reuses, self.flights):
             short.frombytes(bytes(short.itemsize * more))
         self.continued.extend(bytes(more))
@@ -158,6 +164,18 @@ class BlockIndex:
             self.stamp[row] = stamp
             for order in moved:
                 order.update(row)
+
+    def take_over(self, path: Sequence[int], parts: Parts) -> None:
+        """A request was the last to use the rows of ``path``, from the root on. Candidates among them wait anew."""
+        leaves = [place.leaves for place in self.places]
+        moved = [(order, row) for order in leaves for row in path if order.filed[row] and order.remove(row)]
+        segments = self.segments
+        for row in path[: parts.shared_blocks]:
+            segments[row] = parts.shared
+        for row in path[parts.shared_blocks :]:
+            segments[row] = parts.own
+        for order, row in moved:
+            order.update(row)
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``."""

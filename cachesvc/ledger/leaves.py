@@ -25,23 +25,12 @@ ROW_MASK = (1 << ROW_BITS) - 1
 BUCKET = 512
 
 
-class LeafOrder:
-    """``rank << ROW_BITS | row`` of each candidate. ``may_go(row)`` and ``rank(row)`` read the ledger's columns."""
+class SortedEntries:
+    """``rank << ROW_BITS | row`` of rows, lowest first."""
 
-    def __init__(self, may_go: Callable[[int], bool], rank: Callable[[int], Rank]) -> None:
-        self.may_go = may_go
-        self.rank = rank
-        self._filed = bytearray()
+    def __init__(self) -> None:
         self._buckets: list[list[int]] = []
         self._bounds: list[int] = []  # no entry of a bucket is above its bound, and all of the next one are
-        self._count = 0
-        self._later: list[int] | None = None
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, row: int) -> bool:
-        return bool(self._filed[row])
 
     def __iter__(self) -> Iterator[int]:
         """Entries, lowest first. Nothing may be changed meanwhile."""
@@ -49,57 +38,14 @@ class LeafOrder:
             yield from bucket
 
     @property
-    def filed(self) -> bytearray:
-        """1 for each row that is a candidate. Not to be written."""
-        return self._filed
-
-    @property
     def buckets(self) -> list[list[int]]:
         """Entries in the parts in which they are kept. Not to be written."""
         return self._buckets
 
-    def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
-        self._filed.extend(bytes(rows - len(self._filed)))
-
-    def update(self, row: int) -> None:
-        """Make ``row`` a candidate if it may go, and none if it may not. While it is filed its rank never changes."""
-        if not self.may_go(row):
-            self.remove(row)
-        elif self._later is not None:
-            self._later.append(row)
-        elif not self._filed[row]:
-            self._filed[row] = 1
-            self._count += 1
-            self._insert(self.rank(row) << ROW_BITS | row)
-
-    @contextmanager
-    def filing_later(self) -> Iterator[None]:
-        """While many leave, leaf first: who becomes a candidate is filed at the end, if it is one still."""
-        self._later = []
-        try:
-            yield
-        finally:
-            later, self._later = self._later, None
-            for row in later:
-                self.update(row)
-
-    def remove(self, row: int) -> bool:
-        """Make ``row`` no candidate; True if it was one. Call it before its rank changes."""
-        if not self._filed[row]:
-            return False
-        entry = self.rank(row) << ROW_BITS | row
-        at = bisect_left(self._bounds, entry)
-        bucket = self._buckets[at] if at < len(self._buckets) else []
-        place = bisect_left(bucket, entry)
-        if place == len(bucket) or bucket[place] != entry:
-            raise LedgerBroken(f"row {row} is not filed under its rank {entry >> ROW_BITS}")
-        del bucket[place]
-        self._filed[row] = 0
-        self._count -= 1
-        if len(bucket) < BUCKET // 4:
-            self._join(at)
-        return True
+    @property
+    def first(self) -> int | None:
+        """The lowest entry."""
+        return self._buckets[0][0] if self._buckets else None
 
     def entries_after(self, entry: int | None) -> list[int]:
         """A copy of some entries above ``entry`` (None: of the first), lowest first; empty when there are none."""
@@ -109,7 +55,8 @@ class LeafOrder:
                 return found
         return []
 
-    def _insert(self, entry: int) -> None:
+    def insert(self, entry: int) -> None:
+        """Put an entry in, which is not there yet."""
         bounds, buckets = self._bounds, self._buckets
         at = bisect_left(bounds, entry)
         if at == len(bounds):  # above all others
@@ -128,6 +75,17 @@ class LeafOrder:
             buckets.insert(at + 1, upper)
             bounds.insert(at, bucket[-1])
 
+    def delete(self, entry: int) -> None:
+        """Take an entry out. Raises LedgerBroken where it is not there."""
+        at = bisect_left(self._bounds, entry)
+        bucket = self._buckets[at] if at < len(self._buckets) else []
+        place = bisect_left(bucket, entry)
+        if place == len(bucket) or bucket[place] != entry:
+            raise LedgerBroken(f"row {entry & ROW_MASK} is not filed under its rank {entry >> ROW_BITS}")
+        del bucket[place]
+        if len(bucket) < BUCKET // 4:
+            self._join(at)
+
     def _join(self, at: int) -> None:
         """Join a bucket that has become small with a neighbour that is small too; drop it when it is empty."""
         buckets, bounds = self._buckets, self._bounds
@@ -140,3 +98,67 @@ class LeafOrder:
                 bounds[left] = bounds[left + 1]
                 del buckets[left + 1], bounds[left + 1]
                 return
+
+
+class LeafOrder(SortedEntries):
+    """The candidates of a place. ``may_go(row)`` and ``rank(row)`` read the ledger's columns."""
+
+    def __init__(self, may_go: Callable[[int], bool], rank: Callable[[int], Rank]) -> None:
+        super().__init__()
+        self.may_go = may_go
+        self.rank = rank
+        self._filed = bytearray()
+        self._count = 0
+        self._later: list[int] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, row: int) -> bool:
+        return bool(self._filed[row])
+
+    @property
+    def filed(self) -> bytearray:
+        """1 for each row that is a candidate. Not to be written."""
+        return self._filed
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` rows."""
+        self._filed.extend(bytes(rows - len(self._filed)))
+
+    def update(self, row: int) -> None:
+        """Make ``row`` a candidate if it may go, and none if it may not. While it is filed its rank never changes."""
+        if not self.may_go(row):
+            self.remove(row)
+        elif self._later is not None:
+            self._later.append(row)
+        elif not self._filed[row]:
+            self._filed[row] = 1
+            self._count += 1
+            self._file(self.rank(row) << ROW_BITS | row)
+
+    @contextmanager
+    def filing_later(self) -> Iterator[None]:
+        """While many leave, leaf first: who becomes a candidate is filed at the end, if it is one still."""
+        self._later = []
+        try:
+            yield
+        finally:
+            later, self._later = self._later, None
+            for row in later:
+                self.update(row)
+
+    def remove(self, row: int) -> bool:
+        """Make ``row`` no candidate; True if it was one. Call it before its rank changes."""
+        if not self._filed[row]:
+            return False
+        self._unfile(self.rank(row) << ROW_BITS | row)
+        self._filed[row] = 0
+        self._count -= 1
+        return True
+
+    def _file(self, entry: int) -> None:
+        self.insert(entry)
+
+    def _unfile(self, entry: int) -> None:
+        self.delete(entry)

@@ -56,8 +56,7 @@ class Reuse:
         if hit >= blocks:
             self.ceiling += hit
             return
-        resident = self._bisect(keys, hit, blocks, (index.rows,))
-        seen = self._bisect(keys, resident, blocks, (index.rows, self._young, self._old))
+        resident, seen = self.known(index, keys, hit, blocks)
         self.ceiling += seen
         self.missed[Miss.PARTLY if has_windows else Miss.ELSEWHERE] += resident - hit
         if seen > resident:
@@ -65,6 +64,11 @@ class Reuse:
             known = self._young.get(first) or self._old.get(first)
             self.missed[known[1] if known else Miss.EVICTED] += seen - resident
         self.missed[Miss.NEW] += blocks - seen
+
+    def known(self, index: BlockIndex, keys: bytes, hit: int, blocks: int) -> tuple[int, int]:
+        """Of a prompt with a hit of ``hit`` blocks, how many the index has, and how many are known or remembered."""
+        resident = self._bisect(keys, hit, blocks, (index.rows,))
+        return resident, self._bisect(keys, resident, blocks, (index.rows, self._young, self._old))
 
     @staticmethod
     def _bisect(keys: bytes, low: int, high: int, known: tuple[Mapping[bytes, object], ...]) -> int:

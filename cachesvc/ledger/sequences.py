@@ -209,6 +209,9 @@ class Sequence(BlockTables):
             self.is_open = False
             if self.room is not None:
                 self.room.release()
+            if self.request is not None:
+                last = self.key(self.sealed - 1) if self.sealed else b""
+                self.request.end(self.sealed, last, self.ledger.moment.seconds)
         first = max(self.sealed, self.hit_blocks)
         if self.declared > first:
             self._withdraw(max(first, self.declared - most), self.declared)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cachesvc.ledger.blocks import BlockLedger, Hit, hit_window_blocks, window_positions
 from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.requests import Request
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.windows import Prefix
 from cachesvc.model.keys import KEY_BYTES
@@ -33,10 +34,10 @@ class BlockTables(Hold):
     """``tables[g][i]`` is a page or NO_PAGE, int32. ``own[g]``: pages that this request alone may write, in its tables
     or spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a
     windowed group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as
-    being computed by this request.
+    being computed by this request. ``request``: what an eviction policy that follows requests is told by.
     """
 
-    __slots__ = ("cursors", "declared", "keys", "own", "tables")
+    __slots__ = ("cursors", "declared", "keys", "own", "request", "tables")
 
     def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
         super().__init__(ledger, place)
@@ -46,6 +47,7 @@ class BlockTables(Hold):
         self.own: list[set[int]] = [set() for _ in range(groups)]
         self.cursors: dict[int, int] = {}
         self.declared = 0
+        self.request: Request | None = None
 
     @property
     def blocks(self) -> int:
@@ -196,13 +198,15 @@ class BlockTables(Hold):
         if path:
             self.sealed += len(path)
             self._device.move(tip)
+            if self.request is not None:
+                self.request.sealed(first, path)
             index.touch(tip, stamp())
             if place.window_groups:
                 self._hold_windows(first, path)
             self._withdraw(first, self.sealed)
         return out
 
-    def sealed_new(self, keys: Sequence[bytes], path: Sequence[int]) -> None:
+    def sealed_new(self, keys: Sequence[bytes], path: list[int]) -> None:
         """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is pinned."""
         first = self.sealed
         last = first + len(path)
@@ -210,6 +214,8 @@ class BlockTables(Hold):
             self.keys[first * KEY_BYTES :] = b"".join(keys)
         self.sealed = last
         self._device.row = path[-1]
+        if self.request is not None:
+            self.request.sealed(first, path)
         if self.place.window_groups:
             self._hold_windows(first, path)
         if self.declared > first:

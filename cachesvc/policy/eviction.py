@@ -1,4 +1,7 @@
-"""Eviction order as a rank, one number: among the leaves that may go, the lowest rank goes first.
+"""Which block goes next, by the names of the policies.
+
+Most are a rank, one number: among the leaves that may go, the lowest rank goes first. ``hazard`` learns from requests
+which candidates will be used again, and when (``hazard/history.py``); ``hazard_cost`` weighs that by what they cost.
 
 ``stamp`` numbers the last access of a block or of anything that was below it (``STAMP_BITS`` bits at most), ``hits``
 counts accesses that ended at it, ``depth`` is its position in the prompt.
@@ -7,9 +10,11 @@ counts accesses that ended at it, ``depth`` is its position in the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import STAMP_BITS
+from cachesvc.policy.hazard.history import History
 
 RankRule = Callable[[int, int, int], int]
 
@@ -29,12 +34,38 @@ def deepest_first(stamp: int, hits: int, depth: int) -> int:
     return stamp - (depth << STAMP_BITS)
 
 
-RANK_RULES: dict[str, RankRule] = {"lru": lru, "lfu": lfu, "deepest_first": deepest_first}
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A policy by its name: the order of what is equal to it, and whether it follows requests and learns from them.
+
+    ``weighs_cost``: of a policy that learns, whether a hit counts for more the more it costs to compute.
+    """
+
+    name: str
+    rank: RankRule
+    learns: bool = False
+    weighs_cost: bool = False
+
+    def new_history(self, block_tokens: int) -> History | None:
+        """What a policy that learns keeps of one model; None for the others."""
+        return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
 
 
-def rank_rule(name: str) -> RankRule:
-    """The rule of that name. Raises InvalidRequest that lists the names."""
-    rule = RANK_RULES.get(name)
-    if rule is None:
-        raise InvalidRequest(f"unknown eviction policy {name!r}; choose one of {', '.join(sorted(RANK_RULES))}")
-    return rule
+EVICTION_POLICIES = {
+    policy.name: policy
+    for policy in (
+        Eviction("lru", lru),
+        Eviction("lfu", lfu),
+        Eviction("deepest_first", deepest_first),
+        Eviction("hazard", lru, learns=True),
+        Eviction("hazard_cost", lru, learns=True, weighs_cost=True),
+    )
+}
+
+
+def eviction_policy(name: str) -> Eviction:
+    """The policy of that name. Raises InvalidRequest that lists the names."""
+    policy = EVICTION_POLICIES.get(name)
+    if policy is None:
+        raise InvalidRequest(f"unknown eviction policy {name!r}; choose one of {', '.join(sorted(EVICTION_POLICIES))}")
+    return policy

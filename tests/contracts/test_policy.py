@@ -8,29 +8,30 @@ from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import RANK_RULES, rank_rule
+from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
 from cachesvc.policy.writing import WriteRule
 
+RANKED = [name for name, policy in EVICTION_POLICIES.items() if not policy.learns]
 NUMBERS = st.integers(0, 1 << 31)
 
 
-@pytest.mark.parametrize("name", sorted(RANK_RULES))
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 @given(stamp=NUMBERS, hits=NUMBERS, depth=NUMBERS, later=st.integers(1, 100), more=st.integers(0, 100))
 def test_a_rank_only_rises_with_use(name: str, stamp: int, hits: int, depth: int, later: int, more: int) -> None:
     """The heap is kept lazily: an entry of a block that was used since must come up too early, never too late."""
-    rule = rank_rule(name)
+    rule = eviction_policy(name).rank
     assert rule(stamp, hits, depth) == rule(stamp, hits, depth)
     assert rule(stamp + later, hits + more, depth) > rule(stamp, hits, depth)
 
 
 def test_an_unknown_rule_is_refused_with_the_names() -> None:
-    with pytest.raises(InvalidRequest, match="deepest_first, lfu, lru"):
-        rank_rule("random")
+    with pytest.raises(InvalidRequest, match="deepest_first, hazard, hazard_cost, lfu, lru"):
+        eviction_policy("random")
 
 
 def test_orders() -> None:
     blocks = {"old": (1, 9, 3), "young": (5, 1, 2), "deep": (3, 2, 9)}
-    first = {name: min(blocks, key=lambda block: rank_rule(name)(*blocks[block])) for name in RANK_RULES}
+    first = {name: min(blocks, key=lambda block: eviction_policy(name).rank(*blocks[block])) for name in RANKED}
     assert first == {"lru": "old", "lfu": "young", "deepest_first": "deep"}
 
 

@@ -24,7 +24,7 @@ from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.words import PageState, WritePolicy
-from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.auth import EVERYONE, set_caller
@@ -129,7 +129,7 @@ class Target:
         self.core = Core(
             Ledger(),
             self.engine,
-            rank_rule("lru"),
+            eviction_policy("lru"),
             WriteRule(WritePolicy("write_back"), 2),
             Limits(blocks_per_sequence=64, sequences_per_lease=64, stock_pages_per_lease=16, leases=48, models=12),
             new_name=partial(secrets.token_hex, 16),

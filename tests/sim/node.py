@@ -23,7 +23,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Run
-from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
@@ -135,7 +135,7 @@ class SimNode:
         self.core = Core(
             Ledger(keep_tickets=64),
             self.mover,
-            rank_rule(rng.choice(("lru", "lru", "lfu", "deepest_first"))),
+            eviction_policy(rng.choice(("lru", "lru", "lfu", "deepest_first"))),
             WriteRule(policy, rng.choice((1, 2)), remember=8),
             Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
             turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),

@@ -30,7 +30,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import rank_rule
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.questions.verify import verify_at_once
 from cachesvc.swap.headroom import Headroom, PoolSizes
@@ -255,7 +255,7 @@ def rig_of(
     eviction: str = "lru",
 ) -> Rig:
     mover = RecordingMover()
-    core = Core(Ledger(), mover, rank_rule(eviction), WriteRule(policy, threshold, remember))
+    core = Core(Ledger(), mover, eviction_policy(eviction), WriteRule(policy, threshold, remember))
     vault = CountedVault({f"gpu-{i}": 1 << 20 for i in range(replicas)})
     on_host = PoolRequest(tuple(host) if host is not None else (0,) * len(layout.groups))
     for i in range(replicas):

@@ -16,7 +16,7 @@ from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY, PageState
-from cachesvc.policy.eviction import RANK_RULES, RankRule, lfu, lru
+from cachesvc.policy.eviction import EVICTION_POLICIES, RankRule, lfu, lru
 from tests.unit.ledger_rig import one_group, windowed
 
 PAGES = 400
@@ -99,12 +99,12 @@ def test_what_could_go_is_what_a_walk_counts(seed: int) -> None:
             assert idle_windows(ledger, place, 1, after_flights=after) == len(idle)
 
 
-@pytest.mark.parametrize("name", sorted(RANK_RULES))
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 def test_a_plan_takes_them_in_the_order_in_which_one_after_another_would_go(name: str) -> None:
     """The walk counts a victim as gone, with what its parent inherits; then they really go, one by one."""
     for seed in range(20):
         rng = random.Random(seed)
-        ledger, place = ledger_of(one_group(), RANK_RULES[name])
+        ledger, place = ledger_of(one_group(), EVICTION_POLICIES[name].rank)
         for step in range(60):
             rows = list(ledger.index.rows.values())
             row = publish(ledger, place, str(step), rng.choice([NO_ROW, *rows]), rng.randint(1, 90))

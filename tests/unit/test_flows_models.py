@@ -25,7 +25,7 @@ from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, 
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import lru
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from tests.conservation import audit
 from tests.unit.ledger_rig import CountedVault, RecordingMover, windowed
@@ -47,7 +47,7 @@ class Desk:
     """A core over a budget of ``PAGES`` pages on each of two devices, and ``HOST_PAGES`` of one rank on the host."""
 
     def __init__(self) -> None:
-        self.core = Core(Ledger(), RecordingMover(), lru, WriteRule(WritePolicy.WRITE_BACK))
+        self.core = Core(Ledger(), RecordingMover(), eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         room = device_bytes(one_group(), (PAGES,))
         self.vault = CountedVault({"gpu-0": room, "gpu-1": room}, HOST_PAGES * PAGE_BYTES)
 

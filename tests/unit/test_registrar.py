@@ -18,7 +18,7 @@ from cachesvc.memory.shm import ShmBackend, ShmSlab
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import lru
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.node import Node
 from cachesvc.service.registrar import Registrar
@@ -56,7 +56,7 @@ class Desk:
     def __init__(self) -> None:
         self.backend = GatedBackend()
         self.engine = SwapEngine(self.backend, lambda *_: None)
-        self.core = Core(Ledger(), self.engine, lru, WriteRule(WritePolicy.WRITE_BACK))
+        self.core = Core(Ledger(), self.engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         self.node = Node(self.core, epoch=1, wait_seconds=1.0, lease_seconds=3600.0)
         self.host_pool = HostPool(HOST_BYTES, HOST_BYTES, 1, None, self.backend)
         self.vault = Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages)

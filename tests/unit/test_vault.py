@@ -26,7 +26,7 @@ from cachesvc.model.errors import NotFound, PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import lru
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Arrivals, Vault
@@ -49,7 +49,7 @@ class Desk:
         backend.start()
         engine = SwapEngine(backend, lambda *_: None, planning=InlinePlanning())
         engine.start()
-        self.core = Core(Ledger(), engine, lru, WriteRule(WritePolicy.WRITE_BACK))
+        self.core = Core(Ledger(), engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         pool = HostPool(0, 1 << 20, 1, None, backend)
         self.vault = Vault(backend, pool, engine, lambda *_: None)
 

@@ -1,0 +1,61 @@
+"""What a policy that follows requests is told of them: where their paths lead, what they seal, how they end."""
+
+from __future__ import annotations
+
+from cachesvc.ledger.index import BlockIndex
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.queues import NO_SEGMENT, Chooser
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.requests import Ended
+
+
+class PromptPath:
+    """A prompt of packed ``keys``: ``known`` blocks of it are in the index or remembered, ``resident`` in the index."""
+
+    def __init__(self, index: BlockIndex, keys: bytes, known: int, resident: int) -> None:
+        self.blocks = len(keys) // KEY_BYTES
+        self.known = known
+        self.resident = resident
+        self._keys = keys
+        self._index = index
+
+    def key(self, position: int) -> bytes:
+        """Key of a block."""
+        return self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+    def row(self, position: int) -> int:
+        """Row of a resident block."""
+        return self._index.rows.get(self.key(position), NO_ROW)
+
+    def segment(self, position: int) -> int:
+        """Segment of a resident block."""
+        return self._index.segments[self.row(position)]
+
+
+class Request:
+    """One request, from its Match to its end."""
+
+    __slots__ = ("_chooser", "_index", "ended", "parts")
+
+    def __init__(self, chooser: Chooser, index: BlockIndex, path: PromptPath, now: float) -> None:
+        self._chooser = chooser
+        self._index = index
+        self.ended = Ended()
+        self.parts = chooser.arrived(path, now)
+        if path.resident:
+            index.take_over(index.path(path.row(path.resident - 1)), self.parts)
+
+    def sealed(self, first: int, path: list[int]) -> None:
+        """Its blocks from ``first`` on are the rows ``path``: new ones, or such as others sealed before it."""
+        segments, parts, chooser = self._index.segments, self.parts, self._chooser
+        for position, row in enumerate(path, start=first):
+            before = segments[row]
+            mine = parts.shared if position < parts.shared_blocks else parts.own
+            if before not in (NO_SEGMENT, mine):
+                chooser.took(before, position + 1)
+            segments[row] = mine
+        chooser.grew(parts, first + len(path))
+
+    def end(self, blocks: int, key: bytes, now: float) -> None:
+        """It holds nothing any more; ``blocks`` blocks were sealed, the last under ``key``."""
+        self._chooser.ended(self.parts, blocks, key, self.ended, now)

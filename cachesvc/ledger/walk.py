@@ -1,0 +1,144 @@
+"""Candidates of one place in the order in which they would go, as if those taken so far were gone. Changes nothing."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
+from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.queues import NO_SEGMENT, QueuedLeaves
+from cachesvc.model.words import READY
+
+
+class Front:
+    """What is filed, and what has become a candidate since, lowest entry first."""
+
+    def __init__(self, filed: Iterable[int]) -> None:
+        self._filed = iter(filed)
+        self._next = next(self._filed, None)
+        self._exposed: list[int] = []
+
+    @property
+    def first(self) -> int | None:
+        """The lowest entry."""
+        if self._exposed and (self._next is None or self._exposed[0] < self._next):
+            return self._exposed[0]
+        return self._next
+
+    def pop(self) -> int | None:
+        """Take the lowest entry out and return it."""
+        entry = self._next
+        if self._exposed and (entry is None or self._exposed[0] < entry):
+            return heapq.heappop(self._exposed)
+        if entry is not None:
+            self._next = next(self._filed, None)
+        return entry
+
+    def push(self, entry: int) -> None:
+        """A further candidate."""
+        heapq.heappush(self._exposed, entry)
+
+
+class Walk:
+    """In the order of their ranks."""
+
+    def __init__(self, ledger: BlockLedger, place: Place) -> None:
+        self.ledger = ledger
+        self.place = place
+        self.taken: set[int] = set()
+        self._front = Front(place.leaves)
+        self._children: dict[int, int] = {}
+        self._stamps: dict[int, int] = {}
+
+    def next(self) -> int | None:
+        """The next candidate, or None."""
+        entry = self._front.pop()
+        return None if entry is None else entry & ROW_MASK
+
+    def take(self, row: int) -> None:
+        """Count ``row`` as gone from the place; its parent may become a candidate."""
+        index, place = self.ledger.index, self.place
+        self.taken.add(row)
+        parent = index.parent[row]
+        if parent == NO_ROW:
+            return
+        left = self._children.get(parent, place.children[parent]) - 1
+        self._children[parent] = left
+        stamp = max(self._stamp(row), self._stamp(parent))
+        self._stamps[parent] = stamp
+        if left == 0 and self._is_free(parent):
+            rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
+            self._expose(rank << ROW_BITS | parent)
+
+    def _expose(self, entry: int) -> None:
+        self._front.push(entry)
+
+    def _stamp(self, row: int) -> int:
+        return self._stamps.get(row, self.ledger.index.stamp[row])
+
+    def _is_free(self, row: int) -> bool:
+        place = self.place
+        ready = place.states[place.lead][row] == READY
+        return ready and not place.pins[row] and not self.ledger.index.flights[row]
+
+
+class QueueWalk(Walk):
+    """Head by head of the queues, as their policy chooses. What is chosen goes on with the block above it while that is
+    free and of the same segment."""
+
+    def __init__(self, ledger: BlockLedger, place: Place, leaves: QueuedLeaves) -> None:
+        super().__init__(ledger, place)
+        self._leaves = leaves
+        self._chooser = leaves.chooser
+        self._now = ledger.moment.seconds
+        self._heads = leaves.heads.copy()
+        self._fronts: dict[int, Front] = {}
+        self._above = NO_ROW
+        self._segment = NO_SEGMENT
+
+    def next(self) -> int | None:
+        """The next candidate, or None."""
+        if self._above != NO_ROW:
+            row, self._above = self._above, NO_ROW
+            return row
+        number = self._chooser.pick(self._heads, self._now)
+        if number < 0:
+            return None
+        front = self._front_of(number)
+        entry = front.pop()
+        assert entry is not None, f"queue {number} has a head and no candidate"
+        self._leaves.show(self._heads, number, front.first)
+        return entry & ROW_MASK
+
+    def take(self, row: int) -> None:
+        """See ``Walk``."""
+        self._segment = self._leaves.segments[row]
+        super().take(row)
+
+    def _expose(self, entry: int) -> None:
+        row = entry & ROW_MASK
+        segment = self._leaves.segments[row]
+        if segment == self._segment:
+            self._above = row
+            return
+        number = self._chooser.queue_of(segment)
+        if number >= len(self._heads.segments):
+            self._heads.grow(2 * number)
+        front = self._front_of(number)
+        front.push(entry)
+        self._leaves.show(self._heads, number, front.first)
+
+    def _front_of(self, number: int) -> Front:
+        front = self._fronts.get(number)
+        if front is None:
+            queues = self._leaves.queues
+            front = self._fronts[number] = Front(queues[number] if number < len(queues) else ())
+        return front
+
+
+def walk_of(ledger: BlockLedger, place: Place) -> Walk:
+    """The candidates of a place, in the order of its policy."""
+    leaves = place.leaves
+    return QueueWalk(ledger, place, leaves) if isinstance(leaves, QueuedLeaves) else Walk(ledger, place)

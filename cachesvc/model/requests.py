@@ -1,0 +1,23 @@
+"""What a request was, as eviction policies learn from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Parts(NamedTuple):
+    """A request that an eviction policy follows: its number, and the segments of its blocks ``[0, shared_blocks)`` and
+    of those behind them."""
+
+    number: int
+    shared: int
+    own: int
+    shared_blocks: int
+
+
+class Ended(NamedTuple):
+    """How a request ended, as far as its engine tells: tokens of output (None: it does not), and when (seconds of the
+    daemon's clock; None: now)."""
+
+    output_tokens: int | None = None
+    at: float | None = None

@@ -1,0 +1,365 @@
+"""Which block goes next, by how soon blocks of its class and age were used again: "hazard".
+
+A request is the last to touch the blocks of its path, in two parts: down to the deepest block that has several known
+children, and the rest. Each part is a segment, of a class by what the request showed at its arrival, and of another one
+by what it showed at its end. When a landmark of a segment is touched again, or forgotten, its classes learn
+(``rates.py``). Of all queues of candidates, one a class, the head goes whose blocks will bring the fewest hits a
+second, unless the oldest of all is worth hardly more, or is older than anything that is remembered.
+
+Time comes in as an argument. What is kept is bounded: by the last ``REMEMBERED`` requests, and by what is resident.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from cachesvc.model.requests import Ended, Parts
+from cachesvc.policy.hazard.ages import BINS, bin_of
+from cachesvc.policy.hazard.classes import Features, features, in_words, output_class
+from cachesvc.policy.hazard.lines import Line, Lines
+from cachesvc.policy.hazard.rates import Floats, Ints, Rates
+from cachesvc.policy.hazard.segments import (
+    FIRST_OPEN,
+    IS_REMEMBERED,
+    IS_RUNNING,
+    IS_SHARED,
+    LANDMARKS,
+    LAST_OPEN,
+    NOBODY,
+    WEIGHTS,
+    Segments,
+)
+
+REMEMBERED = 8192
+"""Requests whose landmarks are followed."""
+GHOSTS_LOOKED = 1024
+"""Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
+FIRST_FIT, LONGEST_PERIOD = 20, 400
+MARGIN = 0.4
+"""How much less than the oldest a head must be worth before it goes first: this share, where all uses are younger."""
+NO_RANK = (1 << 63) - 1
+"""Of a queue without candidates."""
+LINEAR_TOKENS = 30_500
+"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
+WHILE_RUNNING, AFTER_END = 0, 1
+
+
+class Path(Protocol):
+    """A request's blocks from the root on: ``known`` of them resident or remembered, ``resident`` in the cache."""
+
+    blocks: int
+    known: int
+    resident: int
+
+    def key(self, position: int) -> bytes:
+        """Key of a block."""
+
+    def segment(self, position: int) -> int:
+        """Segment of a resident block."""
+
+
+class Heads(Protocol):
+    """The first candidate of each queue of a place: ``ranks`` (``NO_RANK``: there is none), ``since`` when its age
+    counts (seconds), its ``segments``, and its position in the prompt (``depths``)."""
+
+    ranks: Ints
+    since: Floats
+    segments: list[int]
+    depths: Ints
+
+
+class Why(NamedTuple):
+    """What the policy knows of a block: its class in words, its age (seconds) there, expected hits per second."""
+
+    words: str
+    age: float
+    density: float
+
+
+class _Running(NamedTuple):
+    parts: Parts
+    seen: Features
+    line: Line
+    prompt_end: bytes
+
+
+class _End(NamedTuple):
+    blocks: int
+    key: bytes
+    ended: Ended
+
+
+class History:
+    """One model's. ``on_moved``: told of a segment whose class has changed. ``weighs_cost``: a hit is worth more the
+    later in a prompt it is."""
+
+    def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
+        self.segments = Segments()
+        self.rates = Rates()
+        self.on_moved: Callable[[int], None] = lambda _: None
+        self.weighs_cost = weighs_cost
+        self.requests = 0
+        self._block_tokens = block_tokens
+        self._lines = Lines(REMEMBERED)
+        self._rows: dict[tuple[int, int, Features, int | None], int] = {}
+        self._names: list[tuple[Features, int | None, bool]] = []
+        self._remembered: deque[Parts] = deque()
+        self._landmarks: dict[bytes, int] = {}
+        self._landmark_keys: dict[int, list[bytes]] = {}
+        self._running: dict[int, _Running] = {}
+        self._ending: list[tuple[float, int]] = []
+        self._ends: dict[int, _End] = {}
+        self._refit: Iterator[None] | None = None
+        self._next_fit = FIRST_FIT
+        self._row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def arrived(self, path: Path, now: float) -> Parts:
+        """A request has come; the resident blocks of its path are its own from now on, and the caller says so in its
+        column. Learns from what it touches."""
+        self.advance(now)
+        number = self.requests
+        self.requests += 1
+        blocks, known, key = path.blocks, path.known, path.key
+        if 0 < known < blocks:
+            self._lines.part(key(known - 1))
+        since, shared = self._touch(path, now)
+        found = self._lines.find(key, known, since, now)
+        if blocks:
+            self._lines.end(key(blocks - 1), found.line, is_new=known < blocks)
+        seen = features((blocks - known) * self._block_tokens, found.line_gap, found.hub_gap, known)
+        begin, resident = self.segments.begin, path.resident
+        top = end = NOBODY
+        if shared:
+            queue = self._row(WHILE_RUNNING, seen, None, is_shared=True)
+            top = begin(number, now, queue, 0, shared, resident, IS_SHARED)
+        if shared < blocks or not blocks:
+            queue = self._row(WHILE_RUNNING, seen, None, is_shared=False)
+            end = begin(number, now, queue, shared, blocks, resident, 0)
+        parts = Parts(number, top, end, shared)
+        self._running[number] = _Running(parts, seen, found.line, key(blocks - 1) if blocks else b"")
+        self._remembered.append(parts)
+        if len(self._remembered) > REMEMBERED:
+            self._forget(self._remembered.popleft(), now)
+        return parts
+
+    def grew(self, parts: Parts, blocks: int) -> None:
+        """The request's path is resident down to ``blocks`` blocks."""
+        segments = self.segments
+        if parts.shared:
+            segments.bottom[parts.shared] = max(segments.bottom[parts.shared], min(blocks, segments.last[parts.shared]))
+        own = parts.own
+        if own and blocks > segments.first[own]:
+            segments.bottom[own] = max(segments.bottom[own], blocks)
+            segments.last[own] = max(segments.last[own], blocks)
+
+    def took(self, segment: int, blocks: int) -> None:
+        """A running request has taken over what the segment had among the first ``blocks`` blocks of its path."""
+        self.segments.top[segment] = max(self.segments.top[segment], blocks)
+        self.segments.release(segment)
+
+    def left(self, segment: int, position: int, key: bytes) -> None:
+        """A block of the segment, its deepest, has left the cache."""
+        segments = self.segments
+        segments.bottom[segment] = position
+        flags = segments.flags[segment]
+        is_last = flags & LAST_OPEN and position == segments.last[segment] - 1
+        is_first = flags & FIRST_OPEN and position == segments.first[segment]
+        if flags & IS_REMEMBERED and (is_last or is_first):
+            self._landmarks[key] = segment
+            self._landmark_keys.setdefault(segment, []).append(key)
+        elif position <= segments.top[segment]:
+            segments.release(segment)
+
+    def ended(self, parts: Parts, blocks: int, key: bytes, ended: Ended, now: float) -> None:
+        """The request holds nothing any more: ``blocks`` blocks of its path were sealed, the last under ``key``. An end
+        that lies ahead is waited for."""
+        at = now if ended.at is None else ended.at
+        self._ends[parts.number] = _End(blocks, key, ended)
+        if at > now:
+            heapq.heappush(self._ending, (at, parts.number))
+        else:
+            self._end(parts.number, at)
+
+    def advance(self, now: float) -> None:
+        """It is ``now``: what is due by then is done, and a little of what there is to learn."""
+        while self._ending and self._ending[0][0] <= now:
+            at, number = heapq.heappop(self._ending)
+            self._end(number, at)
+        if self._refit is None and self.requests >= self._next_fit:
+            self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
+            slots = [slot for parts in self._remembered for slot in (parts.shared, parts.own) if slot]
+            self._refit = self.rates.refit(self.segments.open_landmarks(slots, now))
+        if self._refit is not None and next(self._refit, self) is self:
+            self._refit = None
+
+    # -- what to choose ----------------------------------------------------------------------------------------
+
+    def queue_of(self, segment: int) -> int:
+        """The queue in which candidates of the segment wait."""
+        return self.segments.queue_after[segment] or self.segments.queue[segment]
+
+    def since(self, segment: int) -> float:
+        """When the age of the segment counts from (seconds): the end of its request, or its arrival."""
+        segments = self.segments
+        return segments.ended[segment] if segments.queue_after[segment] else segments.arrived[segment]
+
+    def pick(self, heads: Heads, now: float) -> int:
+        """The queue whose head goes next; -1 where there is none."""
+        ranks = heads.ranks[: self.rates.rows]
+        oldest = int(ranks.argmin())
+        if ranks[oldest] == NO_RANK:
+            return -1
+        worth = self._worth(heads, now)
+        least = int(worth.argmin())
+        segment = heads.segments[oldest]
+        segments = self.segments
+        if segments.request[segment] < self.requests - REMEMBERED:
+            return oldest
+        margin = 1 - MARGIN * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
+        return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
+
+    def _worth(self, heads: Heads, now: float) -> Floats:
+        queues = min(len(heads.ranks), self.rates.rows)
+        bins = np.log2(np.maximum(now + 1.0 - heads.since[:queues], 1.0))
+        bins += bins
+        at = np.minimum(bins, BINS - 1).astype(np.int64)
+        at += _ROW_STARTS[:queues] if queues <= len(_ROW_STARTS) else np.arange(queues) * BINS
+        worth: Floats = self.rates.density.ravel()[at]
+        if self.weighs_cost:
+            worth *= 1 + heads.depths[:queues] * (self._block_tokens / LINEAR_TOKENS)
+        worth[heads.ranks[:queues] == NO_RANK] = np.inf
+        return worth
+
+    def why(self, segment: int, now: float) -> Why | None:
+        """What is known of blocks of the segment; None of one that is nobody's."""
+        if segment == NOBODY:
+            return None
+        queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
+        seen, output, is_shared = self._names[queue]
+        words = in_words(seen, output, is_shared=is_shared)
+        return Why(words, age, float(self.rates.density[queue, bin_of(age)]))
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def _touch(self, path: Path, now: float) -> tuple[float, int]:
+        """Everything known on the path is touched. Returns when its deepest known block was used last, and how many
+        blocks there are down to the deepest that has several known children."""
+        segments, lines, key = self.segments, self._lines, path.key
+        known, resident = path.known, path.resident
+        since, shared = -1.0, 0
+        if 0 < known < path.blocks and lines.children(key(known - 1)) > 1:
+            shared = known
+        for at in range(known - 1, max(resident, known - GHOSTS_LOOKED) - 1, -1):
+            each = key(at)
+            slot = self._landmarks.get(each, NOBODY)
+            if slot:
+                self._touched(slot, now, is_first=segments.first[slot] == at, is_last=segments.last[slot] == at + 1)
+                since = max(since, segments.arrived[slot])
+            if not shared and lines.children(each) > 1:
+                shared = at + 1
+        at = resident
+        while at > 0:
+            slot = path.segment(at - 1)
+            top = segments.top[slot]
+            if slot == NOBODY or at <= top:
+                at -= 1
+                continue
+            since = max(since, segments.arrived[slot])
+            shared = shared or self._shared_above(path, slot, top, at)
+            self._touched(slot, now, is_first=top == segments.first[slot], is_last=at == segments.last[slot])
+            segments.top[slot] = at
+            segments.release(slot)
+            at = top
+        return (since if since >= 0 else now), shared
+
+    def _shared_above(self, path: Path, slot: int, top: int, at: int) -> int:
+        """Where several blocks are known to follow, in the run of a segment's blocks ``[top, at)`` on a path: how many
+        blocks there are down to the deepest such one; 0 where it has none."""
+        segments, children, key = self.segments, self._lines.children, path.key
+        if at == path.resident < path.known:  # what follows has left the cache: it may be the segment's own
+            if children(key(at - 1)) > 1:
+                return at
+        elif at < path.blocks and at < segments.last[slot]:
+            return at
+        if segments.flags[slot] & IS_SHARED:
+            if at == segments.last[slot]:
+                return at
+            return next((each + 1 for each in range(at - 1, top - 1, -1) if children(key(each)) > 1), 0)
+        return 0
+
+    def _touched(self, slot: int, now: float, *, is_first: bool, is_last: bool) -> None:
+        segments = self.segments
+        flags = segments.flags[slot]
+        open_now = flags & ((FIRST_OPEN if is_first else 0) | (LAST_OPEN if is_last else 0))
+        if not open_now:
+            return
+        segments.flags[slot] = flags & ~open_now
+        if not flags & IS_REMEMBERED:
+            return
+        weight = WEIGHTS[open_now]
+        self.rates.touched(segments.queue[slot], now - segments.arrived[slot], weight)
+        if segments.queue_after[slot]:
+            self.rates.touched(segments.queue_after[slot], now - segments.ended[slot], weight)
+        elif flags & IS_RUNNING:
+            segments.early[slot] += weight
+
+    def _forget(self, parts: Parts, now: float) -> None:
+        """The request is no longer followed."""
+        segments = self.segments
+        for slot in (parts.shared, parts.own):
+            if slot == NOBODY:
+                continue
+            flags = segments.flags[slot]
+            weight = WEIGHTS[flags & LANDMARKS]
+            if weight:
+                self.rates.forgotten(segments.queue[slot], now - segments.arrived[slot], weight)
+                if segments.queue_after[slot]:
+                    self.rates.forgotten(segments.queue_after[slot], now - segments.ended[slot], weight)
+            segments.flags[slot] = flags & ~(LANDMARKS | IS_REMEMBERED)
+            for key in self._landmark_keys.pop(slot, ()):
+                if self._landmarks.get(key) == slot:
+                    del self._landmarks[key]
+            segments.release(slot)
+
+    def _end(self, number: int, at: float) -> None:
+        blocks, key, ended = self._ends.pop(number)
+        parts, seen, line, prompt_end = self._running.pop(number)
+        segments = self.segments
+        if blocks and key != prompt_end:
+            self._lines.go_on(prompt_end)
+            self._lines.end(key, line, is_new=True)
+        for slot, is_shared in ((parts.shared, True), (parts.own, False)):
+            if slot == NOBODY:
+                continue
+            segments.flags[slot] &= ~IS_RUNNING
+            if blocks < segments.last[slot]:  # what was not computed after all
+                segments.last[slot] = max(blocks, segments.first[slot])
+                if blocks <= segments.first[slot]:
+                    segments.flags[slot] &= ~LANDMARKS
+            if ended.output_tokens is not None:
+                after = self._row(AFTER_END, seen, output_class(ended.output_tokens), is_shared=is_shared)
+                segments.queue_after[slot], segments.ended[slot] = after, at
+                if segments.early[slot]:
+                    self.rates.touched(after, 0.0, segments.early[slot])
+                self.on_moved(slot)
+            segments.release(slot)
+
+    def _row(self, table: int, seen: Features, output: int | None, *, is_shared: bool) -> int:
+        """The number of a class, which is that of its queue."""
+        name = (table, int(is_shared), seen, output)
+        row = self._rows.get(name)
+        if row is None:
+            group = (int(is_shared), seen.new_tokens, -1 if output is None else output)
+            row = self._rows[name] = self.rates.add_row(table, group)
+            self._names.append((seen, output, is_shared))
+        return row
+
+
+_ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS

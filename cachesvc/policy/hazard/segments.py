@@ -1,0 +1,87 @@
+"""Segments: what each request was the last to touch, in two parts, kept in columns by slot.
+
+A part is the run of blocks ``[top, bottom)`` of a path that is resident. It only shrinks: from the top as later
+requests take blocks over, from the bottom as they leave the cache. Its landmarks are its first and its last block; they
+count while nobody has touched them again. Slot 0 is nobody's.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from cachesvc.policy.hazard.rates import Floats, Ints, Open
+
+NOBODY = 0
+FIRST_OPEN, LAST_OPEN, IS_RUNNING, IS_REMEMBERED, IS_SHARED = 1, 2, 4, 8, 16
+LANDMARKS = FIRST_OPEN | LAST_OPEN
+WEIGHTS = (0.0, 0.5, 0.5, 1.0)
+"""Of the landmarks that are open: together a segment counts once."""
+WEIGHT_COLUMN = np.array(WEIGHTS)
+LEAST_SLOTS = 256
+
+
+class Segments:
+    """Columns by slot. ``arrived`` and ``ended``: of its request (seconds); ``request``: its number. ``queue``: of its
+    class while it runs, and ``queue_after`` once it has ended, where it is known (0: not). ``first`` and ``last``: its
+    blocks as it began, last exclusive. ``weight``: what its landmarks that were touched before its end count there."""
+
+    def __init__(self) -> None:
+        self.arrived, self.ended, self.early = array("d"), array("d"), array("f")
+        self.request = array("q")
+        self.queue, self.queue_after = array("H"), array("H")
+        self.first, self.top, self.bottom, self.last = array("i"), array("i"), array("i"), array("i")
+        self.flags = bytearray()
+        self._free: list[int] = []
+        self._grow()
+        self._free.pop()  # NOBODY
+        self.request[NOBODY] = -1
+
+    def _grow(self) -> None:
+        slots = len(self.flags)
+        more = max(slots, LEAST_SLOTS)
+        for column in (self.arrived, self.ended, self.early, self.request, self.queue, self.queue_after):
+            column.frombytes(bytes(column.itemsize * more))
+        for blocks in (self.first, self.top, self.bottom, self.last):
+            blocks.frombytes(bytes(blocks.itemsize * more))
+        self.flags.extend(bytes(more))
+        self._free.extend(range(slots + more - 1, slots - 1, -1))
+
+    def __len__(self) -> int:
+        return len(self.flags) - 1 - len(self._free)
+
+    def begin(self, request: int, now: float, queue: int, first: int, last: int, resident: int, flags: int) -> int:
+        """A part of a request that has arrived: blocks ``[first, last)`` of its path, of which ``resident`` blocks are
+        there. Returns its slot."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self.arrived[slot], self.ended[slot], self.early[slot] = now, 0.0, 0.0
+        self.request[slot] = request
+        self.queue[slot], self.queue_after[slot] = queue, 0
+        self.first[slot] = self.top[slot] = first
+        self.last[slot] = last
+        self.bottom[slot] = min(max(resident, first), last)
+        self.flags[slot] = LANDMARKS | IS_RUNNING | IS_REMEMBERED | flags
+        return slot
+
+    def release(self, slot: int) -> bool:
+        """Make the slot free if nothing needs it any more; True when it is."""
+        if self.flags[slot] & (IS_RUNNING | IS_REMEMBERED) or self.top[slot] < self.bottom[slot] or slot == NOBODY:
+            return False
+        self._free.append(slot)
+        return True
+
+    def open_landmarks(self, slots: list[int], now: float) -> Open:
+        """Of the remembered segments in ``slots``: in the first table by arrival, in the second by end."""
+        at = np.array(slots, np.int64)
+        weights = WEIGHT_COLUMN[np.frombuffer(self.flags, np.uint8)[at] & LANDMARKS]
+        at, weights = at[weights > 0], weights[weights > 0]
+        arrived, ended = np.frombuffer(self.arrived)[at], np.frombuffer(self.ended)[at]
+        queue = np.frombuffer(self.queue, np.uint16)[at].astype(np.int64)
+        after = np.frombuffer(self.queue_after, np.uint16)[at].astype(np.int64)
+        has_ended = after > 0
+        rows: Ints = np.concatenate([queue, after[has_ended]])
+        ages: Floats = np.concatenate([now - arrived, now - ended[has_ended]])
+        return Open(rows, ages, np.concatenate([weights, weights[has_ended]]))
