@@ -26,12 +26,13 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import RANK_RULES, rank_rule
+from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
 from cachesvc.policy.writing import WriteRule
 
-EVICTIONS = tuple(sorted(RANK_RULES))
+EVICTIONS = tuple(sorted(EVICTION_POLICIES))
 """Eviction policies that can be simulated: those of a daemon."""
 
 WRITE_POLICIES = tuple(policy.value for policy in WritePolicy)
@@ -41,9 +42,6 @@ AT_ONCE = 1 << 40
 
 EVENTS_KEPT = 64
 """Nobody asks what became of a block."""
-
-LAYOUT = Layout(1, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
-"""One page a block, as any layout without windows has it; how many bytes that is decides nothing."""
 
 Answer = TypeVar("Answer")
 
@@ -68,30 +66,32 @@ class Simulation:
     """One model on one replica, and one engine. Raises InvalidRequest for a policy that there is not, ValueError for a
     write policy or a size that cannot be. ``ledger``: what is true by now, for audits."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, block_tokens: int) -> None:
         if pools.device_blocks < 1 or pools.host_blocks < 0:
             raise ValueError(f"there are no pools of {pools.device_blocks} and {pools.host_blocks} blocks")
         self._mover = _Instantly()
-        limits = Limits(blocks_per_sequence=AT_ONCE, events_per_model=EVENTS_KEPT)
+        limits = Limits(blocks_per_sequence=AT_ONCE, recent_blocks=0)
         rule = WriteRule(WritePolicy(pools.write_policy))
         turns = Turns(*(AT_ONCE for _ in Turns._fields))
         self.ledger = Ledger()
-        self._core = Core(self.ledger, self._mover, rank_rule(pools.eviction), rule, limits, turns)
+        self._core = Core(self.ledger, self._mover, eviction_policy(pools.eviction), rule, limits, turns)
         self._device_blocks = pools.device_blocks
-        model = _model(self._core, pools)
+        model = _model(self._core, pools, block_tokens)
         lease = self.ledger.leases["simulation"] = Lease("simulation", "", model.id, 0, 0.0, 1)
         self._call = Call(lease, model, model.replicas[0], 0.0)
         self._sequence = 0
 
-    def serve(self, keys: bytes, now: float) -> Hits:
+    def serve(self, keys: bytes, now: float, ended: Ended | None = None) -> Hits:
         """A request for the prompt of packed ``keys`` at ``now`` (seconds, which do not go back).
 
-        What is missing is computed and published; of a prompt longer than the device pool only as much as fits it.
+        What is missing is computed and published; of a prompt longer than the device pool only as much as fits it. The
+        request holds nothing when this returns; ``ended``: when it is over, which may lie ahead, and its output.
         """
         self._sequence += 1
         sequence = self._sequence
         core, call = self._core, self._call._replace(now=now)
         self.ledger.mark_time(now)
+        self.ledger.moment.seconds = now
         blocks = min(len(keys) // KEY_BYTES, self._device_blocks)
         hit = self._run(match, core, call, sequence, keys, blocks)
         self._run(allocate, core, call, sequence, blocks)
@@ -100,7 +100,7 @@ class Simulation:
         if first < blocks:
             sealed = keys[first * KEY_BYTES : blocks * KEY_BYTES]
             self._run(publish, core, call, sequence, first, sealed, blocks - first)
-        self._run(release, core, call, sequence)
+        self._run(release, core, call, sequence, ended)
         self._mover.land_all(core)
         return Hits(hit.device_blocks, hit.host_blocks)
 
@@ -140,15 +140,17 @@ class _Instantly:
             tidy(core.chores)
 
 
-def _model(core: Core, pools: Pools) -> Model:
-    """The model with its pools, as a registration leaves it."""
+def _model(core: Core, pools: Pools, block_tokens: int) -> Model:
+    """The model with its pools, as a registration leaves it: a page a block. How many bytes that is decides nothing."""
+    layout = Layout(block_tokens, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
     host, device = PagePool("host", pools.host_blocks), PagePool("device", pools.device_blocks)
     for pool in (host, device):
         if pool.capacity:
             pool.add(0, pool.capacity)
-    ledger = core.ledger
-    blocks = BlockLedger(LAYOUT, (host,), core.rank, ledger.ages, ledger.moment, core.limits.events_per_model)
-    model = Model(1, "simulated", LAYOUT, b"", blocks, Evictor(blocks), (host.capacity,))
+    ledger, policy = core.ledger, core.eviction
+    history = policy.new_history(block_tokens)
+    blocks = BlockLedger(layout, (host,), policy.rank, ledger.ages, ledger.moment, EVENTS_KEPT, history)
+    model = Model(1, "simulated", layout, b"", blocks, Evictor(blocks), (host.capacity,))
     ledger.models[model.id] = model
     place = blocks.add_replica("replica 0", (device,))
     model.replicas.append(Replica(0, ("device",), place, (device.capacity,)))

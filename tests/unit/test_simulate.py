@@ -24,7 +24,7 @@ from tests.unit.test_oracle import Prompt, tree_traces
 def columns(paths: Sequence[Prompt], name: str = "t") -> Prompts:
     """Prompts a second apart."""
     requests = (TraceRequest(i, i * 1000, len(p.block_ids), 1, p.block_ids) for i, p in enumerate(paths))
-    return prompts_of(name, requests)
+    return prompts_of(name, requests, 1)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     write_synthetic_trace(path, SyntheticTraceSpec(requests=300, seed=11))
     requests = list(read_trace(path))
-    return Chats(requests, prompts_of(path.name, requests))
+    return Chats(requests, prompts_of(path.name, requests, 512))
 
 
 @pytest.mark.parametrize("percent", [1, 2, 5, 10, 20, 50, 100])
@@ -86,7 +86,7 @@ def test_a_host_adds_hits_and_the_optimum_bounds_them(chats: Chats, writes: str)
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
-    simulation = Simulation(Pools(eviction, "write_back", chats.blocks(5), chats.blocks(20)))
+    simulation = Simulation(Pools(eviction, "write_back", chats.blocks(5), chats.blocks(20)), 512)
     for number, now in enumerate(chats.prompts.seconds.tolist()):
         simulation.serve(chats.prompts.keys(number), now)
         if number % 50 == 0:
@@ -95,7 +95,7 @@ def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
 
 
 def test_a_prompt_longer_than_the_device_is_cut_also_where_the_host_has_more_of_it() -> None:
-    simulation = Simulation(Pools("lru", "write_through", 3, 9))
+    simulation = Simulation(Pools("lru", "write_through", 3, 9), 512)
     prompts = columns([Prompt((1, 2, 3, 4, 5)), Prompt((7, 8)), Prompt((1, 2, 3, 4, 5))])
     hits = [simulation.serve(prompts.keys(number), float(number)) for number in range(3)]
     assert [tuple(each) for each in hits] == [(0, 0), (0, 0), (1, 2)]
@@ -125,14 +125,14 @@ def test_a_name_that_there_is_not_is_refused_with_those_that_there_are() -> None
     with pytest.raises(SimulationFailed, match=r"--write-policies: there is no 'never'; .*write_through"):
         check_names([OPTIMUM], ["never"])
     with pytest.raises(InvalidRequest):
-        Simulation(Pools("mru", "write_back", 1, 0))
+        Simulation(Pools("mru", "write_back", 1, 0), 512)
     with pytest.raises(ValueError, match="no pools of 0"):
-        Simulation(Pools("lru", "write_back", 0, 0))
+        Simulation(Pools("lru", "write_back", 0, 0), 512)
 
 
 def test_time_does_not_go_back_and_empty_prompts_count() -> None:
     requests = [TraceRequest(0, 5000, 1, 1, (4,)), TraceRequest(1, 3000, 0, 1, ()), TraceRequest(2, 9000, 1, 1, (4,))]
-    prompts = prompts_of("t", requests)
+    prompts = prompts_of("t", requests, 1)
     assert prompts.seconds.tolist() == [5.0, 5.0, 9.0]
     row = run_cell(prompts, Cell("lru", "write_back", 1, 0))
     assert (row.requests, row.blocks, row.device_hits) == (3, 2, 1)

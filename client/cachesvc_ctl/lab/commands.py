@@ -110,7 +110,13 @@ class Simulate(Command):
     )
     flags = (
         flag("traces", nargs="+", metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format"),
-        flag("--policies", type=_names, default="lru,opt", metavar="P,P", help="default lru,opt (the exact optimum)"),
+        flag(
+            "--policies",
+            type=_names,
+            default="lru,hazard,opt",
+            metavar="P,P",
+            help="default lru,hazard,opt (opt: the best there can be)",
+        ),
         flag("--device-blocks", type=pool_sizes, default="1%,2%,5%,10%,20%,50%", metavar="D,D", help="device pools"),
         flag("--host-blocks", type=pool_sizes, default="0", metavar="H,H", help="host pools (default 0)"),
         flag("--write-policies", type=_names, default="write_back", metavar="W,W", help="default write_back"),
@@ -140,7 +146,8 @@ class Simulate(Command):
 
     def _rows(self, trace: str) -> list[Row]:
         said = self.arguments
-        prompts = prompts_of(Path(trace).name, read_trace(trace, block_tokens=said.block_tokens, limit=said.limit))
+        requests = read_trace(trace, block_tokens=said.block_tokens, limit=said.limit)
+        prompts = prompts_of(Path(trace).name, requests, said.block_tokens)
         device, host = (self._blocks(sizes, prompts) for sizes in (said.device_blocks, said.host_blocks))
         if min(device) < 1:
             raise SimulationFailed("--device-blocks must be at least 1")

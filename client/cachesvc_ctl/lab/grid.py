@@ -12,11 +12,15 @@ from itertools import product
 from typing import NamedTuple
 
 from cachesvc.model.nearest import did_you_mean
+from cachesvc.model.requests import Ended
 from cachesvc_ctl.lab.optimum import optimal_hits
 from cachesvc_ctl.lab.prompts import Prompts
 
 OPTIMUM = "opt"
 """The policy that knows the future."""
+
+SECONDS_A_TOKEN = 0.02
+"""A trace tells how long an output was and not when it ended: at fifty tokens a second."""
 
 
 class SimulationFailed(Exception):
@@ -100,12 +104,12 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
 def _serve_all(prompts: Prompts, cell: Cell) -> tuple[int, int]:
     from cachesvc.simulation import Pools, Simulation
 
-    simulation = Simulation(Pools(*cell))
+    simulation = Simulation(Pools(*cell), prompts.block_tokens)
     device = host = 0
-    for number, now in enumerate(prompts.seconds.tolist()):
+    for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
         keys = prompts.keys(number)
         if keys:
-            hits = simulation.serve(keys, now)
+            hits = simulation.serve(keys, now, Ended(output, now + output * SECONDS_A_TOKEN))
             device += hits.device
             host += hits.host
     return device, host

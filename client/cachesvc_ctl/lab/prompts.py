@@ -18,6 +18,7 @@ class Prompts:
     ``path[starts[i]:starts[i + 1]]``, root to leaf. ``seconds``: when it came, never before the one above it."""
 
     trace: str
+    block_tokens: int
     path: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
@@ -39,7 +40,7 @@ class Prompts:
         return words.tobytes()
 
 
-def prompts_of(trace: str, requests: Iterable[TraceRequest]) -> Prompts:
+def prompts_of(trace: str, requests: Iterable[TraceRequest], block_tokens: int) -> Prompts:
     """The columns of a trace. Timestamps that go back stand still."""
     requests = list(requests)
     lengths = [len(request.block_ids) for request in requests]
@@ -47,6 +48,7 @@ def prompts_of(trace: str, requests: Iterable[TraceRequest]) -> Prompts:
     distinct, path = np.unique(ids, return_inverse=True)
     return Prompts(
         trace=trace,
+        block_tokens=block_tokens,
         path=path.astype(np.int64),
         starts=np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
         seconds=np.maximum.accumulate(np.array([request.timestamp_ms for request in requests], np.float64)) / 1000,
