@@ -160,7 +160,7 @@ def _host_room(size: int) -> float:
     host = ledger.host
     tip = NO_ROW
     for number in range(size):
-        tip = ledger.index.insert(_key("host", number), NO_ROW if number % HOST_PROMPT == 0 else tip, number + 1)
+        tip = ledger.index.insert(block_key("host", number), NO_ROW if number % HOST_PROMPT == 0 else tip, number + 1)
         groups = (0, 1) if number >= size - 4 * HOST_WANTED else (0,)
         pages = [host.pools[group].take(1, PageState.PRIVATE)[0] if group in groups else NO_PAGE for group in (0, 1)]
         ledger.seal(host, tip, pages)
@@ -176,11 +176,12 @@ def _host_room(size: int) -> float:
 
 def chain_keys(prompt: int) -> bytes:
     """Packed keys of one prompt; the first SHARED_BLOCKS are the same for all."""
-    shared = [_key("shared", i) for i in range(SHARED_BLOCKS)]
-    return b"".join(shared + [_key(f"prompt {prompt}", i) for i in range(SHARED_BLOCKS, PROMPT_BLOCKS)])
+    shared = [block_key("shared", i) for i in range(SHARED_BLOCKS)]
+    return b"".join(shared + [block_key(f"prompt {prompt}", i) for i in range(SHARED_BLOCKS, PROMPT_BLOCKS)])
 
 
-def _key(name: str, position: int) -> bytes:
+def block_key(name: str, position: int) -> bytes:
+    """Key of one block of a named prompt."""
     return hashlib.blake2b(f"{name} {position}".encode(), digest_size=KEY_BYTES).digest()
 
 

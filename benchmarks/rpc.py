@@ -4,8 +4,9 @@ Everything by both ways, the lane and gRPC, one right after the other: the resul
 keys below it. ``ping``: an empty call (on gRPC a health check). ``match``: a prompt that is resident whole, 64 tokens a
 block, with its keys at hand and with hashing it anew; ``match_window``: of a model with a windowed group, keys at hand.
 ``step``: an iteration of k sequences that each take one more block from the stock, by arrays; ``step_publish``: each
-also seals a block; ``step_paced``: 32 of those once in 10 ms by each of 16 engines. Everything is measured while another process
-keeps the copy streams busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
+also seals a block; ``step_ahead``: the same, sent before kernels that run 5 ms and taken behind them; ``step_paced``:
+32 of those once in 10 ms by each of 16 engines. Everything is measured while another process keeps the copy streams
+busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ WINDOW_BLOCKS = 4096
 WINDOWED = gqa_windowed(
     window_layers=[False, True], kv_heads=1, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
 )
+KERNELS_SECONDS = 0.005
+"""What an iteration's kernels take while its step is on the way."""
 PACED_ENGINES = 16
 PACED_SECONDS = 0.01
 PACED_STEPS = 48
@@ -111,7 +114,7 @@ def show(title: str, figures: object) -> None:
         _line(f"match {int(tokens):,} tokens, hashing", row["with_hashing"])
     for tokens, row in figures["match_window_ms"].items():
         _line(f"match {int(tokens):,} tokens, one window", row["keys_ready"])
-    for kind in ("step", "step_publish"):
+    for kind in ("step", "step_publish", "step_ahead"):
         for count, row in figures[f"{kind}_ms"].items():
             _line(f"{kind} {count} sequences", row)
 
@@ -174,6 +177,7 @@ def run(socket: str, way: str, clients: int, rounds: int) -> dict[str, object]:
         "match_window_ms": {str(n): {"keys_ready": summary(merged[f"window {n}"])} for n in TOKENS},
         "step_ms": {str(k): summary(merged[f"step {k}"]) for k in SEQUENCES},
         "step_publish_ms": {str(k): summary(merged[f"step_publish {k}"]) for k in SEQUENCES},
+        "step_ahead_ms": {str(k): summary(merged[f"step_ahead {k}"]) for k in SEQUENCES},
     }
 
 
@@ -235,6 +239,8 @@ def work(socket: str, way: str, number: int, rounds: int, barrier: object) -> Ti
             for count in SEQUENCES:
                 times[f"step {count}"] = step_times(lease, count, rounds, publish=False)
                 times[f"step_publish {count}"] = step_times(lease, count, rounds, publish=True)
+                ahead = step_times(lease, count, rounds, publish=True, kernels_s=KERNELS_SECONDS)
+                times[f"step_ahead {count}"] = ahead
     return times
 
 
@@ -303,8 +309,13 @@ def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list
     return out
 
 
-def step_times(lease: Lease, count: int, rounds: int, *, publish: bool, every_s: float = 0.0) -> list[float]:
-    """Milliseconds of one iteration's round trip for ``count`` growing sequences. ``every_s``: from one to the next."""
+def step_times(
+    lease: Lease, count: int, rounds: int, *, publish: bool, every_s: float = 0.0, kernels_s: float = 0.0
+) -> list[float]:
+    """Milliseconds that an engine waits for the step of an iteration of ``count`` growing sequences.
+
+    ``every_s``: from one step to the next. ``kernels_s``: how long kernels run between sending and taking the answer.
+    """
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 4 // count)
     columns = lease.columns(count, turns + 1)
@@ -317,8 +328,13 @@ def step_times(lease: Lease, count: int, rounds: int, *, publish: bool, every_s:
             time.sleep(max(next_s - time.perf_counter(), 0))
             next_s += every_s
             began = time.perf_counter()
-            answer = stream.submit_columns(columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None)
-            out.append((time.perf_counter() - began) * 1e3)
+            pending = stream.send_columns(columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None)
+            sent = time.perf_counter()
+            if kernels_s:
+                time.sleep(kernels_s)
+            resumed = time.perf_counter()
+            answer = pending.answer()
+            out.append((time.perf_counter() - resumed + sent - began) * 1e3)
             assert not answer.odd, answer.odd
         stream.submit_columns(columns, release=slots)
     return out

@@ -11,187 +11,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import time
-from asyncio.events import Handle
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+import sys
+from collections.abc import Callable
 
-from kvcache.v1 import cache_pb2, lease_pb2
+from kvcache.v1 import cache_pb2
 
-from benchmarks.ledger import PROMPT_BLOCKS, _key
+from benchmarks.ledger import PROMPT_BLOCKS
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
-from cachesvc.config import Config
-from cachesvc.daemon import Parts, build
+from benchmarks.turns_daemon import TOKEN, Daemon, running
+from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.flows.admin import evict
-from cachesvc.flows.leases import lose_silent, process_arrived, process_gone
-from cachesvc.flows.models import RegisterRequest
-from cachesvc.flows.sizing import PoolRequest
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.service.access.auth import EVERYONE
-from cachesvc.service.rpc.cache_service import CacheService
-from cachesvc.service.rpc.edge import Edge
-from cachesvc.service.rpc.lease_service import LeaseService
+from cachesvc.flows.leases import lose_silent, process_gone
 
-PAGE_BYTES = 64
-LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (PAGE_BYTES,), "uint8"),))
 LONG = 43_000
 SEQUENCES = 16
 HOST_SHARE = 10
-GIVE_UP_SECONDS = 600.0
-TOKEN = b"turns---"
-
-
-class Holds:
-    """Times every callback of asyncio's own loop, for the flow that ``flow`` names. Landings are told apart."""
-
-    def __init__(self) -> None:
-        self.flow = ""
-        self.longest: dict[str, tuple[float, float]] = {}
-        self._run = Handle._run  # noqa: SLF001 - asyncio has no hook around its callbacks
-
-    def start(self) -> None:
-        """From now on."""
-        run, note = self._run, self._note
-
-        def timed(handle: Handle) -> None:
-            wall, cpu = time.perf_counter(), time.thread_time()
-            run(handle)
-            note(handle, time.thread_time() - cpu, time.perf_counter() - wall)
-
-        Handle._run = timed  # type: ignore[assignment, method-assign]  # noqa: SLF001
-
-    def stop(self) -> None:
-        """As it was."""
-        Handle._run = self._run  # type: ignore[method-assign]  # noqa: SLF001
-
-    def _note(self, handle: Handle, cpu: float, wall: float) -> None:
-        if not self.flow:
-            return
-        lands = getattr(handle._callback, "__name__", "") == "_land"  # type: ignore[attr-defined]  # noqa: SLF001
-        name = f"{self.flow}, landing" if lands else self.flow
-        before = self.longest.get(name, (0.0, 0.0))
-        self.longest[name] = max(before[0], cpu), max(before[1], wall)
-
-
-class Daemon:
-    """The parts, and one engine's calls. ``measured`` names a flow around calls that count."""
-
-    def __init__(self, parts: Parts, blocks: int) -> None:
-        self.parts = parts
-        self.node = parts.base.node
-        self.core = self.node.core
-        self.blocks = blocks
-        self.holds = Holds()
-        edge = Edge(parts.dispatcher)
-        self.cache, self.leases = CacheService(edge, 4096), LeaseService(edge)
-        self.model = 0
-        self.lease = ""
-        self.totals: dict[str, float] = {}
-        self.numbers = iter(range(1, 1 << 40))
-        self._prompts = iter(range(1 << 40))
-
-    async def register(self, host_pages: int) -> None:
-        """The model's pools, filled once."""
-        request = RegisterRequest(
-            "turns", LAYOUT, device_pool=PoolRequest((self.blocks,)), host_pool=PoolRequest((host_pages,))
-        )
-        made = await self.parts.registrar.register(request)
-        self.model = made.model.id
-        while made.model.blocks.host.pools[0].usable < host_pages:  # noqa: ASYNC110 - threads fill it
-            await asyncio.sleep(0.01)
-
-    async def open(self, token: bytes = TOKEN) -> str:
-        """A lease of a process of its own."""
-        process_arrived(self.core, token, 1, 1)
-        request = lease_pb2.OpenRequest(model_id=self.model, process_token=token, engine="turns")
-        self.lease = (await self.ask(self.leases.open, request)).lease_id
-        return self.lease
-
-    async def ask(self, method: Any, request: Any) -> Any:
-        """Serve one message in a callback of its own, and wait for its answer."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-
-        def serve() -> None:
-            answer.set_result(self.parts.dispatcher.serve(EVERYONE, method, request, process=lambda: "turns"))
-
-        loop.call_soon(serve)
-        served = await answer
-        outcome = await served if isinstance(served, asyncio.Future) else served
-        assert not isinstance(outcome, cache_pb2.OperationError), outcome
-        return outcome
-
-    async def measured(self, flow: str, calls: Awaitable[Any]) -> Any:
-        """What ``calls`` answers; all callbacks until then, and until all transfers have landed, count for ``flow``."""
-        await asyncio.sleep(0)  # what was done before is another callback
-        self.holds.flow = flow
-        began = time.perf_counter()
-        answer = await calls
-        self.totals[flow] = min(self.totals.get(flow, GIVE_UP_SECONDS), time.perf_counter() - began)
-        await self.landed()
-        self.holds.flow = ""
-        return answer
-
-    async def landed(self) -> None:
-        """No transfer runs any more."""
-        while self.core.ledger.tickets.running or self.core.chores:  # noqa: ASYNC110 - so do copies end
-            await asyncio.sleep(0.001)
-
-    # -- calls -------------------------------------------------------------------------------------------------
-
-    def prompt(self, blocks: int = PROMPT_BLOCKS) -> bytes:
-        """Packed keys that nobody has seen."""
-        name = f"prompt {next(self._prompts)}"
-        return b"".join(_key(name, at) for at in range(blocks))
-
-    async def match(self, keys: bytes = b"") -> int:
-        """A new sequence."""
-        number = next(self.numbers)
-        request = cache_pb2.MatchRequest(lease_id=self.lease, sequence_id=number, keys=keys)
-        await self.ask(self.cache.match, request)
-        return number
-
-    async def allocate(self, sequence: int, blocks: int) -> None:
-        """Grow its tables."""
-        request = cache_pb2.AllocateRequest(lease_id=self.lease, sequence_id=sequence, blocks=blocks)
-        await self.ask(self.cache.allocate, request)
-
-    async def publish(self, sequence: int, first: int, blocks: int) -> None:
-        """Seal blocks whose keys Match was told."""
-        request = cache_pb2.PublishRequest(lease_id=self.lease, sequence_id=sequence, first_block=first, blocks=blocks)
-        answer = await self.ask(self.cache.publish, request)
-        assert answer.sealed_blocks == first + blocks
-
-    async def swap(self, sequence: int, direction: cache_pb2.SwapDirection.ValueType) -> None:
-        """Begin to take it out, or back."""
-        request = cache_pb2.SwapRequest(lease_id=self.lease, sequence_id=sequence, direction=direction)
-        await self.ask(self.cache.swap, request)
-
-    async def release(self, sequence: int) -> None:
-        """End it."""
-        await self.ask(self.cache.release, cache_pb2.ReleaseRequest(lease_id=self.lease, sequence_id=sequence))
-
-    async def close(self) -> None:
-        """End the lease."""
-        await self.ask(self.leases.close, lease_pb2.CloseRequest(lease_id=self.lease, quiesced=True))
-
-    async def serve(self, keys: bytes) -> None:
-        """A request from beginning to end: its blocks stay behind."""
-        blocks = len(keys) // KEY_BYTES
-        sequence = await self.match(keys)
-        await self.allocate(sequence, blocks)
-        await self.publish(sequence, 0, blocks)
-        await self.release(sequence)
-
-    async def fill(self) -> None:
-        """Blocks until no page is free."""
-        pool = self.core.ledger.models[self.model].replicas[0].place.pools[0]
-        while pool.free:
-            await self.serve(self.prompt(min(PROMPT_BLOCKS, pool.free)))
 
 
 # -- flows ---------------------------------------------------------------------------------------------------------
@@ -326,45 +161,9 @@ FLOWS = (prompts, many_pages, stock, leases, swaps, loads)
 # -- running -------------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def running(blocks: int, policy: str, host_pages: int) -> AsyncIterator[Daemon]:
-    """A daemon with a full pool, and one lease."""
-    config = Config(
-        socket="/tmp/benchmarks-turns.sock",
-        backend="shm",
-        device_pool=(blocks + 1) * PAGE_BYTES + (64 << 20),
-        host_pool=max(1 << 20, host_pages * PAGE_BYTES * 2),
-        write_policy=policy,
-        lease_seconds=3600.0,
-        wait_seconds=GIVE_UP_SECONDS,
-    )
-    parts = build(config)
-    base = parts.base
-    base.hardware.backend.start()
-    base.engine.start()
-    base.node.start(base.vault)
-    base.host_pool.start()
-    daemon = Daemon(parts, blocks)
-    try:
-        await daemon.register(host_pages)
-        await daemon.open()
-        await daemon.fill()
-        await daemon.landed()
-        gc.collect()
-        gc.freeze()
-        daemon.holds.start()
-        yield daemon
-    finally:
-        daemon.holds.stop()
-        await base.node.close()
-        base.engine.close()
-        base.hardware.backend.close()
-        base.host_pool.close()
-
-
 async def measure(blocks: int, rounds: int, names: list[str]) -> dict[str, dict[str, float]]:
     """Figures by flow, in milliseconds."""
-    gc.set_threshold(5_000, 50, 50)
+    sys.setswitchinterval(SWITCH_SECONDS)
     found: dict[str, list[tuple[float, float]]] = {}
     totals: dict[str, float] = {}
     for host_share, label in ((0, ""), (HOST_SHARE, "; saved")):

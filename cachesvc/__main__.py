@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import resource
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 SWITCH_SECONDS = 0.0002
 """How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
-
-COLLECTOR_THRESHOLDS = (5_000, 50, 50)
-"""Python's (700, 10, 10) let the cyclic collector walk all bookkeeping, 25 ms and more, within calls."""
 
 LEAST_FILES = 128
 """What a daemon without engines opens is half of it; gRPC ends the process where it cannot open one more."""
@@ -114,9 +110,6 @@ def _run(parts: Parts) -> None:
 async def _serve(parts: Parts) -> None:
     from cachesvc.daemon import run
 
-    gc.set_threshold(*COLLECTOR_THRESHOLDS)
-    gc.collect()
-    gc.freeze()  # modules and stubs live as long as the process: never walked again
     await run(parts)
 
 

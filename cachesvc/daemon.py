@@ -30,6 +30,7 @@ from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
+from cachesvc.service.collector import Collector
 from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.facts import Facts, Transports
@@ -83,6 +84,7 @@ class Parts:
     web: WebPage
     administration: Administration
     reloader: Reloader
+    collector: Collector
     stopping: asyncio.Event
 
 
@@ -132,6 +134,7 @@ def build(
         web=WebPage(node, config.web_listen, facts),
         administration=administration,
         reloader=reloader,
+        collector=_collector(node, dispatcher),
         stopping=asyncio.Event(),
     )
 
@@ -147,6 +150,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(partial(_measure_links, parts), _nothing),
         Step(telemetry.start_tracing, telemetry.close),
         Step(engine.start, engine.close),
+        Step(parts.collector.start, parts.collector.close),
         Step(partial(node.start, vault), node.close),
         Step(host_pool.start, host_pool.close),
         Step(_nothing, parts.registrar.close),
@@ -262,6 +266,20 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
     new_name = partial(lease_name, epoch)
     return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
+
+
+def _collector(node: Node, dispatcher: Dispatcher) -> Collector:
+    admission, models = dispatcher.admission, node.core.ledger.models
+
+    def is_idle() -> bool:
+        return not (admission.work.held or node.has_turns)
+
+    def rows() -> int:
+        return sum(len(model.blocks.index.keys) for model in models.values())
+
+    collector = Collector(is_idle, rows)
+    node.on_sweep = collector.rest
+    return collector
 
 
 def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:

@@ -54,6 +54,7 @@ class BatchCounters:
     """What happened."""
 
     steps: int = 0
+    sent_ahead: int = 0  # of them, answered while the iteration computed
     mixed_iterations: int = 0  # with prefills and decodes in one call
     swapped_out: int = 0
     swapped_in: int = 0

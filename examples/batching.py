@@ -7,6 +7,9 @@ An iteration, as `BatchEngine._iterate` has it:
     step     one message: publish and recycle what the last iteration computed, release, swap, allocate, match
     compute  all that has its pages, layer by layer; what comes from the host is waited for by layer
 
+The step is on its way while the iteration computes, and its answer is taken before the next one. Only where a request
+cannot be computed without it (pages beyond the stock, a match, a swap) is it awaited first.
+
 When the pool is full, the youngest request is swapped out to the host, and comes back, oldest first, once another one
 has ended. A request that was swapped out goes on where it was, in the very bits that it left. Where the host is full
 too, it is released instead, and computed again as far as its blocks are not found then: in the same bits.
@@ -18,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from cachesvc_client import BlockHasher, CacheClientError, Lease, PoolExhausted, StepBatch, StepStream
+from cachesvc_client import BlockHasher, CacheClientError, Lease, PendingStep, PoolExhausted, StepBatch, StepStream
 from cachesvc_client import Sequence as CacheSequence
 
 from examples.batch_requests import BatchCounters, BatchLimits, Phase, Request
@@ -36,17 +39,26 @@ class Step:
 
     def __init__(self, batch: StepBatch[CacheSequence]) -> None:
         self.batch = batch
+        self.is_needed = False
         self._handlers: list[tuple[int, Handler]] = []
+        self._pending: PendingStep | None = None
 
-    def add(self, place: int, handle: Handler) -> None:
-        """``place``: where the operation's result will stand."""
+    def add(self, place: int, handle: Handler, *, is_needed: bool = False) -> None:
+        """``place``: where the operation's result will stand. ``is_needed``: before this iteration computes."""
         self._handlers.append((place, handle))
+        self.is_needed |= is_needed
 
-    def submit(self, steps: StepStream) -> None:
-        """Send it, and hand out the results."""
-        results = steps.submit(self.batch)
-        for place, handle in self._handlers:
-            handle(results[place])
+    def send(self, steps: StepStream) -> None:
+        """Send it; ``collect`` once it was."""
+        self._pending = steps.send(self.batch)
+
+    def collect(self) -> None:
+        """Wait for the answer and hand out the results, unless that was done."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            results = pending.results()
+            for place, handle in self._handlers:
+                handle(results[place])
 
 
 class BatchEngine:
@@ -82,11 +94,12 @@ class BatchEngine:
         planned, step = self._plan(), Step(steps.batch())
         starving, self._starving = self._starving, None
         victim = None if starving is None else self._pick_victim(starving[0])
-        for request in self._requests:
-            if request.phase is Phase.RUNNING:
-                if request is not victim:  # a swap out drops spares, so nothing may be published just before it
-                    self._publish(request, step)
-                self._give_back(request, step)
+        running = [request for request in self._requests if request.phase is Phase.RUNNING]
+        for request in running:  # all of them first: so they travel in a column
+            if request is not victim:  # a swap out drops spares, so nothing may be published just before it
+                self._publish(request, step)
+        for request in running:
+            self._give_back(request, step)
         if victim is not None:
             self._send_away(victim, step)
         for request in sorted(planned, key=lambda each: each.age):
@@ -94,11 +107,16 @@ class BatchEngine:
                 self._reserve(request, planned[request], step)
         if starving is None:
             self._bring_in(planned, step)
-        step.submit(steps)
+        step.send(steps)
         self.counters.steps += 1
+        if step.is_needed:
+            step.collect()
+        else:
+            self.counters.sent_ahead += 1
         ready = {request: count for request, count in planned.items() if self._has_pages(request, count)}
         if ready:
             self._compute(ready)
+        step.collect()
         for request in self._requests:  # transfers have their own end, after which the daemon takes the next call
             if request.phase in (Phase.RUNNING, Phase.SWAPPED):
                 request.open_sequence.wait_swapped()
@@ -177,7 +195,7 @@ class BatchEngine:
             step.add(step.batch.release(sequence), _require_done)
             victim.restart()
         else:
-            step.add(step.batch.swap_out(sequence), left)
+            step.add(step.batch.swap_out(sequence), left, is_needed=True)
             victim.move(Phase.SWAPPED)
 
     def _reserve(self, request: Request, count: int, step: Step) -> None:
@@ -202,7 +220,7 @@ class BatchEngine:
                 request.move(Phase.RUNNING)
 
         if request.phase is Phase.MATCHED or missing > 0:
-            step.add(step.batch.allocate(sequence, max(needed, sequence.hit_blocks)), allocated)
+            step.add(step.batch.allocate(sequence, max(needed, sequence.hit_blocks)), allocated, is_needed=True)
 
     def _bring_in(self, planned: dict[Request, int], step: Step) -> None:
         """Once there may be room, swap in the oldest, or admit a new one while nobody is swapped out."""
@@ -212,9 +230,11 @@ class BatchEngine:
         if active and (not self._has_room or active >= self._limits.requests):
             return
         if away is not None:
-            step.add(step.batch.swap_in(away.open_sequence), self._returner(away, planned, is_alone=not active))
+            back = self._returner(away, planned, is_alone=not active)
+            step.add(step.batch.swap_in(away.open_sequence), back, is_needed=True)
         elif waiting is not None:
-            step.add(step.batch.match(reusable_keys(waiting.hasher, len(waiting.tokens))), self._admitter(waiting))
+            found = step.batch.match(reusable_keys(waiting.hasher, len(waiting.tokens)))
+            step.add(found, self._admitter(waiting), is_needed=True)
 
     def _returner(self, request: Request, planned: dict[Request, int], *, is_alone: bool) -> Handler:
         def returned(result: Any) -> None:

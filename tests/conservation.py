@@ -371,17 +371,18 @@ def _host_holders(ledger: Ledger, model: Model, claim: Claim) -> None:
                 claim(group, page, PageState.PRIVATE, f"sequence {sequence.id}")
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id:
-            for move in ticket.moves:
-                claim(move.group, move.host_page, PageState.IN_FLIGHT, f"ticket {ticket.id}")
+            for moved in ticket.moves:
+                for page in moved.host_pages:
+                    claim(moved.group, page, PageState.IN_FLIGHT, f"ticket {ticket.id}")
 
 
 def _device_holders(ledger: Ledger, model: Model, replica: int, claim: Claim) -> None:
     flying = {
-        (move.group, move.device_page)
+        (moved.group, page)
         for ticket in ledger.tickets.running.values()
         if ticket.model == model.id and ticket.replica == replica
-        for move in ticket.moves
-        if move.is_own
+        for moved in ticket.moves
+        for page in moved.own
     }
     for group, page in flying:
         claim(group, page, PageState.IN_FLIGHT, "a swap")

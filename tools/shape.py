@@ -1,4 +1,4 @@
-"""The shape of the code, one column a revision: ``python tools/shape.py [REV ...]`` (without any: the working tree).
+"""The shape of the code, one column a revision: ``python -m tools.shape [REV ...]``; ``.`` is the working tree.
 
 Sizes, folders, and the habits that are to become rarer: pins and pages moved by hand in flows, the ledger read in the
 service, ``Any`` in signatures.
@@ -6,11 +6,11 @@ service, ``Any`` in signatures.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
 import subprocess
-import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +25,9 @@ Files = dict[PurePath, str]
 
 def main() -> None:
     """Print the table."""
-    revisions = sys.argv[1:] or ["."]
+    parser = argparse.ArgumentParser(prog="python -m tools.shape", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("revisions", nargs="*", default=["."], metavar="REV")
+    revisions = parser.parse_args().revisions
     shapes = [shape_of(files_of(revision)) for revision in revisions]
     print(f"{'':44}" + "".join(f"{revision:>14.12}" for revision in revisions))
     for name in shapes[-1]:

@@ -98,6 +98,7 @@ def _round_trips(way: str, found: Any) -> tuple[list[str], list[list[str]]]:
         picks.append((f"{name}, keys ready", ["match_window_ms", tokens, "keys_ready"]))
     picks += [(f"Step, {count} sequences", ["step_ms", count]) for count in first["step_ms"]]
     picks += [(f"Step, {count} grow and publish", ["step_publish_ms", count]) for count in first["step_publish_ms"]]
+    picks += [(f"Step, {count} sent ahead", ["step_ahead_ms", count]) for count in first.get("step_ahead_ms", {})]
     body = [[way + label, *(_pair(each, path) for each in columns.values())] for label, path in picks]
     for engines, figures in found.get("step_paced_ms", {}).items():
         name = f"{way}Step, 32 grow and publish, {engines} engines each 10 ms"

@@ -21,7 +21,8 @@ def back_up(
     there. Unless told otherwise nobody waits for it yet.
     """
     blocks, place = model.blocks, replica.place
-    wanted = [row for row in rows if not blocks.host.is_present(row) and place.state(row) == READY]
+    on_host, on_device = blocks.host.states[blocks.host.lead], place.states[place.lead]
+    wanted = [row for row in rows if not on_host[row] and on_device[row] == READY]
     if not wanted or not may_submit(core, model, replica):
         return None
     pools = [blocks.host.pools[group] for group in blocks.host.full_groups]

@@ -114,5 +114,8 @@ def load_from(
 
 def _moving(rows: list[int], missing: Iterable[list[int]]) -> list[int]:
     """Those of ``rows`` of which any copy comes, in their order."""
-    moving = {row for group in missing for row in group}
+    parts = [part for part in missing if part]
+    if all(part is parts[0] for part in parts):  # whole blocks, in their order
+        return list(parts[0])
+    moving = {row for group in parts for row in group}
     return [row for row in rows if row in moving]

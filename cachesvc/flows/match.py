@@ -18,9 +18,17 @@ from cachesvc.model.keys import KEY_BYTES
 
 
 def match(
-    core: Core, call: Call, sequence_id: int, keys: bytes, max_blocks: int, sharing: Sharing | None = None
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    keys: bytes,
+    max_blocks: int,
+    sharing: Sharing | None = None,
+    waited: float = 0.0,
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
+
+    ``waited``: seconds since the request came to its engine.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
     Conflict (the sequence is open), DaemonDraining.
@@ -46,7 +54,7 @@ def match(
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
     if model.blocks.chooser is not None:
-        follow(call, sequence, hit.blocks)
+        follow(call, sequence, hit.blocks, waited)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
     tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
@@ -58,14 +66,14 @@ def match(
     )
 
 
-def follow(call: Call, sequence: Sequence, hit_blocks: int) -> None:
+def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
     """The eviction policy follows the request from now on: what it uses is its own."""
     model, keys = call.model, bytes(sequence.keys)
     blocks = model.blocks
     if blocks.chooser is not None:
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
-        sequence.request = Request(blocks.chooser, blocks.index, path, call.now)
+        sequence.request = Request(blocks.chooser, blocks.index, path, call.now, waited)
 
 
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:

@@ -166,12 +166,14 @@ def _find_straight(
 ) -> list[tuple[Sequence, list[bytes]]]:
     """The sequences of the first entries that are straight, each once, with the keys of their blocks."""
     sequences, known_parts = call.lease.sequences, call.model.blocks.index.rows.parts
-    numbers, firsts, starts, packed = publishes
+    packed, part = publishes.keys, slice(entries.start, entries.stop)
+    starts = publishes.starts[entries.start : entries.stop + 1]
     parts: list[tuple[Sequence, list[bytes]]] = []
     fresh: set[bytes] = set()
     seen: set[int] = set()
-    for entry in entries:
-        number, first, start, end = numbers[entry], firsts[entry], starts[entry], starts[entry + 1]
+    for number, first, start, end in zip(
+        publishes.sequences[part], publishes.first[part], starts, starts[1:], strict=False
+    ):
         sequence = sequences.get(number)
         if sequence is None or number in seen or number in held:
             break
@@ -187,20 +189,15 @@ def _find_straight(
             if len(raw) != (last - first) * KEY_BYTES or not raw.startswith(known):
                 break
         keys = [raw] if last - first == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
-        if not _are_new(known_parts, fresh, keys) or not sequence.owns(first, last):
+        for key in keys:
+            if key in known_parts[key[-1]] or key in fresh:
+                return parts
+            fresh.add(key)
+        if not sequence.owns(first, last):
             break
         seen.add(number)
         parts.append((sequence, keys))
     return parts
-
-
-def _are_new(known_parts: list[dict[bytes, int]], fresh: set[bytes], keys: list[bytes]) -> bool:
-    """True where no key is in the index, nor among the ``fresh`` ones, to which they are added."""
-    for key in keys:
-        if key in known_parts[key[-1]] or key in fresh:
-            return False
-        fresh.add(key)
-    return True
 
 
 def _tell_sealed(core: Core, call: Call, sequence: Sequence, rows: list[int], blocks: int) -> None:

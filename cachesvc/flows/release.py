@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.turns import TURN
 from cachesvc.model.answers import Wait
+from cachesvc.model.columns import Releases
 from cachesvc.model.errors import NotFound
 from cachesvc.model.requests import Ended
 
 
 def release_many(
-    core: Core, call: Call, sequences: Sequence[int], entries: range, told: list[int], held: Container[int] = ()
+    core: Core, call: Call, releases: Releases, entries: range, told: list[int], held: Container[int] = ()
 ) -> None:
     """``release`` for ``entries``, in order. ``told`` gets the pages of each; it is short where there is no such
     sequence, it is among ``held``, or it takes more turns than one."""
     for entry in entries:
-        number = sequences[entry]
+        number, tokens = releases.sequences[entry], releases.output_tokens
         if number not in call.lease.sequences or number in held:
             return
-        freed = release(core, call, number)
+        freed = release(core, call, number, Ended(tokens[entry]) if tokens else None)
         if isinstance(freed, Wait):
             return
         told.append(freed)

@@ -32,6 +32,8 @@ DRAIN_FAILURES = 3
 LOOKS_FOR_NOTHING = 64
 LOOKS_A_PAGE = 4
 """Candidates that ``free_some`` looks at, in all and for each page: most can go, and where they cannot it gives up."""
+DRAINS_AT_ONCE = 32
+"""Write-backs under way for a call that evicts in turns: more would hold no link busier."""
 TRY_AGAIN_EVERY = 64
 """Evictions until one is saved again: whoever waits for it waits for one failure more."""
 
@@ -60,17 +62,14 @@ def make_room(
     finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
-    if wait is None or room is None:
-        return wait
-    room.keep(wanted, call.now + core.limits.reservation_seconds)
-    return wait._replace(reserved=room)
+    return wait if wait is None or waiter is None else keep_room(core, call, wanted, waiter, wait)
 
 
-def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence) -> Wait:
-    """There is room, and the call of ``waiter`` has its next turn: ``wanted[g]`` pages are kept for it until then."""
+def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence, wait: Wait = TURN) -> Wait:
+    """What there is of ``wanted[g]`` pages is kept for the call of ``waiter`` until it runs again."""
     room = waiter.reserve()
     room.keep(wanted, call.now + core.limits.reservation_seconds)
-    return TURN._replace(reserved=room)
+    return wait._replace(reserved=room)
 
 
 def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
@@ -117,6 +116,8 @@ def _evict_blocks(
     place = replica.place
     draining = _draining(core, model, replica, room)
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in draining)
+    if short > 0 and len(draining) >= DRAINS_AT_ONCE:
+        return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
         at_once = min(short, core.turns.evicted)
         has_begun = room is not None and room.is_open
@@ -188,7 +189,7 @@ def _wait_or_refuse(
     readers = book.reading(model.id, replica.id)
     running += readers
     if running:
-        moves = sum(move.is_own and move.group == group for ticket in running for move in ticket.moves)
+        moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
         unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
         coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
         promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)

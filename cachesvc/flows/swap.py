@@ -14,15 +14,15 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.room import exhausted, make_room
 from cachesvc.flows.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.evict import start_backup
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pins import Keep
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.tickets import PageMove
+from cachesvc.ledger.tickets import MovedPages
 from cachesvc.model.answers import GroupCells, Swapped, Wait
 from cachesvc.model.errors import Conflict
 from cachesvc.model.transfer import Direction, PagePairs
-from cachesvc.model.words import ABSENT
 
 
 def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
@@ -42,11 +42,13 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     running = [*sequence.loads, *_filling(host, path)]
     if running:
         return wait_for(core, running)
-    rows = [row for row in path if not host.is_present(row)]
+    on_host = host.states[host.lead]
+    rows = [row for row in path if not on_host[row]]
     moves = sequence.own_moves()
-    if rows or moves:
+    if rows or any(moved.positions for moved in moves):
         require_transfer(core, model, call.replica)
-    _make_host_room(core, model, path, rows, moves)
+    if (wait := _make_host_room(core, model, path, rows, moves)) is not None:
+        return wait
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE)
     sequence.leave(ticket, moves)
     coming = start_backup(model.blocks, place, rows, ticket.id)
@@ -72,7 +74,8 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     filling = _filling(place, path)
     if filling:
         return wait_for(core, filling)
-    absent = [row for row in path if place.state(row) == ABSENT]
+    on_device = place.states[place.lead]
+    absent = [row for row in path if not on_device[row]]
     wanted = [len(absent) if group in place.full_groups else 0 for group in range(len(place.pools))]
     for group, _, _ in sequence.swapped:
         wanted[group] += 1
@@ -99,27 +102,31 @@ def _filling(place: Place, rows: Iterable[int]) -> list[int]:
     return sorted({place.filling[row] for row in rows if row in place.filling})
 
 
-def _joined(moves: list[PageMove], shared: Iterable[PagePairs]) -> tuple[PagePairs, ...]:
+def _joined(moves: list[MovedPages], shared: Iterable[PagePairs]) -> tuple[PagePairs, ...]:
     """Own pages and shared blocks as one transfer: the pages of a group together."""
     device: dict[int, list[int]] = {}
     host: dict[int, list[int]] = {}
-    for move in moves:
-        device.setdefault(move.group, []).append(move.device_page)
-        host.setdefault(move.group, []).append(move.host_page)
+    for moved in moves:
+        if moved.positions:
+            device[moved.group] = list(moved.device_pages)
+            host[moved.group] = list(moved.host_pages)
     for pairs in shared:
         device.setdefault(pairs.group, []).extend(pairs.device_pages)
         host.setdefault(pairs.group, []).extend(pairs.host_pages)
     return tuple(PagePairs(group, tuple(device[group]), tuple(host[group])) for group in sorted(device))
 
 
-def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[PageMove]) -> None:
-    """Free host pages for the whole swap, at the cost of no block of ``path``. Raises PoolExhausted with nothing
-    evicted."""
+def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[MovedPages]) -> Wait | None:
+    """Free host pages for the whole swap, at the cost of no block of ``path``; None when they are there. Where more is
+    to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with nothing evicted in this
+    turn."""
     host = model.blocks.host
     wanted = [len(rows) if group in host.full_groups else 0 for group in range(len(host.pools))]
-    for move in moves:
-        wanted[move.group] += 1
-    plan, short = model.evictor.plan_host_room(wanted, spared=set(path))
+    for moved in moves:
+        wanted[moved.group] += len(moved.positions)
+    now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
+    plan, short = model.evictor.plan_host_room(now, spared=set(path))
     if short is not None:
         raise exhausted(host.pools[short], wanted[short], plan.freed(short))
     carry_out(core, model, plan)
+    return None if now == wanted else TURN

@@ -168,14 +168,14 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
             replica.failed_drains = 0 if arrived else replica.failed_drains + 1
         if not arrived:  # nobody relies any more on what will be gone
             _tell_waiters(core, replica, ticket)
-    if rows := ticket.take_rows(int(left * core.turns.landed) + 1):
+    if rows := ticket.take_rows(max(1, int(left * core.turns.landed))):
         left -= len(rows) / core.turns.landed
         place = replica.place if ticket.direction is Direction.LOAD else model.blocks.host
         for row in rows:
             model.blocks.finish_fill(place, row, arrived=arrived)
         if ticket.direction is Direction.LOAD:
             _count_loaded(core, model, ticket, rows)
-    if left > 0 and (drains := ticket.take_drains(int(left * core.turns.drained) + 1)):
+    if left > 0 and (drains := ticket.take_drains(max(1, int(left * core.turns.drained)))):
         left -= len(drains) / core.turns.drained
         for drain in drains:
             model.evictor.finish_drain(replica.place, drain, arrived=arrived)

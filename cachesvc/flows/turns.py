@@ -28,12 +28,12 @@ class Turns(NamedTuple):
     published, 2.4 us each.
     """
 
-    evicted: int = 32
-    landed: int = 64
-    drained: int = 32
+    evicted: int = 16
+    landed: int = 48
+    drained: int = 16
     holds: int = 32
     pages: int = 256
-    sealed: int = 96
+    sealed: int = 64
 
 
 class Chore(NamedTuple):

@@ -8,13 +8,16 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
-from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_SEGMENT, Chooser, QueuedLeaves
@@ -304,6 +307,20 @@ class BlockLedger:
             place.children[parent] += 1
             place.leaves.remove(parent)
 
+    def _come_all(self, place: Place, rows: list[int]) -> None:
+        """``_come`` for each of the distinct ``rows``."""
+        if len(rows) < AT_ONCE:
+            for row in rows:
+                self._come(place, row)
+            return
+        column = np.array(rows, np.int64)
+        np.frombuffer(place.used, np.uint8)[column] = 0
+        parents = np.frombuffer(self.index.parent, np.int32)[column]
+        parents = parents[parents != NO_ROW]
+        np.add.at(np.frombuffer(place.children, np.int32), parents, 1)
+        for row in parents[np.frombuffer(place.leaves.filed, np.bool_)[parents]].tolist():
+            place.leaves.remove(row)
+
     def drop_copy(self, place: Place, row: int, cause: Cause | None = None) -> None:
         """Take a row's copies on ``place`` away and free their pages; forget the row when it was the last place.
 
@@ -379,13 +396,13 @@ class BlockLedger:
         already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
         lead = place.states[place.lead]
-        for row in {row: None for rows in rows_of for row in rows}:
-            if row in place.filling:
-                raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
-            place.filling[row] = ticket
-            if lead[row] == ABSENT:
-                self._come(place, row)
-            self.begin_flight(row)
+        filling = dict.fromkeys(chain.from_iterable(rows_of), ticket)
+        if not place.filling.keys().isdisjoint(filling):
+            row = next(row for row in filling if row in place.filling)
+            raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
+        place.filling |= filling
+        self._come_all(place, [row for row in filling if not lead[row]])
+        self.index.begin_flights(list(filling))
         return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.pages import AT_ONCE
 from cachesvc.ledger.parted import PartedDict
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
@@ -84,15 +87,16 @@ class BlockIndex:
         as by ``touch``. ``reuses``: of those keys that have any."""
         parts, keys_of, parent, depth, head = self.rows.parts, self.keys, self.parent, self.depth, self.head
         children, continued, stamps, counts = self.children, self.continued, self.stamp, self.reuses
+        spare = self._spare_rows
         out: list[list[int]] = []
         for tip, keys in paths:
             path: list[int] = []
             row = tip
             for key in keys:
                 above = row
-                if not self._spare_rows:
+                if not spare:
                     self._grow()
-                row = self._spare_rows.pop()
+                row = spare.pop()
                 keys_of[row] = key
                 parent[row] = above
                 stamps[row] = stamp()
@@ -195,6 +199,20 @@ class BlockIndex:
         if self.flights[row] == 1:
             self.flying.add(row)
             for order in self.orders:
+                order.remove(row)
+
+    def begin_flights(self, rows: list[int]) -> None:
+        """``begin_flight`` for each of the distinct ``rows``."""
+        if len(rows) < AT_ONCE:
+            for row in rows:
+                self.begin_flight(row)
+            return
+        column, flights = np.array(rows, np.int64), np.frombuffer(self.flights, np.uint16)
+        fresh = column[flights[column] == 0]
+        flights[column] += np.uint16(1)
+        self.flying.update(fresh.tolist())
+        for order in self.orders:
+            for row in fresh[np.frombuffer(order.filed, np.bool_)[fresh]].tolist():
                 order.remove(row)
 
     def end_flight(self, row: int) -> None:

@@ -132,11 +132,11 @@ class PagePool:
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
         """``move`` for each page; of those that become free whole runs come back at a time. Raises IllegalMove before
         anything has moved."""
-        pages = pages if isinstance(pages, list) else list(pages)
+        pages = sorted(pages)
         if len(pages) < AT_ONCE:
-            self._move_few(sorted(pages), target)
+            self._move_few(pages, target)
             return
-        column = np.sort(np.array(pages, np.int64))
+        column = np.array(pages, np.int64)
         gaps = np.diff(column)
         if column[0] < 0 or column[-1] >= self.capacity or not gaps.all():
             raise IllegalMove(

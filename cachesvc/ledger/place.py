@@ -21,9 +21,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
 from cachesvc.ledger.leaves import LeafOrder
-from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
@@ -190,13 +192,19 @@ class Place:
         Raises IllegalMove before anything has moved.
         """
         states, held = self.states[group], self.pages[group]
-        for row in rows:
+        present = any(map(states.__getitem__, rows))
+        for row in rows if present else ():
             if states[row] != ABSENT:
                 raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), FILLING)
         pages = self.pools[group].take(len(rows), IN_FLIGHT)
-        for row, page in zip(rows, pages, strict=True):
-            states[row] = FILLING
-            held[row] = page
+        if len(rows) < AT_ONCE:
+            for row, page in zip(rows, pages, strict=True):
+                states[row] = FILLING
+                held[row] = page
+        else:
+            column = np.array(rows, np.int64)
+            np.frombuffer(states, np.uint8)[column] = FILLING
+            np.frombuffer(held, np.int32)[column] = pages
         if group == self.lead:
             self.counts.states[ABSENT] -= len(rows)
             self.counts.states[FILLING] += len(rows)

@@ -68,8 +68,9 @@ class Chooser(Protocol):
 
     on_moved: Callable[[int], None]
 
-    def arrived(self, path: Path, now: float) -> Parts:
-        """A request has come; the resident blocks of its path are in its segments from now on."""
+    def arrived(self, path: Path, now: float, waited: float) -> Parts:
+        """A request has come, ``waited`` seconds ago; the resident blocks of its path are in its segments from now
+        on."""
 
     def grew(self, parts: Parts, blocks: int) -> None:
         """The request's path is resident down to ``blocks`` blocks."""

@@ -37,11 +37,11 @@ class Request:
 
     __slots__ = ("_chooser", "_index", "ended", "parts")
 
-    def __init__(self, chooser: Chooser, index: BlockIndex, path: PromptPath, now: float) -> None:
+    def __init__(self, chooser: Chooser, index: BlockIndex, path: PromptPath, now: float, waited: float) -> None:
         self._chooser = chooser
         self._index = index
         self.ended = Ended()
-        self.parts = chooser.arrived(path, now)
+        self.parts = chooser.arrived(path, now, waited)
         if path.resident:
             index.take_over(index.path(path.row(path.resident - 1)), self.parts)
 

@@ -12,7 +12,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.ledger.tables import BlockTables, no_pages
-from cachesvc.ledger.tickets import PageMove, Ticket
+from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
@@ -78,29 +78,26 @@ class Sequence(BlockTables):
 
     # -- swap --------------------------------------------------------------------------------------------------
 
-    def own_moves(self) -> list[PageMove]:
+    def own_moves(self) -> list[MovedPages]:
         """What a swap out moves: own pages in the tables, and shared ones that windows still need (they come back as
         own pages). The host pages are still to be chosen."""
-        moves: list[PageMove] = []
+        moves: list[MovedPages] = []
         for group, table in enumerate(self.tables):
             own, windowed = self.own[group], group in self.place.window_groups
-            moves += [
-                PageMove(group, position, page, NO_PAGE, is_own=page in own)
-                for position, page in enumerate(table)
-                if page != NO_PAGE and (page in own or windowed)
-            ]
+            positions = [at for at, page in enumerate(table) if page in own or (windowed and page != NO_PAGE)]
+            pages = [table[at] for at in positions]
+            mine = [page for page in pages if page in own] if windowed else pages
+            moves.append(MovedPages(group, positions, pages, [], mine))
         return moves
 
-    def leave(self, ticket: Ticket, moves: list[PageMove]) -> None:
+    def leave(self, ticket: Ticket, moves: list[MovedPages]) -> None:
         """Its own pages begin to leave for host pages, of which there are enough; spare ones hold nothing worth taking
         along and are free. Shared blocks are kept on both until ``swap_ended``: have them come to the host first."""
         host = self.ledger.host
         self.free_spares()
-        for group, pool in enumerate(self.place.pools):
-            mine = [move for move in moves if move.group == group]
-            for move, page in zip(mine, host.pools[group].take(len(mine), PageState.IN_FLIGHT), strict=True):
-                move.host_page = page
-            pool.move_all([move.device_page for move in mine if move.is_own], PageState.IN_FLIGHT)
+        for moved in moves:
+            moved.host_pages = host.pools[moved.group].take(len(moved.positions), PageState.IN_FLIGHT)
+            self.place.pools[moved.group].move_all(moved.own, PageState.IN_FLIGHT)
         self._begin_swap(ticket, moves)
 
     def free_spares(self) -> None:
@@ -116,15 +113,18 @@ class Sequence(BlockTables):
     def come_back(self, ticket: Ticket) -> None:
         """Its own pages begin to come back to device pages, of which there are enough; its shared blocks are on the
         device, or coming."""
-        place, host, moves = self.place, self.ledger.host, []
+        place, host = self.place, self.ledger.host
+        moves: list[MovedPages] = []
         for group, pool in enumerate(place.pools):
-            mine = [(position, page) for g, position, page in self.swapped if g == group]
-            pages = pool.take(len(mine), PageState.IN_FLIGHT)
-            host.pools[group].move_all([page for _, page in mine], PageState.IN_FLIGHT)
-            for (position, host_page), page in zip(mine, pages, strict=True):
-                moves.append(PageMove(group, position, page, host_page))
-                self.tables[group][position] = page
+            positions = [position for g, position, _ in self.swapped if g == group]
+            host_pages = [page for g, _, page in self.swapped if g == group]
+            pages = pool.take(len(positions), PageState.IN_FLIGHT)
+            host.pools[group].move_all(host_pages, PageState.IN_FLIGHT)
+            table = self.tables[group]
+            for position, page in zip(positions, pages, strict=True):
+                table[position] = page
             self.own[group].update(pages)
+            moves.append(MovedPages(group, positions, pages, host_pages, pages))
         path = self.ledger.index.path(self.host_anchor)
         for group in place.full_groups:
             pages_of = place.pages[group]
@@ -136,7 +136,7 @@ class Sequence(BlockTables):
         """The host has its shared blocks, or they are coming there: they stay."""
         self._host.move(self.anchor)
 
-    def _begin_swap(self, ticket: Ticket, moves: list[PageMove]) -> None:
+    def _begin_swap(self, ticket: Ticket, moves: list[MovedPages]) -> None:
         ticket.moves = moves
         ticket.traveller = self
         self.swap_ticket = ticket.id
@@ -154,16 +154,14 @@ class Sequence(BlockTables):
         is_out = self.is_open and left != failed
         rest: list[list[int]] = [[] for _ in self.place.pools]
         self.swap_ticket = 0
-        for group, pool in enumerate(self.place.pools):
-            mine = [move for move in ticket.moves if move.group == group]
-            on_host = PageState.PRIVATE if is_out else PageState.FREE
-            self.ledger.host.pools[group].move_all([move.host_page for move in mine], on_host)
-            pages = [move.device_page for move in mine if move.is_own]
+        for moved in ticket.moves:
+            group, pool = moved.group, self.place.pools[moved.group]
+            self.ledger.host.pools[group].move_all(moved.host_pages, PageState.PRIVATE if is_out else PageState.FREE)
             if self.is_open:
-                pool.move_all(pages, PageState.FREE if is_out and left else PageState.PRIVATE)
+                pool.move_all(moved.own, PageState.FREE if is_out and left else PageState.PRIVATE)
             else:
-                rest[group] = pages
-                self.own[group].difference_update(pages)
+                rest[group] = moved.own
+                self.own[group].difference_update(moved.own)
         if not self.is_open:
             self.swapped = []
         elif is_out:
@@ -174,7 +172,11 @@ class Sequence(BlockTables):
 
     def _is_out(self, ticket: Ticket) -> None:
         self.swapped_out = True
-        self.swapped = [(move.group, move.position, move.host_page) for move in ticket.moves]
+        self.swapped = [
+            (moved.group, position, page)
+            for moved in ticket.moves
+            for position, page in zip(moved.positions, moved.host_pages, strict=True)
+        ]
         self.windows.leave(self.sealed, self.anchor)
         self._device.let_go()
         for group in range(len(self.tables)):

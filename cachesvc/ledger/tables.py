@@ -70,12 +70,16 @@ class BlockTables(Hold):
     def owns(self, first: int, last: int) -> bool:
         """True where this sequence alone may write all pages of positions ``[first, last)``; windowed groups may have
         none there."""
+        for table, own in zip(self.tables, self.own, strict=True):
+            if not own.issuperset(table[first:last]):
+                return bool(self.place.window_groups) and self._owns_or_lacks(first, last)
+        return True
+
+    def _owns_or_lacks(self, first: int, last: int) -> bool:
         for group, (table, own) in enumerate(zip(self.tables, self.own, strict=True)):
-            pages = table[first:last]
-            if not own.issuperset(pages) and (
-                group in self.place.full_groups or any(page not in own and page != NO_PAGE for page in pages)
-            ):
-                return False
+            for page in table[first:last]:
+                if page not in own and (page != NO_PAGE or group in self.place.full_groups):
+                    return False
         return True
 
     # -- growing -----------------------------------------------------------------------------------------------
@@ -158,9 +162,9 @@ class BlockTables(Hold):
 
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
-        computing = self.ledger.computing
-        for position in range(first, min(last, self.declared)):
-            key = self.key(position)
+        computing, keys = self.ledger.computing, self.keys
+        for at in range(first * KEY_BYTES, min(last, self.declared) * KEY_BYTES, KEY_BYTES):
+            key = bytes(keys[at : at + KEY_BYTES])
             left = computing[key] - 1
             if left:
                 computing[key] = left
@@ -211,7 +215,9 @@ class BlockTables(Hold):
         first = self.sealed
         last = first + len(path)
         if last * KEY_BYTES > len(self.keys):
-            self.keys[first * KEY_BYTES :] = b"".join(keys)
+            del self.keys[first * KEY_BYTES :]
+            for key in keys:
+                self.keys += key
         self.sealed = last
         self._device.row = path[-1]
         if self.request is not None:

@@ -31,14 +31,15 @@ class TicketState(Enum):
 
 
 @dataclass(slots=True)
-class PageMove:
-    """A page of a sequence on its way out or in; ``is_own`` is False where a shared page's bytes go along."""
+class MovedPages:
+    """Pages of one group of a sequence on their way out or in, by position; of ``own`` the device pages are its own,
+    while the bytes of the others, which are shared, only go along."""
 
     group: int
-    position: int
-    device_page: int
-    host_page: int
-    is_own: bool = True
+    positions: list[int]
+    device_pages: list[int]
+    host_pages: list[int]
+    own: list[int]
 
 
 class Waiter(Protocol):
@@ -80,7 +81,7 @@ class Ticket:
     room: Reservation | None = None
     rows: list[int] = field(default_factory=list)
     drains: list[Drain] = field(default_factory=list)
-    moves: list[PageMove] = field(default_factory=list)
+    moves: list[MovedPages] = field(default_factory=list)
     traveller: Traveller | None = None
     waiters: list[Waiter] = field(default_factory=list)
     slot: TimelineSlot | None = None
@@ -97,7 +98,8 @@ class Ticket:
     @property
     def blocks(self) -> int:
         """Blocks or private pages that this ticket moves, or has moved."""
-        return self.moved_blocks or len(self.rows) + len(self.drains) + len(self.moves)
+        moves = sum(len(moved.positions) for moved in self.moves)
+        return self.moved_blocks or len(self.rows) + len(self.drains) + moves
 
     @property
     def has_parts(self) -> bool:

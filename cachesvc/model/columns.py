@@ -24,3 +24,11 @@ class Publishes(NamedTuple):
     first: Sequence[int]
     starts: Sequence[int]
     keys: bytes
+
+
+class Releases(NamedTuple):
+    """Entry ``n`` is sequence ``sequences[n]``, whose request has put out ``output_tokens[n]`` tokens (None: its engine
+    does not say); no ``output_tokens`` at all: none does."""
+
+    sequences: Sequence[int]
+    output_tokens: Sequence[int | None]

@@ -105,17 +105,16 @@ def _host_holders(ledger: Ledger, model: Model, seen: PlacePages) -> None:
             for group, _, page in () if sequence.swap_ticket else sequence.swapped:
                 _hold(seen, group, PageState.PRIVATE, f"sequence {sequence.id}", [page])
     for ticket in ledger.tickets.running.values():
-        for move in ticket.moves if ticket.model == model.id else ():
-            _hold(seen, move.group, PageState.IN_FLIGHT, f"ticket {ticket.id}", [move.host_page])
+        for moved in ticket.moves if ticket.model == model.id else ():
+            _hold(seen, moved.group, PageState.IN_FLIGHT, f"ticket {ticket.id}", moved.host_pages)
 
 
 def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages) -> None:
     flying: dict[int, set[int]] = {}
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id and ticket.replica == replica:
-            for move in ticket.moves:
-                if move.is_own:
-                    flying.setdefault(move.group, set()).add(move.device_page)
+            for moved in ticket.moves:
+                flying.setdefault(moved.group, set()).update(moved.own)
     for group, pages in flying.items():
         _hold(seen, group, PageState.IN_FLIGHT, "a swap", pages)
     for lease in ledger.leases.values():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -112,8 +113,10 @@ class Dispatcher:
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
+        began = time.perf_counter()
         watched = None if self._watch is None else self._watch.begin(method.name, parent)
         served = self._serve(who, method, request, process, seconds)
+        self.node.loop_watch.note(method.name, began)
         if watched is not None:
             if isinstance(served, asyncio.Future):
                 served.add_done_callback(partial(_end_watching, watched))

@@ -119,6 +119,8 @@ class MetricValues:
             reading.put("oldest_transfer_seconds", now.oldest_seconds if now else 0.0, *labels)
 
     def _calls(self, reading: Reading) -> None:
+        for flow, seconds in self.node.loop_watch.take().items():
+            reading.put("loop_longest_seconds", seconds, flow)
         for method, histogram in self.watch.seconds.items():
             reading.put_histogram("rpc_seconds", histogram, method)
         for (method, code), count in self.watch.codes.items():

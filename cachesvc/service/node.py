@@ -23,6 +23,7 @@ from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.owners import shown_id
+from cachesvc.service.loop_watch import LoopWatch
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -41,7 +42,8 @@ def end_wait(wait: Wait) -> None:
 class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
-    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick.
+    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick. ``on_sweep`` is called
+    now and then, with the time: for what has to be done sometime.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -50,12 +52,14 @@ class Node:
         self.lease_seconds = lease_seconds
         self.started = time.monotonic()
         self.on_change: Callable[[], None] | None = None
+        self.on_sweep: Callable[[float], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
+        self.loop_watch = LoopWatch()
         self._turns: deque[Callable[[], None]] = deque()
         self._is_tidying = False
         core.on_refused = _log_failure
@@ -151,11 +155,12 @@ class Node:
             trust(self.core, model)
             events.event("model_trusted", model=model)
 
-    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float) -> Answer:
+    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float, what: str = "call") -> Answer:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers. What can do
         without its transfers is run once more when the time is up.
 
-        ``run`` has just answered ``wait``. ``until``: monotonic seconds. Raises DeadlineExceeded, Unavailable.
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``what``: for the loop watch.
+        Raises DeadlineExceeded, Unavailable.
         """
         reserved = wait.reserved
         try:
@@ -166,7 +171,8 @@ class Node:
                     raise DeadlineExceeded(
                         "the transfers that this call needs did not end in time; try again or recompute"
                     )
-                answer = run()
+                with self.loop_watch.watching(what):
+                    answer = run()
                 if not isinstance(answer, Wait):
                     return answer
                 if left <= 0:  # tickets may end forever without bringing what the flow needs
@@ -178,6 +184,11 @@ class Node:
         finally:
             if reserved is not None:
                 reserved.release()
+
+    @property
+    def has_turns(self) -> bool:
+        """True while a long flow has more to do."""
+        return bool(self._turns)
 
     def running(self, tickets: Iterable[int]) -> list[int]:
         """Those of the tickets that have not ended."""
@@ -243,6 +254,7 @@ class Node:
 
     def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
+        began = time.perf_counter()
         self.core.ledger.moment.seconds = self.now()
         if isinstance(outcome, Failed):
             _log_failure(ticket, outcome.reason)
@@ -256,6 +268,7 @@ class Node:
             ended = (ticket,)
         self._wake(ended)
         self._changed()
+        self.loop_watch.note("landing", began)
 
     def _wake(self, ended: Iterable[int]) -> None:
         """Tickets have ended: who waits for one of them has its turn."""
@@ -273,6 +286,7 @@ class Node:
 
     def _tidy(self) -> None:
         """Do a turn of what is left to do. The root of a callback: raises nothing."""
+        began = time.perf_counter()
         self.core.ledger.moment.seconds = self.now()
         self._is_tidying = False
         model = self.core.chores[0].model
@@ -282,6 +296,7 @@ class Node:
             events.failure("chore_broke", model=model)
             self.distrust(model, f"{type(broken).__name__}: {broken}")
         self._changed()
+        self.loop_watch.note("chore", began)
 
     async def _sweep(self) -> None:
         pause = min(1.0, self.lease_seconds / 4)
@@ -291,8 +306,13 @@ class Node:
             try:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
-                for lease in self.run(lose_silent, self.core, self.lease_seconds, self.now()):
+                with self.loop_watch.watching("sweep"):
+                    lost = self.run(lose_silent, self.core, self.lease_seconds, self.now())
+                for lease in lost:
                     events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
+                if self.on_sweep is not None:
+                    with self.loop_watch.watching("collector"):
+                        self.on_sweep(self.now())
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
 

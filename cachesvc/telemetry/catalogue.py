@@ -157,6 +157,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge("waiting_calls", (), "Calls that wait for transfers."),
         _gauge("waiting_calls_limit", (), "Waiting calls above which more are refused."),
         _gauge("loop_lag_seconds", (), "How long this reading waited for the event loop: what a call waits at least."),
+        _gauge(
+            "loop_longest_seconds",
+            ("flow",),
+            "Longest time since the last reading that a flow held the event loop: so long others waited. Flows are "
+            "methods, `landing` (of transfers), `chore` (what is left of long flows), `sweep` and `collector`.",
+        ),
     ),
     "The daemon itself": (
         _gauge("info", ("version", "backend"), "Always 1."),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvcache.v1 import cache_pb2, common_pb2
 
-from cachesvc.model.columns import Growth, Publishes
+from cachesvc.model.columns import Growth, Publishes, Releases
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 
@@ -22,6 +22,8 @@ IN_ORDER = (GROW, PUBLISH, RECYCLE, RELEASE)
 OPERATION_NAMES = {GROW: "extend", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
 """What StepOperation and OperationResult call an entry."""
 ANSWER_FIELDS = {GROW: "grown_blocks", PUBLISH: "sealed_blocks", RECYCLE: "recycled_pages", RELEASE: "freed_pages"}
+NOT_TOLD = 0xFFFFFFFF
+"""In ``release_output_tokens``: the engine does not say."""
 ODD = 0xFFFFFFFF
 """In an answer's column: ``odd`` has the answer."""
 
@@ -35,7 +37,7 @@ class StepColumns(NamedTuple):
     growth: Growth
     publishes: Publishes
     recycles: tuple[Sequence[int], Sequence[int]]
-    releases: Sequence[int]
+    releases: Releases
 
     def sequences(self, column: Column) -> Sequence[int]:
         """Whose the entries of a column are."""
@@ -43,7 +45,7 @@ class StepColumns(NamedTuple):
             return self.growth.sequences
         if column == PUBLISH:
             return self.publishes.sequences
-        return self.recycles[0] if column == RECYCLE else self.releases
+        return self.recycles[0] if column == RECYCLE else self.releases.sequences
 
     def operation(self, column: Column, entry: int) -> Any:
         """The message of the operation that an entry stands for."""
@@ -61,7 +63,8 @@ class StepColumns(NamedTuple):
             )
         if column == RECYCLE:
             return cache_pb2.RecycleRequest(sequence_id=number, computed_tokens=self.recycles[1][entry])
-        return cache_pb2.ReleaseRequest(sequence_id=number)
+        tokens = self.releases.output_tokens
+        return cache_pb2.ReleaseRequest(sequence_id=number, output_tokens=tokens[entry] if tokens else None)
 
 
 def count_entries(message: cache_pb2.StepColumns) -> int:
@@ -83,9 +86,7 @@ def read_columns(message: cache_pb2.StepColumns, groups: int) -> StepColumns:
     publishes = Publishes(numbers, first, starts, keys)
     numbers = _unpack("Q", "recycle_sequences", message.recycle_sequences)
     recycles = numbers, _unpack("Q", "recycle_tokens", message.recycle_tokens, len(numbers))
-    return StepColumns(
-        message, growth, publishes, recycles, _unpack("Q", "release_sequences", message.release_sequences)
-    )
+    return StepColumns(message, growth, publishes, recycles, _read_releases(message))
 
 
 def pack_answer(numbers: dict[Column, list[int]], answer: cache_pb2.StepColumnsAnswer) -> None:
@@ -119,6 +120,13 @@ def _read_pages(
         _unpack("I", f"grow.generations of group {each.group}", each.generations, starts[-1]) for each in in_order
     ]
     return starts, pages, generations
+
+
+def _read_releases(message: cache_pb2.StepColumns) -> Releases:
+    numbers = _unpack("Q", "release_sequences", message.release_sequences)
+    raw = message.release_output_tokens
+    tokens = _unpack("I", "release_output_tokens", raw, len(numbers)) if raw else []
+    return Releases(numbers, [None if each == NOT_TOLD else each for each in tokens])
 
 
 def _read_starts(name: str, raw: bytes, entries: int) -> Sequence[int]:

@@ -88,6 +88,7 @@ LIMITS: dict[str, Bound] = {
     "StepColumns.recycle_sequences": LONG_COLUMN,
     "StepColumns.recycle_tokens": LONG_COLUMN,
     "StepColumns.release_sequences": LONG_COLUMN,
+    "StepColumns.release_output_tokens": COLUMN,
     "StepRequest.lease_id": ID,
     "StepRequest.operations": Bound(4096, Where.FLOW),
     "StepRequest.stock_pages": Bound(MAX_GROUPS, Where.FLOW),

@@ -12,7 +12,7 @@ from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.columns import SequenceColumns
+from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.views import LeaseView
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import StepStream
@@ -33,13 +33,17 @@ class Lease(LeaseView):
         """Map one rank's device pool into this process. Raises InvalidRequest (rank), NotSupported (kind of memory)."""
         return drive(self._calls.attach(rank))
 
-    def match(self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None) -> Sequence:
+    def match(
+        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+    ) -> Sequence:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        Raises DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it. Raises
+        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Sequence(drive(self._calls.match(keys, max_blocks=max_blocks, sequence_id=sequence_id)))
+        opening = self._calls.match(keys, max_blocks=max_blocks, sequence_id=sequence_id, waited_seconds=waited_seconds)
+        return Sequence(drive(opening))
 
     def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
@@ -68,7 +72,7 @@ class Lease(LeaseView):
         ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
         InvalidRequest.
         """
-        return SequenceColumns(self.record, max_sequences, max_blocks, tables)
+        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
 
     def completed(self, launch: int) -> None:
         """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.

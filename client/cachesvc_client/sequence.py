@@ -86,14 +86,15 @@ class Sequence(SequenceView):
         """Wait until the last swap is done. Raises LoadFailed (it is where it was before), DeadlineExceeded."""
         drive(self._calls.wait_swapped(timeout_s))
 
-    def release(self, *, launch: int | None = None) -> int:
+    def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """End the sequence: unpin what it shares, free what is its own; device pages that came back.
 
         No kernel may write its pages any more, but for launches under way up to ``launch``, the last that used it (left
-        out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Raises AlreadyClosed when
-        it was released before, InvalidRequest (no such launch).
+        out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Eviction learns from
+        ``output_tokens``, what its request has put out. Raises AlreadyClosed when it was released before,
+        InvalidRequest (no such launch).
         """
-        return drive(self._calls.release(launch=launch))
+        return drive(self._calls.release(launch=launch, output_tokens=output_tokens))
 
     def __enter__(self) -> Sequence:
         return self

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from cachesvc_client import DaemonUnavailable, Lease, Reattacher
 from cachesvc_client.aio import AsyncCacheClient
+from cachesvc_client.wire.settings import TRANSPORT_VARIABLE
 
 from benchmarks.chaos.engine import cut
 from tests.e2e.engine import PLAIN, WAIT_SECONDS, Engine, prompt
@@ -21,7 +22,8 @@ def node() -> Iterator[Node]:
         yield running
 
 
-def test_a_broken_call_connection_costs_nothing(node: Node) -> None:
+def test_a_broken_call_connection_costs_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "grpc")  # a lane has no path by which it could be found and cut
     with Engine(node.socket, device_pages=8) as engine:
         assert engine.serve(prompt(1, 4)).computed == 4
         lease = engine.lease.id

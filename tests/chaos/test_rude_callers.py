@@ -13,10 +13,13 @@ from typing import Any
 
 import grpc
 import pytest
-from cachesvc_client import DaemonUnavailable
+from cachesvc_client import DaemonUnavailable, NotFound
+from cachesvc_client.wire.lane import encode_hello
+from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import cache_pb2, cache_pb2_grpc, lease_pb2, lease_pb2_grpc
 
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
+from cachesvc.wire.lane import PING, encode
 from tests.chaos.rude import half_message, idle
 from tests.e2e.engine import WAIT_SECONDS, Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
@@ -161,3 +164,27 @@ def test_a_daemon_without_descriptors_serves_on_and_takes_engines_again(node: No
                 return False
 
         wait_until(comes, f"engines come again within {WAIT_SECONDS} s")
+
+
+def test_lanes_whose_answers_nobody_reads(node: Node) -> None:
+    with bounded(node), ExitStack() as stack:
+        for _ in range(4):
+            life = LifeConnection(node.socket, WAIT_SECONDS, lambda: None)
+            life.start()
+            stack.callback(life.close)
+            for _ in range(8):
+                flood(stack.enter_context(life.fetch_lane()))
+            with pytest.raises(NotFound, match="lanes of this process"):
+                life.fetch_lane()
+
+
+def flood(lane: socket.socket) -> None:
+    """Pings until the daemon reads no further."""
+    lane.setblocking(True)
+    lane.sendall(encode_hello(1, ()))
+    lane.settimeout(0.2)
+    try:
+        for tag in itertools.count(2):
+            lane.sendall(encode(PING, 0, 0, tag, b""))
+    except TimeoutError:
+        return

@@ -105,6 +105,7 @@ def test_a_batch_in_a_small_pool_answers_like_requests_one_by_one(
         assert [outcome(each) for each in served.requests] == [alone(model, prompt) for prompt in make_prompts()]
         counters = served.counters
         assert min(counters.swapped_out, counters.swapped_in, counters.grown_blocks, counters.mixed_iterations) > 0
+        assert 0 < counters.sent_ahead < counters.steps
         assert counters.published_blocks > 20
         assert (counters.recycled_cells > 0) == (model.config.name in (*WINDOWED, "mtp"))
         again = serve(lease, model, CHUNKS[chunks])

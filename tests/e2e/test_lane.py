@@ -146,6 +146,7 @@ def call_until_lost(engine: Engine, node: Node) -> None:
             engine.lease.match(keys).release()
     finally:
         killing.join()
+        node.daemon.process.wait()
 
 
 def test_what_a_lane_lost_the_answer_of_is_carried_out_once(node: Node) -> None:

@@ -206,8 +206,8 @@ def test_a_step_by_columns_over_the_socket_is_what_it_is_by_operations(node: Nod
                 answer = with_columns(bare.step(without_columns(request, 2)), request)
             answers.append(answer.columns)
             sequences[0].release()
-        for answer in answers:
-            for odd in answer.odd:
+        for told in answers:
+            for odd in told.odd:
                 odd.result.error.message = ""
         assert answers[0] == answers[1]
         assert [(odd.column, odd.index, odd.result.error.code) for odd in answers[0].odd] == [

@@ -233,9 +233,11 @@ class SimEngine(SimCalls):
         if last <= first and not request.tickets:
             return
         keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
+        request.told = last
         flow = self._flow(publish, request.id, first, keys, last - first, Publishing())
 
         def published(answer: Published) -> None:
+            request.told = 0
             if request.tickets:
                 request.tickets.clear()
                 self._loaded(request)

@@ -20,7 +20,8 @@ from tests.sim.node import SimNode, content_of
 
 @dataclass
 class Request:
-    """One sequence as its engine sees it. ``written``: blocks that hold their bytes; ``computed_tokens`` so far."""
+    """One sequence as its engine sees it. ``written``: blocks that hold their bytes; ``computed_tokens`` so far.
+    ``told``: blocks up to which a publish under way has told them, some of which may be sealed by now."""
 
     id: int
     keys: bytes
@@ -28,6 +29,7 @@ class Request:
     hit: int = 0
     sealed: int = 0
     written: int = 0
+    told: int = 0
     total: int = 0
     tickets: list[TicketView] = field(default_factory=list)
     swapped: bool = False
@@ -121,7 +123,7 @@ class SimProcesses:
                 pages += [
                     (group, page)
                     for group, table in enumerate(request.tables)
-                    for page in table[max(request.sealed, request.hit) :]
+                    for page in table[max(request.sealed, request.hit, request.told) :]
                     if page != NO_PAGE
                 ]
         return pages

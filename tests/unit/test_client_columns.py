@@ -20,7 +20,7 @@ from cachesvc_client.errors import (
     StockEmpty,
 )
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns import SequenceColumns
+from cachesvc_client.records.columns import ColumnsRecord
 from cachesvc_client.records.columns_part import ColumnsPart, OddEntry
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
@@ -50,7 +50,7 @@ class Engine:
         self.lease = LeaseRecord(opened, registration, threading.Event())
         self.lease.stock = Stock([stock] * len(layout.groups))
         self.book = StepBook(self.lease)
-        self.columns: SequenceColumns[Handle] = SequenceColumns(self.lease, 4, 8, None)
+        self.columns: ColumnsRecord[Handle] = ColumnsRecord(self.lease, 4, 8, None)
 
     async def step(self, batch: StepBatch[Any] | None = None, part: ColumnsPart | None = None) -> list[Any]:
         step = self.book.enter(batch, part)
@@ -181,7 +181,7 @@ async def test_what_cannot_be_is_refused_before_anything_changes() -> None:
         with pytest.raises(InvalidRequest, match="holds no sequence"):
             columns.take(1)
         with pytest.raises(InvalidRequest, match="int32"):
-            SequenceColumns(engine.lease, 4, 8, np.zeros((1, 4, 8), np.int64))
+            ColumnsRecord(engine.lease, 4, 8, np.zeros((1, 4, 8), np.int64))
 
 
 async def test_growth_of_a_step_that_was_refused_as_a_whole_is_told_by_the_next() -> None:
@@ -259,3 +259,20 @@ async def test_a_batch_travels_in_columns_up_to_the_first_that_none_has() -> Non
             "recycle",
             "release",
         ]
+
+
+async def test_spares_whose_return_was_refused_go_with_a_later_step() -> None:
+    async with Desk() as desk:
+        engine = Engine(desk)
+        columns = engine.columns
+        slots = [columns.add(await engine.open("ab")) for _ in range(2)]
+        (odd,) = await engine.submit(publish=(slots, 2))
+        own = desk.rig.core.ledger.leases[engine.lease.id].sequences[int(columns.ids[odd.slot])].own
+        assert len(own[0]) == 2
+        serve: Callable[..., Any] = desk.ask
+        desk.ask = lambda *_, **__: cache_pb2.OperationError(code="QUOTA_EXCEEDED", message="no")  # type: ignore[method-assign]
+        with pytest.raises(QuotaExceeded):
+            await engine.submit()
+        desk.ask = serve  # type: ignore[method-assign]
+        assert await engine.submit() == []
+        assert own == [set()]

@@ -15,9 +15,9 @@ from cachesvc_client.wire.methods import Method
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
-from cachesvc.wire.columns import GROW, OPERATION_NAMES
 from cachesvc.model.answers import GroupCells, TicketView
 from cachesvc.model.transfer import TimelineSlot
+from cachesvc.wire.columns import GROW, OPERATION_NAMES
 from cachesvc.wire.convert import layout_from_proto, ticket_to_proto
 
 LAYOUT = gqa_windowed(

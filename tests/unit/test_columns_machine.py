@@ -92,7 +92,8 @@ class ColumnsMachine(RuleBasedStateMachine):
 
     def growth(self, data: st.DataObject) -> dict[str, Any]:
         """Stock pages for some sequences, now and then ones that are not in the stock."""
-        ids, counts = [], []
+        ids: list[int] = []
+        counts: list[int] = []
         pages: list[list[tuple[int, int]]] = [[] for _ in self.stock]
         while len(ids) < 5 and data.draw(st.booleans()):
             count = data.draw(st.sampled_from((1, 1, 1, 2)))
@@ -122,7 +123,10 @@ class ColumnsMachine(RuleBasedStateMachine):
 
     def publishes(self, data: st.DataObject) -> dict[str, Any]:
         """The next blocks of some sequences, or others; with keys that others publish too."""
-        ids, first, counts, keys = [], [], [], b""
+        ids: list[int] = []
+        first: list[int] = []
+        counts: list[int] = []
+        keys = b""
         known = data.draw(st.booleans())
         sequences = self.desks[0].rig.core.ledger.leases[self.leases[0]].sequences
         while len(ids) < 5 and data.draw(st.booleans()):
@@ -257,10 +261,10 @@ def state(desk: Desk, lease: str) -> dict[str, object]:
     }
 
 
-def events(desk: Desk) -> list[tuple[object, ...]]:
+def events(desk: Desk) -> list[tuple[int, int, bytes, bytes]]:
     """What was told of copies, group by group."""
     journal = desk.rig.model.blocks.journal
-    told = [(each.group, each.kind, each.key, each.parent) for each in journal.read(journal.first, 1 << 20)]
+    told = [(each.group, int(each.kind), each.key, each.parent) for each in journal.read(journal.first, 1 << 20)]
     return sorted(told, key=lambda each: each[0])
 
 

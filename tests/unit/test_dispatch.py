@@ -287,7 +287,7 @@ async def test_a_landing_that_breaks_wakes_those_who_wait_and_takes_the_model_ou
         desk.fill(lease, 1, "ab")
         ticket = desk.swap_out(lease, 1)
         waiting = desk.ask(desk.cache.allocate, allocate(lease, 1, 3))
-        desk.rig.core.ledger.tickets.running[ticket].moves[0].device_page = 1 << 20
+        desk.rig.core.ledger.tickets.running[ticket].moves[0].own[0] = 1 << 20
         await desk.land(ticket)
         assert (await waiting).code == "UNAVAILABLE"
         assert desk.rig.model.suspect

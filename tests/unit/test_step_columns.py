@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kvcache.v1 import cache_pb2, common_pb2
 
+from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.dispatch import INTERNAL
 from cachesvc.service.rpc.steps import TURN_BLOCKS
 from cachesvc.wire.columns import ODD
@@ -234,3 +235,14 @@ async def test_a_defect_of_an_entry_ends_its_step() -> None:
         assert kinds(answer) == ["UNAVAILABLE"]
         assert told(answer.columns.freed_pages) == [ODD, ODD]
         assert sorted(desk.rig.core.ledger.leases[lease].sequences) == [1, 2]
+
+
+async def test_entries_are_metered_as_operations() -> None:
+    rig = rig_of(windowed(), device=(8, 8))
+    quota = Quota(operations_per_second=4)
+    async with Desk(rig, quotas=Quotas(rig.core, lambda _: quota)) as desk:
+        lease = desk.lease()
+        columns = cache_pb2.StepColumns(release_sequences=longs(1, 2, 3))
+        assert len(odd(desk.steps(lease, columns=columns))) == 3
+        refused = desk.steps(lease, columns=columns)
+        assert (refused.code, "operations_per_second" in refused.message) == ("QUOTA_EXCEEDED", True), refused

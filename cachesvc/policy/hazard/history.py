@@ -120,10 +120,11 @@ class History:
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def arrived(self, path: Path, now: float) -> Parts:
-        """A request has come; the resident blocks of its path are its own from now on, and the caller says so in its
-        column. Learns from what it touches."""
+    def arrived(self, path: Path, now: float, waited: float) -> Parts:
+        """A request has come, ``waited`` seconds ago; the resident blocks of its path are its own from now on, and the
+        caller says so in its column. Learns from what it touches."""
         self.advance(now)
+        now -= waited
         number = self.requests
         self.requests += 1
         blocks, known, key = path.blocks, path.known, path.key

@@ -26,6 +26,7 @@ from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitEx
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.dispatch import Dispatcher, Method, refusal
+from cachesvc.service.lane.outbox import Outbox
 from cachesvc.service.watch import Parent
 from cachesvc.telemetry import events
 from cachesvc.wire.lane import (
@@ -47,8 +48,6 @@ from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 TURN_SECONDS = 0.25e-3
 """After so long the others have their turn, though more frames have come."""
-MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
-"""What is kept for a peer that does not read, before the lane ends: 16 calls may be answered while one rests."""
 
 
 class Row(NamedTuple):
@@ -95,7 +94,7 @@ class Lane:
         self._waiting: dict[int, _Call] = {}
         self._waiting_bytes = 0
         self._steps: dict[str, deque[tuple[Frame, Any]]] = {}
-        self._unsent = bytearray()
+        self._outbox = Outbox(end, self._emptied, self.close)
         self._is_listening = False
         self._is_closing = False
         self._is_closed = False
@@ -112,8 +111,7 @@ class Lane:
             return
         self._is_closed = True
         self._rest()
-        if self._unsent:
-            self._loop.remove_writer(self._socket)
+        self._outbox.close()
         self._socket.close()
         self._steps.clear()
         for call in self._waiting.values():
@@ -173,7 +171,7 @@ class Lane:
         return (
             len(self._waiting) < MAX_UNANSWERED_FRAMES
             and self._waiting_bytes < MAX_UNANSWERED_BYTES
-            and not self._unsent
+            and self._outbox.is_empty
             and not self._is_closing
             and not self._is_closed
         )
@@ -244,49 +242,59 @@ class Lane:
         else:
             self._begin(who, row, frame, request)
 
-    def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> None:
+    def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> bool:
+        """Carry out a call; True where it goes on by itself."""
         served = self._desk.dispatcher.serve(
             who,
             row.method,
             request,
             process=self._key,
             seconds=frame.deadline * DEADLINE_UNIT_S if frame.deadline else None,
-            parent=self._desk.parent_of(frame.traceparent) if frame.traceparent else None,
+            parent=self._desk.parent_of(frame.traceparent),
         )
         if not isinstance(served, asyncio.Future):
             self._answer(frame, served)
-            return
+            return False
         self._wait(frame, _Call(len(frame.body), row.is_step, served))
         if row.is_step:
-            self._steps[request.lease_id] = deque()
+            self._steps.setdefault(request.lease_id, deque())
         served.add_done_callback(partial(self._done, row, frame, request))
+        return True
 
     def _wait(self, frame: Frame, call: _Call) -> None:
         self._waiting[frame.tag] = call
         self._waiting_bytes += call.size_bytes
 
+    def _end_waiting(self, frame: Frame) -> None:
+        self._waiting_bytes -= self._waiting.pop(frame.tag).size_bytes
+
     def _done(self, row: Row, frame: Frame, request: Any, served: asyncio.Future[Any]) -> None:
         """A call that went on has ended, and with it the next Step of its lease may begin."""
         if self._is_closed:
             return
-        self._waiting_bytes -= self._waiting.pop(frame.tag).size_bytes
+        self._end_waiting(frame)
         if not served.cancelled():
             self._answer(frame, served.result())
         if row.is_step:
-            self._next_steps(row, request.lease_id)
-        if not self._is_listening:
+            self._next_step(row, request.lease_id)
+        elif not self._is_listening:
             self._take()
 
-    def _next_steps(self, row: Row, lease_id: str) -> None:
-        """The Steps that waited, up to one that goes on by itself."""
-        who, behind = self._who, self._steps.pop(lease_id)
+    def _next_step(self, row: Row, lease_id: str) -> None:
+        """One of the Steps that waited, in a turn of its own."""
+        if self._is_closed or self._is_closing:
+            return
+        who, behind = self._who, self._steps[lease_id]
         assert who is not None
-        while behind and not self._is_closed and lease_id not in self._steps:
+        if behind:
             frame, request = behind.popleft()
-            self._waiting_bytes -= self._waiting.pop(frame.tag).size_bytes
-            self._begin(who, row, frame, request)
-        if behind and lease_id in self._steps:
-            self._steps[lease_id] = behind
+            self._end_waiting(frame)
+            if not self._begin(who, row, frame, request):
+                self._loop.call_soon(self._next_step, row, lease_id)
+        else:
+            del self._steps[lease_id]
+        if not self._is_listening:
+            self._take()
 
     def _key(self) -> CallerKey:
         return self.process
@@ -313,41 +321,14 @@ class Lane:
     def _close_soon(self, why: str) -> None:
         """Close once what was answered has gone out."""
         self._is_closing = True
-        if not self._unsent:
+        if self._outbox.is_empty:
             self.close(why)
 
     def _send(self, data: bytes) -> None:
-        if self._is_closed:
-            return
-        if self._unsent:
-            self._unsent += data
-            if len(self._unsent) > MAX_UNREAD_BYTES:
-                self.close("its process does not read its answers")
-            return
-        try:
-            sent = self._socket.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            self.close(f"it broke: {error.strerror}")
-            return
-        if sent < len(data):
-            self._unsent += memoryview(data)[sent:]
-            self._rest()
-            self._loop.add_writer(self._socket, self._writable)
+        if not self._is_closed:
+            self._outbox.send(data)
 
-    def _writable(self) -> None:
-        try:
-            sent = self._socket.send(self._unsent)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.close(f"it broke: {error.strerror}")
-            return
-        del self._unsent[:sent]
-        if self._unsent:
-            return
-        self._loop.remove_writer(self._socket)
+    def _emptied(self) -> None:
         if self._is_closing:
             self.close("refused")
         else:

@@ -81,7 +81,9 @@ class Lanes:
         return allow(found or otherwise_local(self._keeper), SCOPES, "/kvcache.v1.CacheService/lane")
 
     def _parent_of(self, traceparent: str) -> Parent:
-        return None if self._tracer is None else self._tracer.parent_of((("traceparent", traceparent),))
+        if self._tracer is None:
+            return None
+        return self._tracer.parent_of((("traceparent", traceparent),) if traceparent else ())
 
     def _forget(self, lane: Lane) -> None:
         self._calls += lane.calls

@@ -121,7 +121,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         wait = answer
 
         async def wait_out(_: Place) -> R:
-            return operation.reply(await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask)))
+            return operation.reply(
+                await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask), ask.method)
+            )
 
         try:
             later = self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=not wait.tickets)

@@ -21,6 +21,7 @@ from cachesvc.flows.stock import extend
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import Urgency
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Dispatcher
@@ -71,7 +72,8 @@ def _sequence_of(m: OfSequence) -> int:
 
 def _match(m: cache_pb2.MatchRequest) -> Flow[Matched]:
     sharing = Sharing()
-    return lambda core, call: match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing)
+    waited = m.waited_ms / 1000
+    return lambda core, call: match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, waited)
 
 
 def _allocate(m: cache_pb2.AllocateRequest) -> Flow[Allocated]:
@@ -96,7 +98,9 @@ def _recycle(m: cache_pb2.RecycleRequest) -> Flow[Recycled]:
 
 
 def _release(m: cache_pb2.ReleaseRequest) -> Flow[int]:
-    return lambda core, call: release(core, call, m.sequence_id)
+    tokens = m.output_tokens if m.HasField("output_tokens") else None
+    ago = m.ended_ms / 1000
+    return lambda core, call: release(core, call, m.sequence_id, Ended(tokens, call.now - ago))
 
 
 def _prefetch(m: cache_pb2.PrefetchRequest) -> Flow[Prefetched]:

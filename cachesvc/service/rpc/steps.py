@@ -101,7 +101,8 @@ class StepRun:
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
         while not self._is_through:
             await asyncio.sleep(0)
-            self._take_turn(None)
+            with self._dispatcher.node.loop_watch.watching(self._ask.method):
+                self._take_turn(None)
         if self._parked:
             try:
                 place.wait()
@@ -212,7 +213,7 @@ class StepRun:
         while waiting is not None:
             spot, operation, run, wait = waiting
             try:
-                self._tell(spot, operation, await self._dispatcher.node.wait_out(run, wait, until))
+                self._tell(spot, operation, await self._dispatcher.node.wait_out(run, wait, until, self._ask.method))
             except CacheError as error:
                 self._refuse(spot, operation.name, error)
             except Exception:  # noqa: BLE001 - the root of an operation

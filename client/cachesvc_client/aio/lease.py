@@ -19,7 +19,7 @@ from cachesvc_client.aio.stepping import AsyncStepStream
 from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, LeaseLost, LimitExceeded
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.columns import SequenceColumns
+from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.stock import Stock, stock_targets
 from cachesvc_client.records.views import LeaseView
@@ -59,13 +59,16 @@ class AsyncLease(LeaseView):
         """Map one rank's device pool into this process. Raises InvalidRequest (rank), NotSupported (kind of memory)."""
         return Opening(self._attach(rank))
 
-    def match(self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None) -> Opening[AsyncSequence]:
+    def match(
+        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+    ) -> Opening[AsyncSequence]:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        Raises DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it. Raises
+        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Opening(self._match(keys, max_blocks, sequence_id))
+        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds))
 
     async def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
@@ -100,7 +103,7 @@ class AsyncLease(LeaseView):
         ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
         InvalidRequest.
         """
-        return SequenceColumns(self.record, max_sequences, max_blocks, tables)
+        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
 
     async def completed(self, launch: int) -> None:
         """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.
@@ -164,11 +167,13 @@ class AsyncLease(LeaseView):
         self.record.pools.append(pool)
         return pool
 
-    async def _match(self, keys: PackedKeys, max_blocks: int, sequence_id: int | None) -> AsyncSequence:
+    async def _match(
+        self, keys: PackedKeys, max_blocks: int, sequence_id: int | None, waited_seconds: float
+    ) -> AsyncSequence:
         await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
-            await self.calls.run(record.open(keys, max_blocks))
+            await self.calls.run(record.open(keys, max_blocks, waited_seconds))
         except (DeadlineExceeded, *INTERRUPTS):
             self.record.orphans.append(record)
             raise

@@ -101,16 +101,17 @@ class AsyncSequence(SequenceView):
         if self.record.swap_tickets:
             self.record.end_swap(await self._calls.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
 
-    async def release(self, *, launch: int | None = None) -> int:
+    async def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """End the sequence: unpin what it shares, free what is its own; device pages that came back.
 
         No kernel may write its pages any more, but for launches under way up to ``launch``, the last that used it (left
-        out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Raises AlreadyClosed when
-        it was released before, InvalidRequest (no such launch).
+        out: the newest): the answer is 0 then, and ``lease.completed`` gives the pages back. Eviction learns from
+        ``output_tokens``, what its request has put out. Raises AlreadyClosed when it was released before,
+        InvalidRequest (no such launch).
         """
         self.require_no_steps()
         lease = self._calls.record
-        if not self.record.is_released and self.record.end_later(launch):
+        if not self.record.is_released and self.record.end_later(launch, output_tokens):
             lease.hold(self.record)
             return 0
         is_asked_again = self.record.unanswered is not None

@@ -122,13 +122,14 @@ class AsyncStepStream:
         batch: StepBatch[Any] | None = None,
     ) -> AsyncPendingColumns:
         """As ``submit_columns``; collect the answer later."""
-        await self._prepare(batch)
         self._require_open()
+        self._calls.connection.maker.check()
+        await self._prepare(batch)
         self._book.require_room()
         sends_keys = None if publish is None else len(publish) == 3 and len(publish[2]) > 0
         if batch is not None and None not in (sends_keys, batch.sends_keys) and sends_keys != batch.sends_keys:
             raise InvalidRequest("a step publishes with the keys of all blocks, or of none: use two")
-        part = columns.part(grow, publish, recycle, release)
+        part = columns.record.part(grow, publish, recycle, release)
         return AsyncPendingColumns(partial(self._collect, self._enter(batch, part)), part)
 
     async def tell(self) -> None:

@@ -39,9 +39,11 @@ class StepBatch(Generic[H]):
         self._columns: dict[int, Column] = {}
         self.sends_keys: bool | None = None
 
-    def match(self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None) -> int:
+    def match(
+        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+    ) -> int:
         """Open a sequence; the result is its handle."""
-        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks)
+        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks, waited_seconds)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
@@ -79,10 +81,10 @@ class StepBatch(Generic[H]):
         """As ``Sequence.swap_in``; the result is a Swapped."""
         return self._add(sequence.record.swap_in())
 
-    def release(self, sequence: H, *, launch: int | None = None) -> int:
+    def release(self, sequence: H, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """As ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
         record = sequence.record
-        if record.end_later(launch):
+        if record.end_later(launch, output_tokens):
             return self._put(Operation(HELD, None, lambda _: 0, no_action, record))
         self._lease.growing.pop(record.id, None)
         if not self._fits(record, RELEASE):

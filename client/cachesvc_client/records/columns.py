@@ -30,11 +30,50 @@ Indices = npt.NDArray[np.intp]
 
 
 class SequenceColumns(Generic[H]):
-    """Made by ``Lease.columns``; used from the thread of the lease's step stream.
+    """Made by ``Lease.columns``; used from the thread of the lease's step stream. ``record``: for that stream."""
 
-    ``tables``: int32 ``[groups, max_sequences, max_blocks]``, the page of each block, -1 where there is none: for
-    kernels to read. ``blocks`` and ``sealed``: int32 ``[max_sequences]``, the length of each table and its shared
-    blocks. None of them is to be written.
+    def __init__(self, record: ColumnsRecord[H]) -> None:
+        self.record = record
+
+    @property
+    def tables(self) -> npt.NDArray[np.int32]:
+        """``[groups, max_sequences, max_blocks]``: the page of each block, -1 where there is none. Not to be
+        written."""
+        return self.record.tables
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]:
+        """``[max_sequences]``: the length of each table. Not to be written."""
+        return self.record.blocks
+
+    @property
+    def sealed(self) -> npt.NDArray[np.int32]:
+        """``[max_sequences]``: leading blocks that are shared and immutable. Not to be written."""
+        return self.record.sealed
+
+    @property
+    def output_tokens(self) -> npt.NDArray[np.int64]:
+        """``[max_sequences]``, for the engine to write: what the request of a slot has put out when it is released, of
+        which eviction learns; -1 where it does not say."""
+        return self.record.output_tokens
+
+    def add(self, sequence: H) -> int:
+        """Lend a sequence; its slot, the lowest that is free. Until ``take`` it is used by its slot alone.
+
+        Raises LimitExceeded (no slot, or more blocks than a row has), Conflict (swapped out, lent, operations of it
+        under way, growth that no step has told of), and what its last calls ended with.
+        """
+        return self.record.add(sequence)
+
+    def take(self, slot: int) -> H:
+        """The sequence of a slot, with all that has become of it; the slot is free. Raises InvalidRequest (nothing is
+        there), Conflict (operations of it are under way, or growth that no step has told of)."""
+        return self.record.take(slot)
+
+
+class ColumnsRecord(Generic[H]):
+    """What is known of the sequences of some columns, by slot. ``asked``, ``known``: up to where publishing was asked
+    for, and keys are known; ``parts``: of steps that have no answer yet; ``untold``: growth that the next step tells.
     """
 
     def __init__(
@@ -50,6 +89,7 @@ class SequenceColumns(Generic[H]):
         self.tables[:] = NO_PAGE
         self.blocks = np.zeros(max_sequences, np.int32)
         self.sealed = np.zeros(max_sequences, np.int32)
+        self.output_tokens = np.full(max_sequences, -1, np.int64)
         self.max_blocks = max_blocks
         self.asked = np.zeros(max_sequences, np.int32)
         self.known = np.zeros(max_sequences, np.int32)
@@ -68,11 +108,7 @@ class SequenceColumns(Generic[H]):
         self._with_spares: set[int] = set()
 
     def add(self, sequence: H) -> int:
-        """Lend a sequence; its slot, the lowest that is free. Until ``take`` it is used by its slot alone.
-
-        Raises LimitExceeded (no slot, or more blocks than a row has), Conflict (swapped out, lent, operations of it
-        under way, growth that no step has told of), and what its last calls ended with.
-        """
+        """See ``SequenceColumns``."""
         record = sequence.record
         record.require_lendable()
         if not self._free:
@@ -87,8 +123,7 @@ class SequenceColumns(Generic[H]):
         return slot
 
     def take(self, slot: int) -> H:
-        """The sequence of a slot, with all that has become of it; the slot is free. Raises InvalidRequest (nothing is
-        there), Conflict (operations of it are under way, or growth that no step has told of)."""
+        """See ``SequenceColumns``."""
         record = self.record(slot)
         if any(slot in used for part in self.parts for used in part.used()) or any(
             slot in growing.slots for growing in self.untold
@@ -127,7 +162,7 @@ class SequenceColumns(Generic[H]):
             self.asked[publishing.slots] = publishing.upto
         part = ColumnsPart(self, growing, publishing, *self._due(), ending, self._lease.launches.pending(None))
         self.parts.append(part)
-        part.operations = self._give_back_spares() if recycle is not None else []
+        part.operations = self._give_back_spares() if self._with_spares else []
         return part
 
     def _check_growth(self, slots: Slots, counts: npt.ArrayLike | None) -> tuple[Indices, npt.NDArray[np.int64], int]:
@@ -212,7 +247,6 @@ class SequenceColumns(Generic[H]):
             record = self.record(slot)
             if pages := record.give_backs.take_due().pages:
                 operations.append(record.give_back(Due(pages, 0)))
-        self._with_spares = {slot for slot in self._with_spares if self.record(slot).give_backs.has_spares}
         return operations
 
     # -- what answers change ---------------------------------------------------------------------------------------
@@ -231,6 +265,8 @@ class SequenceColumns(Generic[H]):
             table.put(0, cells[slot, :blocks])
         record.sealed_blocks, record.asked_blocks = int(self.sealed[slot]), int(self.asked[slot])
         record.known_keys = max(record.known_keys, int(self.known[slot]))
+        if self.output_tokens[slot] >= 0:
+            record.output_tokens = int(self.output_tokens[slot])
         return record
 
     def push(self, slot: int) -> None:
@@ -248,6 +284,7 @@ class SequenceColumns(Generic[H]):
         self.tables[:, slot, : self.blocks[slot]] = NO_PAGE
         for column in (self.blocks, self.sealed, self.asked, self.known, self.ids):
             column[slot] = 0
+        self.output_tokens[slot] = -1
         self._holders[slot] = None
         self._with_spares.discard(slot)
         heapq.heappush(self._free, slot)

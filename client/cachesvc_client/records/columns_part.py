@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import GroupCells
-from cachesvc.wire.columns import GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc.wire.columns import GROW, NOT_TOLD, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.errors import CacheClientError, DaemonFault, error_of
 from cachesvc_client.records.entries import Entry, Grow, Publish, Recycle, Release
 from cachesvc_client.records.lease_record import LeaseRecord
@@ -48,6 +48,7 @@ class Lent(Protocol):
     """The columns that a part is of: see ``SequenceColumns``."""
 
     ids: npt.NDArray[np.uint64]
+    output_tokens: npt.NDArray[np.int64]
     sealed: npt.NDArray[np.int32]
     asked: npt.NDArray[np.int32]
     known: npt.NDArray[np.int32]
@@ -158,7 +159,13 @@ class ColumnsPart:
             message.recycle_sequences += ids[self._recycled].tobytes()
             message.recycle_tokens += self._tokens.astype(np.uint64).tobytes()
         if len(self._ending):
+            before = len(message.release_sequences) >> 3
             message.release_sequences += ids[self._ending].tobytes()
+            tokens = self._columns.output_tokens[self._ending]
+            if message.release_output_tokens or (tokens >= 0).any():
+                nobody = NOT_TOLD.to_bytes(4, "little") * before
+                told = tokens.clip(-1, NOT_TOLD).astype(np.uint32)  # -1 becomes NOT_TOLD
+                message.release_output_tokens = (message.release_output_tokens or nobody) + told.tobytes()
 
     def take(self, numbers: dict[Column, list[int]], odd: dict[tuple[Column, int], Any], lease: LeaseRecord) -> None:
         """Take the answers in: plain ones by the column, then the ``odd`` ones entry by entry."""

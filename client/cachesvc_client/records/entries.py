@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias, Union
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import GroupCells, Published, Recycled
-from cachesvc.wire.columns import GROW, IN_ORDER, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc.wire.columns import GROW, IN_ORDER, NOT_TOLD, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.errors import CacheClientError
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
@@ -138,7 +138,11 @@ def pack_entries(columns: dict[Column, list[Any]], groups: int) -> cache_pb2.Ste
     if recycled := columns[RECYCLE]:
         message.recycle_sequences = _ids(recycled)
         message.recycle_tokens = array("Q", [entry.tokens for entry in recycled]).tobytes()
-    message.release_sequences = _ids(columns[RELEASE])
+    released = columns[RELEASE]
+    message.release_sequences = _ids(released)
+    if any(entry.owner.output_tokens is not None for entry in released):
+        tokens = [NOT_TOLD if (told := entry.owner.output_tokens) is None else told for entry in released]
+        message.release_output_tokens = array("I", tokens).tobytes()
     return message
 
 

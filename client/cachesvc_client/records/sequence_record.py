@@ -63,7 +63,8 @@ class SequenceRecord:
     ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
     stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
     answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
-    ``is_lent``: it is used by its slot in columns. ``ends_after``: the launch that its release waits for, 0 for none.
+    ``output_tokens``: what the engine says of its request at its end. ``is_lent``: it is used by its slot in columns.
+    ``ends_after``: the launch that its release waits for, 0 for none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -87,6 +88,7 @@ class SequenceRecord:
         self.is_lent = False
         self.ends_after = 0
         self.freed_pages = 0
+        self.output_tokens: int | None = None
         self.failure: CacheClientError | None = None
         self.unanswered: Operation[Any] | None = None
         self.allocations = 0
@@ -97,7 +99,7 @@ class SequenceRecord:
         """Length of the block tables."""
         return self.tables[0].blocks
 
-    def open(self, keys: PackedKeys, max_blocks: int) -> Operation[SequenceRecord]:
+    def open(self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
         told = bytes(packed(keys))
 
@@ -108,7 +110,7 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        return self._operation(MATCH, build_match(self.id, told, max_blocks), apply, self._end)
+        return self._operation(MATCH, build_match(self.id, told, max_blocks, waited_seconds), apply, self._end)
 
     def allocate(self, blocks: int) -> Operation[Allocated]:
         """Make the tables ``blocks`` long."""
@@ -245,7 +247,7 @@ class SequenceRecord:
         self.require_not_lent()
         return self._operation(
             RELEASE,
-            build_release(self.id),
+            build_release(self.id, self.output_tokens),
             lambda response: self.released(response.freed_pages, stock),
             self.refuse_release,
         )
@@ -263,14 +265,17 @@ class SequenceRecord:
         """The daemon has not ended it, or it had ended before."""
         self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
 
-    def end_later(self, launch: int | None) -> bool:
+    def end_later(self, launch: int | None, output_tokens: int | None = None) -> bool:
         """True where the release has to wait for ``launch`` (None: the newest): nothing else can be done with it then.
+        ``output_tokens``: what its request has put out.
 
         Raises AlreadyClosed (released before), InvalidRequest (no such launch).
         """
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released before")
         self.require_not_lent()
+        if output_tokens is not None:
+            self.output_tokens = output_tokens
         self.ends_after = self.launches.pending(launch)
         return self.ends_after > 0
 

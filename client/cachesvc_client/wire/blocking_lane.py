@@ -115,8 +115,8 @@ class BlockingLane(LaneEnd):
             self.end("reading was interrupted")
             raise
         finally:
+            self._is_reading = False  # first: an interrupt of what follows leaves it to whoever comes next
             with self._turn:
-                self._is_reading = False
                 self._turn.notify_all()
         return True
 
@@ -210,8 +210,8 @@ class BlockingLane(LaneEnd):
                     self._take(self._socket.recv_into(self._reader.room()), None)
             finally:
                 if is_mine:
+                    self._is_reading = False
                     with self._turn:
-                        self._is_reading = False
                         self._turn.notify_all()
             if ready & ~select.POLLIN:
                 rest = rest[self._try_send(rest) :]

@@ -70,6 +70,7 @@ class MatchRequest(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -77,6 +78,8 @@ class MatchRequest(_message.Message):
     """Packed 32-byte block keys of the prompt's full blocks, root to leaf."""
     max_blocks: _builtins.int
     """Most blocks to reuse; 0: all. A caller that must compute the last token leaves its block out here."""
+    waited_ms: _builtins.int
+    """How long ago the request came to the engine, where it has waited there: eviction learns from when requests come."""
     def __init__(
         self,
         *,
@@ -85,10 +88,11 @@ class MatchRequest(_message.Message):
         sequence_id: _builtins.int = ...,
         keys: _builtins.bytes = ...,
         max_blocks: _builtins.int = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,21 +394,32 @@ class ReleaseRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
+    output_tokens: _builtins.int
+    """Tokens that the request has put out, and how long ago it ended: eviction learns from them. Without output_tokens the
+    class of its blocks stays what Match showed.
+    """
+    ended_ms: _builtins.int
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         request_id: _builtins.int = ...,
         sequence_id: _builtins.int = ...,
+        output_tokens: _builtins.int | None = ...,
+        ended_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "ended_ms", b"ended_ms", "lease_id", b"lease_id", "output_tokens", b"output_tokens", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 
@@ -712,6 +727,7 @@ class StepColumns(_message.Message):
     RECYCLE_SEQUENCES_FIELD_NUMBER: _builtins.int
     RECYCLE_TOKENS_FIELD_NUMBER: _builtins.int
     RELEASE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    RELEASE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     grow_sequences: _builtins.bytes
     """Extend: sequences (uint64), how many blocks each takes (uint32; empty: 1 each), and for each group the stock pages of
     all entries with their generations, in the order of the entries.
@@ -728,7 +744,8 @@ class StepColumns(_message.Message):
     """Recycle: sequences (uint64) and their computed tokens (uint64). Spare pages are given back by an operation."""
     recycle_tokens: _builtins.bytes
     release_sequences: _builtins.bytes
-    """Release: sequences (uint64)."""
+    """Release: sequences (uint64), and the tokens that each has put out (uint32, 0xFFFFFFFF: not known; empty: of none)."""
+    release_output_tokens: _builtins.bytes
     @_builtins.property
     def grow(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]: ...
     def __init__(
@@ -744,10 +761,11 @@ class StepColumns(_message.Message):
         recycle_sequences: _builtins.bytes = ...,
         recycle_tokens: _builtins.bytes = ...,
         release_sequences: _builtins.bytes = ...,
+        release_output_tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grow", b"grow", "grow_counts", b"grow_counts", "grow_sequences", b"grow_sequences", "publish_counts", b"publish_counts", "publish_first", b"publish_first", "publish_keys", b"publish_keys", "publish_sequences", b"publish_sequences", "recycle_sequences", b"recycle_sequences", "recycle_tokens", b"recycle_tokens", "release_sequences", b"release_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grow", b"grow", "grow_counts", b"grow_counts", "grow_sequences", b"grow_sequences", "publish_counts", b"publish_counts", "publish_first", b"publish_first", "publish_keys", b"publish_keys", "publish_sequences", b"publish_sequences", "recycle_sequences", b"recycle_sequences", "recycle_tokens", b"recycle_tokens", "release_output_tokens", b"release_output_tokens", "release_sequences", b"release_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,64 @@
+"""What goes out on a lane: at once while its peer reads, else kept until it does, up to a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
+
+MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
+"""What is kept for a peer that does not read, before its lane ends: calls under way may be answered meanwhile."""
+
+
+class Outbox:
+    """Used on the event loop. ``emptied``: all that was kept has gone out; ``broke(why)``: nothing will any more."""
+
+    def __init__(self, end: socket.socket, emptied: Callable[[], None], broke: Callable[[str], None]) -> None:
+        self._socket = end
+        self._emptied = emptied
+        self._broke = broke
+        self._kept = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """True while the peer takes all that is sent."""
+        return not self._kept
+
+    def send(self, data: bytes) -> None:
+        """Send it after what is kept."""
+        if self._kept:
+            self._kept += data
+            if len(self._kept) > MAX_UNREAD_BYTES:
+                self._broke("its process does not read its answers")
+            return
+        sent = self._try(data)
+        if 0 <= sent < len(data):
+            self._kept += memoryview(data)[sent:]
+            asyncio.get_running_loop().add_writer(self._socket, self._writable)
+
+    def close(self) -> None:
+        """Drop what is kept."""
+        if self._kept:
+            self._kept.clear()
+            asyncio.get_running_loop().remove_writer(self._socket)
+
+    def _writable(self) -> None:
+        sent = self._try(self._kept)
+        if sent < 0:
+            return
+        del self._kept[:sent]
+        if not self._kept:
+            asyncio.get_running_loop().remove_writer(self._socket)
+            self._emptied()
+
+    def _try(self, data: bytes | bytearray) -> int:
+        """How much the socket took; -1 where it broke."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._broke(f"it broke: {error.strerror}")
+            return -1

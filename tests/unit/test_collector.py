@@ -1,0 +1,100 @@
+"""When the cyclic collector runs: between calls, sometime all the same, and over nothing that was there for long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc.service.collector import FREEZE_ROWS, FULL_EVERY_SECONDS, LATE_SECONDS, Collector
+
+
+class Ring:
+    """Garbage that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.idle = True
+        self.rows = 0
+        self.collector = Collector(lambda: self.idle, lambda: self.rows)
+
+    def ring(self) -> weakref.ref[Ring]:
+        return weakref.ref(Ring())
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    made.collector.start()
+    made.collector.rest(1.0)
+    yield made
+    made.collector.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_it_runs_by_itself_never_and_when_nothing_is_served(rig: Rig) -> None:
+    assert not gc.isenabled()
+    gone = rig.ring()
+    rig.idle = False
+    rig.collector.rest(2.0)
+    assert gone() is not None
+    rig.idle = True
+    rig.collector.rest(3.0)
+    assert gone() is None
+
+
+def test_a_daemon_that_is_never_idle_collects_sometime(rig: Rig) -> None:
+    rig.idle = False
+    gone = rig.ring()
+    rig.collector.rest(1.0 + LATE_SECONDS - 0.1)
+    assert gone() is not None
+    rig.collector.rest(1.0 + LATE_SECONDS)
+    assert gone() is None
+
+
+def test_what_survived_before_it_died_is_found_by_a_rare_full_pass(rig: Rig) -> None:
+    ring = Ring()
+    gone = weakref.ref(ring)
+    rig.collector.rest(2.0)
+    rig.collector.rest(3.0)  # old by now
+    del ring
+    rig.collector.rest(4.0)
+    assert gone() is not None
+    rig.collector.rest(1.0 + FULL_EVERY_SECONDS)
+    assert gone() is None
+
+
+def test_what_new_blocks_brought_is_frozen_and_no_garbage_with_it(rig: Rig) -> None:
+    frozen = gc.get_freeze_count()
+    gone = rig.ring()
+    kept = [Ring() for _ in range(100)]
+    rig.rows = FREEZE_ROWS - 1
+    rig.collector.rest(2.0)
+    assert gc.get_freeze_count() <= frozen
+    rig.rows = FREEZE_ROWS
+    rig.collector.rest(3.0)
+    assert gc.get_freeze_count() >= frozen + len(kept)
+    assert gone() is None
+    frozen = gc.get_freeze_count()
+    rig.rows += FREEZE_ROWS - 1
+    rig.collector.rest(4.0)
+    assert gc.get_freeze_count() <= frozen
+
+
+def test_rows_that_went_are_no_reason_to_freeze_late(rig: Rig) -> None:
+    """A model of a million rows is evicted, and another one comes."""
+    rig.rows = 20 * FREEZE_ROWS
+    rig.collector.rest(2.0)
+    rig.rows = 0
+    rig.collector.rest(3.0)
+    frozen, kept = gc.get_freeze_count(), [Ring() for _ in range(100)]
+    rig.rows = FREEZE_ROWS
+    rig.collector.rest(4.0)
+    assert gc.get_freeze_count() >= frozen + len(kept)
