@@ -30,7 +30,7 @@ from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
-from cachesvc.service.collector import Collector
+from cachesvc.service.collector import Collector, collector_between_calls
 from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.facts import Facts, Transports
@@ -134,7 +134,7 @@ def build(
         web=WebPage(node, config.web_listen, facts),
         administration=administration,
         reloader=reloader,
-        collector=_collector(node, dispatcher),
+        collector=collector_between_calls(node, dispatcher.admission, partial(_rows, node.core.ledger)),
         stopping=asyncio.Event(),
     )
 
@@ -268,18 +268,8 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
 
 
-def _collector(node: Node, dispatcher: Dispatcher) -> Collector:
-    admission, models = dispatcher.admission, node.core.ledger.models
-
-    def is_idle() -> bool:
-        return not (admission.work.held or node.has_turns)
-
-    def rows() -> int:
-        return sum(len(model.blocks.index.keys) for model in models.values())
-
-    collector = Collector(is_idle, rows)
-    node.on_sweep = collector.rest
-    return collector
+def _rows(ledger: Ledger) -> int:
+    return sum(len(model.blocks.index.keys) for model in ledger.models.values())
 
 
 def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:

@@ -15,7 +15,7 @@ import numpy as np
 
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.index import BlockIndex
-from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Journal, Moment
+from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Dropped, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
@@ -59,14 +59,6 @@ class Hit(NamedTuple):
     device_row: int
     blocks: int
     row: int
-
-
-class Dropped(NamedTuple):
-    """A block that has left the index: for remembered counts and for events. ``tier``: where its last copy was."""
-
-    key: bytes
-    reuses: int
-    tier: str
 
 
 class Filling(NamedTuple):

@@ -77,6 +77,14 @@ def with_cause(code: int, cause: Cause) -> int:
     return code & ~(31 << 4) | cause << 4
 
 
+class Dropped(NamedTuple):
+    """A block that has left the index: for remembered counts and for events. ``tier``: where its last copy was."""
+
+    key: bytes
+    reuses: int
+    tier: str
+
+
 class Journal:
     """The last ``keep`` changes. ``keys`` and ``parents`` are the index's own, by row."""
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+from cachesvc.service.access.admission import Admission
+from cachesvc.service.node import Node
+
 FULL_EVERY_SECONDS = 300.0
 LATE_SECONDS = 30.0
 """A daemon that is never idle collects all the same, after so long: garbage in cycles would grow without bound."""
@@ -52,3 +55,10 @@ class Collector:
         if has_grown or rows < self._frozen_rows:
             self._frozen_rows = rows
         self._last = now
+
+
+def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
+    """One that the node's sweep has run, where no call is being served and no flow has turns left."""
+    collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
+    node.on_sweep = collector.rest
+    return collector

@@ -199,7 +199,10 @@ async def test_many_blocks_give_others_a_turn() -> None:
         lease = desk.lease()
         blocks = TURN_BLOCKS + 1
         for sequence in (1, 2):
-            desk.fill(lease, sequence, "x" * blocks)
+            desk.fill(lease, sequence, "x" * blocks, blocks=TURN_BLOCKS)
+            desk.ask(
+                desk.cache.allocate, cache_pb2.AllocateRequest(lease_id=lease, sequence_id=sequence, blocks=blocks)
+            )
         columns = cache_pb2.StepColumns(
             publish_sequences=longs(1, 2), publish_first=ints(0, 0), publish_counts=ints(blocks, blocks)
         )
