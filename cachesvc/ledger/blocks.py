@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cachesvc.ledger.ages import Ages
+from cachesvc.ledger.clock import Clock
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Dropped, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder, Rank
@@ -88,8 +89,9 @@ class BlockLedger:
         self._window_needs = window_needs(layout)
         self.ages = ages or Ages()
         self.index = BlockIndex()
-        self.moment = moment or Moment()
-        self.journal = Journal(self.index.keys, self.index.parent, self.moment, keep_events)
+        moment = moment or Moment()
+        self.clock = Clock(moment)
+        self.journal = Journal(self.index.keys, self.index.parent, moment, keep_events)
         self.chooser = chooser
         if chooser is not None:
             self.index.follows_requests = True

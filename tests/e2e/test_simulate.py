@@ -132,7 +132,17 @@ def test_the_last_requests_of_a_daemon_are_a_trace(tmp_path: Path) -> None:
     times = [request.timestamp_ms for request in requests]
     assert times == sorted(times)
     assert times[0] == 0
-    ended = simulate(str(trace), "--block-tokens", str(tokens), "--device-blocks", "4,16", "--json", str(out))
+    ended = simulate(
+        str(trace),
+        "--block-tokens",
+        str(tokens),
+        "--policies",
+        "lru,opt",
+        "--device-blocks",
+        "4,16",
+        "--json",
+        str(out),
+    )
     assert ended.returncode == 0, ended.stderr
     hits = {
         (row["policy"], row["device_blocks"]): row["hits"]["device"]

@@ -6,6 +6,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.release import release
 from cachesvc.ledger.recent import ID_BYTES, RecentRequests
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.requests import Ended
 from tests.unit.ledger_rig import chain, one_group, rig_of, serve
 
 
@@ -33,8 +34,18 @@ def test_a_match_is_a_request_with_the_keys_that_it_asked_for() -> None:
     serve(rig, lease, 1, ["a", "b"])
     rig.now = 9.0
     rig.run(match, lease, 2, chain("a", "c", "d"), 1)
-    rig.run(release, lease, 2)
+    rig.run(release, lease, 2, Ended(output_tokens=40))
     first, second = rig.model.recent.all()
     assert (first.seconds, first.blocks, second.seconds, second.blocks) == (7.0, 2, 9.0, 3)
+    assert (first.output_tokens, second.output_tokens) == (0, 40)
     assert first.block_ids[:ID_BYTES] == second.block_ids[:ID_BYTES] == chain("a")[:ID_BYTES]
     assert second.block_ids[ID_BYTES : 2 * ID_BYTES] == chain("a", "c")[KEY_BYTES : KEY_BYTES + ID_BYTES]
+
+
+def test_a_request_came_before_it_was_asked_for_or_when_its_trace_says() -> None:
+    rig = rig_of(one_group(), device=[4])
+    lease = rig.lease()
+    rig.now = 9.0
+    rig.run(match, lease, 1, chain("a"), 0, None, 2.5)
+    rig.run(match, lease, 2, chain("a"), 0, None, 2.5, 77.0)
+    assert [request.seconds for request in rig.model.recent.all()] == [6.5, 77.0]

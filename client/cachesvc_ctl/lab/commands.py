@@ -24,7 +24,7 @@ from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 from cachesvc_ctl.part_file import part_file
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
-EVICTIONS = ("deepest_first", "lfu", "lru")
+EVICTIONS = ("deepest_first", "hazard", "hazard_cost", "lfu", "lru")
 CHUNK_BYTES = 1 << 30
 SLAB_SLACK_BYTES = 1 << 20
 
@@ -71,6 +71,7 @@ class Replay(Command):
         flag("--block-tokens", type=at_least_one, default=512, metavar="T", help="of a trace's block (default 512)"),
         flag("--layers", type=at_least_one, default=1, metavar="L", help="planes that share a block (default 1)"),
         flag("--limit", type=at_least_one, metavar="R", help="replay only the first R requests"),
+        flag("--clock", choices=("daemon", "trace"), default="daemon", help="whose time eviction learns from"),
         flag("--kill-every", type=float, default=0, metavar="SECONDS", help="kill an engine and start it again"),
         flag("--json", metavar="OUT", help="write the report there; the picture goes beside it"),
         flag("--picture", metavar="PNG", help="write the picture there"),
@@ -211,6 +212,7 @@ def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> Replay
         block_tokens=arguments.block_tokens,
         layers=arguments.layers,
         kill_every_seconds=arguments.kill_every,
+        tells_time=arguments.clock == "trace",
     )
 
 

@@ -15,12 +15,10 @@ from cachesvc.model.nearest import did_you_mean
 from cachesvc.model.requests import Ended
 from cachesvc_ctl.lab.optimum import optimal_hits
 from cachesvc_ctl.lab.prompts import Prompts
+from cachesvc_ctl.lab.trace import SECONDS_A_TOKEN
 
 OPTIMUM = "opt"
 """The policy that knows the future."""
-
-SECONDS_A_TOKEN = 0.02
-"""A trace tells how long an output was and not when it ended: at fifty tokens a second."""
 
 
 class SimulationFailed(Exception):
