@@ -349,15 +349,14 @@ class BlockLedger:
             self.dropped.append(
                 Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
             )
-            if self.chooser is not None:
-                self._leave_segment(row, key)
+            self.leave_segment(row, key)
             index.remove(row)
         if parent != NO_ROW:
             place.leaves.update(parent)
 
-    def _leave_segment(self, row: int, key: bytes) -> None:
-        segment = self.index.segments[row]
-        if segment != NO_SEGMENT and self.chooser is not None:
+    def leave_segment(self, row: int, key: bytes) -> None:
+        """A row, of which ``key`` was the key, leaves the index: a policy that follows requests is told."""
+        if self.chooser is not None and (segment := self.index.segments[row]) != NO_SEGMENT:
             self.chooser.left(segment, self.index.depth[row], key)
             self.index.segments[row] = NO_SEGMENT
 
