@@ -182,6 +182,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     policies = [policy.value for policy in WritePolicy]
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
+    add("--write-back-share", type=float, metavar="X", help="write back what is used X times the mean (default 0: all)")
     add("--eviction", choices=sorted(EVICTION_POLICIES), help="which blocks go first (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")

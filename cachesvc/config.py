@@ -25,6 +25,7 @@ LIVE = frozenset(
     {
         *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
         *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
+        *("eviction", "write_back_share"),
         *("waiting_calls", "waiting_calls_per_process", "lanes_per_process", "drain_seconds", "log_level"),
     }
 )
@@ -78,6 +79,7 @@ class Config:
     calibration: str = "start"
     write_policy: str = WritePolicy.WRITE_BACK.value
     write_through_threshold: int = 2
+    write_back_share: float = 0.0
     eviction: str = "lru"
     lease_seconds: float = 10.0
     wait_seconds: float = 30.0
@@ -127,6 +129,8 @@ class Config:
             _positive(name, getattr(self, name))
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
+        if not 0 <= self.write_back_share < math.inf:
+            raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {self.write_back_share}")
         if self.lanes_per_process < 0:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:

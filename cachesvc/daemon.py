@@ -263,7 +263,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         leases=config.leases,
         events_per_model=config.event_history,
     )
-    writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold)
+    writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
     new_name = partial(lease_name, epoch)
     return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
 

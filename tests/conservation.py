@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from cachesvc.ledger.blocks import window_rank
 from cachesvc.ledger.holds import Hold
-from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
+from tests.candidates import candidates, segments
 
 Claim = Callable[[int, int, PageState, str], None]
 Holding = dict[tuple[int, int], tuple[PageState, str]]
@@ -38,10 +37,11 @@ def audit(ledger: Ledger) -> Audit:
     for model in ledger.models.values():
         for check in (_rows, _chains, _pins, _flights, _computing, _tables, _swapped):
             problems += check(ledger, model)
+        problems += segments(model)
         for position, place in enumerate(model.blocks.index.places):
             problems += _closure(model, place)
             problems += _pieces(model, place)
-            problems += _candidates(model, place)
+            problems += candidates(model, place)
             problems += _counts(model, place)
             problems += _pages(ledger, model, place, position)
             problems += _moving(ledger, model, place)
@@ -323,37 +323,6 @@ def _counts(model: Model, place: Place) -> Iterator[str]:
     pinned = sum(pins * (depth[row] + 1) for row, pins in enumerate(place.pins) if pins)
     if pinned != place.counts.pinned:
         yield f"model {model.id} {place.name}: {pinned} blocks are pinned, {place.counts.pinned} are counted"
-
-
-def _candidates(model: Model, place: Place) -> Iterator[str]:
-    """Whoever may be evicted is filed under its rank, and nobody else."""
-    blocks, index = model.blocks, model.blocks.index
-    states = place.states[place.lead]
-    wanted = [
-        blocks.rank(index.stamp[row], index.hits[row], index.depth[row]) << 32 | row
-        for row in index.rows.values()
-        if states[row] == READY and not (place.pins[row] or place.children[row] or index.flights[row])
-    ]
-    yield from _order(f"{place.name}", place.leaves, wanted)
-    for group, order in place.window_leaves.items():
-        sinks = model.layout.sink_blocks(group)
-        wanted = [
-            window_rank(index.reached[row], index.stamp[row], index.depth[row], index.depth[row] < sinks) << 32 | row
-            for row in index.rows.values()
-            if place.states[group][row] == READY and not (place.window_pins[group][row] or index.flights[row])
-        ]
-        yield from _order(f"{place.name} group {group}", order, wanted)
-
-
-def _order(where: str, order: LeafOrder, wanted: list[int]) -> Iterator[str]:
-    entries = list(order)
-    for entry in set(entries) ^ set(wanted):
-        row = entry & 0xFFFF_FFFF
-        yield f"{where} row {row}: {'filed as a candidate' if entry in entries else 'may be evicted, but is not filed'}"
-    if entries != sorted(entries) or len(entries) != len(order):
-        yield f"{where}: {len(order)} candidates are counted, {len(entries)} are there, or not in their order"
-    if {row for row, filed in enumerate(order.filed) if filed} != {entry & 0xFFFF_FFFF for entry in entries}:
-        yield f"{where}: what is filed and what is known to be filed are not the same"
 
 
 def _computing(ledger: Ledger, model: Model) -> list[str]:

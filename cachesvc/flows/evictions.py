@@ -8,6 +8,7 @@ from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.evict import EvictionPlan
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.reuse import Miss
+from cachesvc.policy.eviction import eviction_policy
 
 
 def carry_out(core: Core, model: Model, plan: EvictionPlan, ticket: int = 0) -> Filling:
@@ -19,6 +20,20 @@ def carry_out(core: Core, model: Model, plan: EvictionPlan, ticket: int = 0) -> 
         core.count(Count.EVICTIONS, len(plan.drops))
     remember_dropped(core, model)
     return coming
+
+
+def set_eviction(core: Core, name: str) -> None:
+    """Which block goes next is for another policy to say, from now on: one of the same order (``same_order``)."""
+    policy = core.eviction = eviction_policy(name)
+    for model in core.ledger.models.values():
+        for replica in model.replicas:
+            place = replica.place
+            replica.shadow = replica.shadow or policy.new_shadow(place.pools[place.lead].capacity)
+        blocks = model.blocks
+        if blocks.chooser is not None:
+            blocks.chooser.govern(decides=policy.learns, weighs_cost=policy.weighs_cost)
+        elif (history := policy.new_history(model.layout.block_tokens)) is not None:
+            blocks.follow(history)
 
 
 def remember_dropped(core: Core, model: Model, cause: Miss = Miss.EVICTED) -> None:

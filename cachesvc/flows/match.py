@@ -59,6 +59,8 @@ def match(
     asked = min(asked, max_blocks) if max_blocks else asked
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
+    if core.eviction.learns and replica.shadow is not None:
+        replica.shadow.matched(keys, asked, hit.device_blocks)
     if model.blocks.chooser is not None:
         follow(call, sequence, hit.blocks, waited)
     if core.writing.counts_reuse and hit.row != NO_ROW:
@@ -79,7 +81,7 @@ def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> No
     if blocks.chooser is not None:
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
-        sequence.request = Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited)
+        sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
 
 
 def require_clock(seconds: float) -> float:

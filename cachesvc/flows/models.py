@@ -144,6 +144,7 @@ class Registration:
         model = self._new.model or self._enter_model(core, vault)
         place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
         made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
+        made.shadow = core.eviction.new_shadow(place.pools[place.lead].capacity)
         model.replicas.append(made)
         model.last_used = now
         return Registered(model, made, existed=False)

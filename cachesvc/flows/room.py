@@ -158,7 +158,8 @@ def _plan(
     place = replica.place
     saves = core.writing.copies_when_evicted and _has_host(model)
     saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica)
-    plan, met = model.evictor.plan_device(place, count, to_host=saves_now, most_looks=most_looks)
+    share = core.writing.share
+    plan, met = model.evictor.plan_device(place, count, to_host=saves_now, share=share, most_looks=most_looks)
     if not met and saves and not saves_now:
         plan, met = model.evictor.plan_device(place, count, to_host=True, most_looks=most_looks)
     return plan, met

@@ -7,7 +7,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.clock import Clock
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Dropped, Journal, Moment
-from cachesvc.ledger.leaves import LeafOrder, Rank
+from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.orders import RankRule, leaf_order, window_order, window_rank
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
@@ -33,24 +34,12 @@ from cachesvc.ledger.windows import (
 from cachesvc.model.errors import InvalidRequest, LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, STAMP_BITS, Tier
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
 
-__all__ = [
-    "BlockLedger",
-    "Dropped",
-    "Filling",
-    "Hit",
-    "RankRule",
-    "hit_window_blocks",
-    "window_positions",
-    "window_rank",
-]
+__all__ = ["Dropped", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
 HOST_PLACE = 0
 IS_READY = int(READY)  # an enum takes thrice as long to compare
-DEPTH_BITS = 32
-RankRule = Callable[[int, int, int], Rank]
-"""``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
 
 
 class Hit(NamedTuple):
@@ -109,45 +98,32 @@ class BlockLedger:
     def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         place = Place(name, self.layout, pools, self.journal, self.index.places)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
-        place.leaves = self._leaf_order(place)
-        place.window_leaves = {group: self._window_order(place, group) for group in place.window_groups}
+        place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
+        place.window_leaves = {
+            group: window_order(self.index, place, group, self.layout.sink_blocks(group))
+            for group in place.window_groups
+        }
         self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
         return place
 
-    def _leaf_order(self, place: Place) -> LeafOrder:
-        """Leaves of a place that nobody uses and nothing moves, in the order of the eviction policy."""
-        index, states, pins, children = self.index, place.states[place.lead], place.pins, place.children
-        flights, stamp, hits, depth, rule = index.flights, index.stamp, index.hits, index.depth, self.rank
+    def follow(self, chooser: Chooser) -> None:
+        """A policy that follows requests chooses from now on, where one by the order of last access did."""
+        self.chooser = chooser
+        chooser.on_moved = self._requeue
 
-        def may_go(row: int) -> bool:
-            return states[row] == IS_READY and not (pins[row] or children[row] or flights[row])
+        def made(place: Place) -> LeafOrder:
+            order = leaf_order(self.index, place, self.rank, chooser)
+            assert isinstance(order, QueuedLeaves)
+            order.adopt(place.leaves)
+            return order
 
-        def rank(row: int) -> Rank:
-            return rule(stamp[row], hits[row], depth[row])
-
-        if self.chooser is not None:
-            return QueuedLeaves(may_go, rank, self.chooser, index.segments, depth)
-        return LeafOrder(may_go, rank)
+        self.index.follow_requests(made)
 
     def _requeue(self, segment: int) -> None:
         """The policy has another class for a segment."""
         for place in self.index.places:
             assert isinstance(place.leaves, QueuedLeaves)
             place.leaves.requeue(segment)
-
-    def _window_order(self, place: Place, group: int) -> LeafOrder:
-        """Windowed copies of a place that no window holds and nothing moves: they may go by themselves."""
-        index, states, pins = self.index, place.states[group], place.window_pins[group]
-        flights, reached, stamp, depth = index.flights, index.reached, index.stamp, index.depth
-        sinks = self.layout.sink_blocks(group)
-
-        def may_go(row: int) -> bool:
-            return states[row] == IS_READY and not (pins[row] or flights[row])
-
-        def rank(row: int) -> Rank:
-            return window_rank(reached[row], stamp[row], depth[row], depth[row] < sinks)
-
-        return LeafOrder(may_go, rank)
 
     # -- match -------------------------------------------------------------------------------------------------
 
@@ -321,6 +297,7 @@ class BlockLedger:
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
         """
         place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
+        self.let_go(place, row)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 place.drop(group, row, cause)
@@ -346,13 +323,17 @@ class BlockLedger:
         if not index.has_copy(row):
             key = index.keys[row]
             assert key is not None
-            self.dropped.append(
-                Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
-            )
+            tier = Tier.HOST if place is self.host else Tier.DEVICE
+            self.dropped.append(Dropped(key, index.reuses[row], tier.value))
             self.leave_segment(row, key)
             index.remove(row)
         if parent != NO_ROW:
             place.leaves.update(parent)
+
+    def let_go(self, place: Place, row: int) -> None:
+        """A row's copies go from a place: a policy that follows requests is told."""
+        if self.chooser is not None:
+            self.chooser.let_go(self.index.segments[row], self.clock.seconds, is_host=place is self.host)
 
     def leave_segment(self, row: int, key: bytes) -> None:
         """A row, of which ``key`` was the key, leaves the index: a policy that follows requests is told."""
@@ -411,12 +392,3 @@ class BlockLedger:
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)
-
-
-def window_rank(reached: int, stamp: int, depth: int, is_sink: bool) -> Rank:
-    """The order in which windowed copies go by themselves.
-
-    First those that no hit has looked back to and no sequence has ended on, then by when that was; of equal rank
-    oldest first and a prompt's front before its end, but its sinks last: without them no window is worth anything.
-    """
-    return ((reached << 1 | is_sink) << STAMP_BITS | stamp) << DEPTH_BITS | depth

@@ -72,11 +72,12 @@ class Evictor:
         self.ledger = ledger
 
     def plan_device(
-        self, place: Place, count: int, *, to_host: bool, most_looks: int = sys.maxsize
+        self, place: Place, count: int, *, to_host: bool, share: float = 0.0, most_looks: int = sys.maxsize
     ) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
 
-        ``to_host``: last copies are stored rather than dropped while the host can take them. ``most_looks``: after so
+        ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
+        whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so
         many candidates the search is given up. Nothing is changed yet; the caller passes the plan to ``carry_out`` or
         to nobody.
         """
@@ -97,7 +98,7 @@ class Evictor:
                     lingering.add(index.parent[row])
                 else:
                     plan.drops.append(row)
-            elif (to_host or lasting_children > 0) and host.reserve():
+            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
             elif lasting_children == 0:
@@ -142,6 +143,10 @@ class Evictor:
             if len(found) < need:
                 return plan, group
         return plan, None
+
+    def _is_worth_saving(self, row: int, share: float) -> bool:
+        chooser = self.ledger.chooser
+        return not share or chooser is None or chooser.is_worth_saving(self.ledger.index.segments[row], share)
 
     def carry_out(self, plan: EvictionPlan, ticket: int = 0) -> Filling:
         """Drop what is to be dropped and start draining the rest; returns the host copies that come.

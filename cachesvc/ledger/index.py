@@ -175,6 +175,15 @@ class BlockIndex:
             for order in moved:
                 order.update(row)
 
+    def follow_requests(self, made: Callable[[Place], LeafOrder]) -> None:
+        """The policy follows requests from now on: rows have segments, and ``made`` gives each place's candidates."""
+        self.follows_requests = True
+        self.segments.frombytes(bytes(4 * (len(self.keys) - len(self.segments))))
+        for place in self.places:
+            before = place.leaves
+            place.leaves = made(place)
+            self.orders[self.orders.index(before)] = place.leaves
+
     def take_over(self, path: Sequence[int], parts: Parts) -> None:
         """A request was the last to use the rows of ``path``, from the root on. Candidates among them wait anew."""
         leaves = [place.leaves for place in self.places]

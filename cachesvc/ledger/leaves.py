@@ -55,6 +55,10 @@ class SortedEntries:
                 return found
         return []
 
+    def take_over(self, other: SortedEntries) -> None:
+        """All entries of another one, which is of no use afterwards."""
+        self._buckets, self._bounds = other._buckets, other._bounds
+
     def insert(self, entry: int) -> None:
         """Put an entry in, which is not there yet."""
         bounds, buckets = self._bounds, self._buckets

@@ -63,6 +63,7 @@ def _drop_run(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Caus
             age = ledger.ages.age(stamp)
         used = place.used[row] | (used if passes_use else 0)
         counts.leave(age, used)
+        ledger.let_go(place, row)
     place.drop_last(run, cause)
     place.leaves.remove(run[0])
     tier = (Tier.DEVICE if passes_use else Tier.HOST).value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.blocks import BlockLedger
@@ -18,11 +19,23 @@ from cachesvc.model.errors import LeaseLost, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 
 
+class Shadow(Protocol):
+    """What another policy would have hit. Counts of blocks: ``asked``, ``hits``, ``shadow_hits``."""
+
+    asked: int
+    hits: int
+    shadow_hits: int
+
+    def matched(self, keys: bytes, asked: int, hit: int) -> None:
+        """A prompt of packed ``keys``, of whose first ``asked`` blocks ``hit`` were a hit."""
+
+
 @dataclass(slots=True)
 class Replica:
     """A set of devices (one for each rank) that share one page-id space for each group.
 
-    ``failed_drains``: write-backs that failed in a row; ``unsaved``: evictions since then that saved nothing.
+    ``shadow``: told of its hits, where somebody compares them. ``failed_drains``: write-backs that failed in a row;
+    ``unsaved``: evictions since then that saved nothing.
     """
 
     id: int
@@ -31,6 +44,7 @@ class Replica:
     device_pages: tuple[int, ...]
     failed_drains: int = 0
     unsaved: int = 0
+    shadow: Shadow | None = None
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
-from cachesvc.model.requests import Ended, Parts
+from cachesvc.model.requests import Ended, Parts, Worth
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -68,15 +68,19 @@ class Chooser(Protocol):
 
     on_moved: Callable[[int], None]
 
+    def govern(self, *, decides: bool, weighs_cost: bool) -> None:
+        """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
+
     def arrived(self, path: Path, now: float, waited: float) -> Parts:
         """A request has come, ``waited`` seconds ago; the resident blocks of its path are in its segments from now
         on."""
 
-    def grew(self, parts: Parts, blocks: int) -> None:
-        """The request's path is resident down to ``blocks`` blocks."""
+    def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
+        """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
 
-    def took(self, segment: int, blocks: int) -> None:
-        """A running request has taken over what the segment had among the first ``blocks`` blocks of its path."""
+    def takes(self, segment: int, other: int, position: int) -> bool:
+        """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
+        now on; False where it stays."""
 
     def left(self, segment: int, position: int, key: bytes) -> None:
         """A block of the segment, its deepest, has left the index."""
@@ -89,6 +93,15 @@ class Chooser(Protocol):
 
     def since(self, segment: int) -> float:
         """When the age of the segment counts from, seconds."""
+
+    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
+        """A block of the segment leaves the host, or a device."""
+
+    def is_worth_saving(self, segment: int, share: float) -> bool:
+        """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
+
+    def worth(self, segment: int, now: float) -> Worth | None:
+        """What is known of blocks of the segment; None of one that is nobody's."""
 
     def pick(self, heads: Heads, now: float) -> int:
         """The queue whose head goes next; -1 where there is none."""
@@ -119,6 +132,17 @@ class QueuedLeaves(LeafOrder):
         """Make room for ``rows`` rows."""
         super().grow(rows)
         self._queue_of_row.frombytes(bytes(2 * (rows - len(self._queue_of_row))))
+
+    def adopt(self, order: LeafOrder) -> None:
+        """Its candidates, of the same ranks, wait here from now on, in the queue of those that are nobody's."""
+        entries = SortedEntries()
+        self._filed, self._count = order.filed, len(order)
+        entries.take_over(order)
+        self._queue_of_row.frombytes(bytes(2 * len(self._filed)))
+        self._queues.append(entries)
+        first = entries.first
+        self._first.append(NO_RANK << ROW_BITS if first is None else first)
+        self.show(self.heads, 0, first)
 
     @property
     def queues(self) -> list[SortedEntries]:

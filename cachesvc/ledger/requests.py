@@ -48,13 +48,16 @@ class Request:
     def sealed(self, first: int, path: list[int]) -> None:
         """Its blocks from ``first`` on are the rows ``path``: new ones, or such as others sealed before it."""
         segments, parts, chooser = self._index.segments, self.parts, self._chooser
+        new_from = end = first + len(path)
         for position, row in enumerate(path, start=first):
             before = segments[row]
             mine = parts.shared if position < parts.shared_blocks else parts.own
-            if before not in (NO_SEGMENT, mine):
-                chooser.took(before, position + 1)
-            segments[row] = mine
-        chooser.grew(parts, first + len(path))
+            if before == NO_SEGMENT:
+                new_from = min(new_from, position)
+                segments[row] = mine
+            elif before == mine or chooser.takes(mine, before, position):
+                segments[row] = mine
+        chooser.grew(parts, new_from, end)
 
     def end(self, blocks: int, key: bytes, now: float) -> None:
         """It holds nothing any more; ``blocks`` blocks were sealed, the last under ``key``."""

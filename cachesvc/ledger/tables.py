@@ -82,6 +82,10 @@ class BlockTables(Hold):
                     return False
         return True
 
+    def follow(self, request: Request) -> None:
+        """An eviction policy follows it from now on."""
+        self.request = request
+
     # -- growing -----------------------------------------------------------------------------------------------
 
     def hold(self, hit: Hit, stamp: int) -> None:

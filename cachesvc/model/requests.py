@@ -21,3 +21,12 @@ class Ended(NamedTuple):
 
     output_tokens: int | None = None
     at: float | None = None
+
+
+class Worth(NamedTuple):
+    """What a policy that learns knows of a block: its class in words, its age there (seconds), and the hits a second
+    that it is expected to bring."""
+
+    words: str
+    age: float
+    density: float

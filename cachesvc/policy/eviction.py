@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import STAMP_BITS
 from cachesvc.policy.hazard.history import History
+from cachesvc.policy.shadow import Shadow
 
 RankRule = Callable[[int, int, int], int]
 
@@ -49,6 +50,15 @@ class Eviction:
     def new_history(self, block_tokens: int) -> History | None:
         """What a policy that learns keeps of one model; None for the others."""
         return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
+
+    def new_shadow(self, blocks: int) -> Shadow | None:
+        """What least recently used would hit with so many blocks, beside a policy that learns; None for the others."""
+        return Shadow(blocks) if self.learns else None
+
+
+def same_order(before: str, after: str) -> bool:
+    """True where the second policy can go on from where the first one is: equal candidates go in the same order."""
+    return eviction_policy(before).rank is eviction_policy(after).rank
 
 
 EVICTION_POLICIES = {

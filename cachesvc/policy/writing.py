@@ -14,13 +14,18 @@ from cachesvc.model.words import WritePolicy
 
 @dataclass(frozen=True, slots=True)
 class WriteRule:
-    """``threshold``: reuses after which write_through_selective copies. ``remember``: counts kept of dropped blocks."""
+    """``threshold``: reuses after which write_through_selective copies. ``remember``: counts kept of dropped blocks.
+    ``share``: write_back copies blocks of a class that is used from the host at least so many times as often as the
+    mean, where eviction knows of classes; 0: all."""
 
     policy: WritePolicy
     threshold: int = 2
     remember: int = 65536
+    share: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.share < 0:
+            raise InvalidRequest(f"write_back_share cannot be negative, got {self.share}")
         if self.threshold < 1:
             raise InvalidRequest(f"write_through_threshold must be at least 1, got {self.threshold}")
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cachesvc.ledger.index import BlockIndex
-from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK, LeafOrder
+from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK, LeafOrder, SortedEntries
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.queues import NO_RANK, QueuedLeaves
 from cachesvc.model.words import DRAINING, FILLING, READY
 from cachesvc.questions.snapshot import Mask, int32s, live_now, live_rows, place_states, states, uint16s
 from cachesvc.questions.steps import Question, off_loop
@@ -72,7 +73,7 @@ def block_parts(model: Model) -> list[Part]:
         for name, order, group in orders:
             capture = partial(_Candidates, name, model, place, order, group)
             out.append(captured(f"{where}: candidates of {name}", capture, recount_candidates))
-            out.append(walked(f"{where}: order of {name}", partial(walk_order, name, order)))
+            out.append(walked(f"{where}: order of {name}", partial(walk_orders, name, order)))
     return out
 
 
@@ -230,10 +231,23 @@ def recount_candidates(seen: _Candidates) -> list[str]:
     return out
 
 
-def walk_order(name: str, order: LeafOrder) -> Iterator[list[str]]:
-    """Candidates stand in the order of the ranks that they have now. A step looks at a few hundred."""
+def walk_orders(name: str, order: LeafOrder) -> Iterator[list[str]]:
+    """Candidates stand in the order of the ranks that they have now, each queue by itself."""
+    if not isinstance(order, QueuedLeaves):
+        yield from walk_order(name, order, order)
+        return
+    for number, queue in enumerate(order.queues):
+        first = queue.first
+        rank = NO_RANK if first is None else first >> ROW_BITS
+        if order.heads.ranks[number] != rank:
+            yield [f"{name}: the head of queue {number} is not its first candidate"]
+        yield from walk_order(f"{name} queue {number}", order, queue)
+
+
+def walk_order(name: str, order: LeafOrder, entries_of: SortedEntries) -> Iterator[list[str]]:
+    """Entries stand in the order of the ranks that their rows have now. A step looks at a few hundred."""
     last: int | None = None
-    while entries := order.entries_after(last):
+    while entries := entries_of.entries_after(last):
         out = [
             f"{name} row {entry & ROW_MASK}: stands under rank {entry >> ROW_BITS}, which is not its own"
             for entry in entries

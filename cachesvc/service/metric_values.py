@@ -147,6 +147,10 @@ def _reuse(reading: Reading, model: Model) -> None:
     reading.put("remembered_keys", reuse.remembered, *labels)
     for tier, blocks in model.hit_blocks.items():
         reading.put("hit_tokens", blocks * tokens, *labels, tier)
+    for shadow in (replica.shadow for replica in model.replicas if replica.shadow is not None):
+        reading.put("compared_tokens", shadow.asked * tokens, *labels)
+        reading.put("compared_hit_tokens", shadow.hits * tokens, *labels, "own")
+        reading.put("compared_hit_tokens", shadow.shadow_hits * tokens, *labels, "lru")
     for cause, blocks in reuse.missed.items():
         if cause is not Miss.DUPLICATE:
             reading.put("missed_tokens", blocks * tokens, *labels, cause.value)

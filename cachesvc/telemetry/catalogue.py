@@ -76,6 +76,17 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "`duplicate`: in place already when published: two computed them at the same time, "
             "or a windowed group had lost its part.",
         ),
+        _counter(
+            "compared_tokens",
+            MODEL,
+            "Tokens that Match was asked for while the eviction policy was one that learns; from a sample of blocks.",
+        ),
+        _counter(
+            "compared_hit_tokens",
+            (*MODEL, "policy"),
+            "Of these, hits in place: `own`, those that there were, and `lru`, those that least recently used would "
+            "have had with as many pages. Where `lru` stays ahead, set `eviction` to it.",
+        ),
         _gauge("remembered_keys", MODEL, "Keys of dropped blocks that are remembered to tell why prompts miss."),
     ),
     "Is memory full, and of what": (

@@ -9,6 +9,7 @@ from cachesvc.flows.call import resolve
 from cachesvc.flows.release import release
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import Conflict, KeyReused, LeaseLost, LimitExceeded, LoadFailed, PoolExhausted, Unavailable
+from cachesvc.model.requests import Ended
 from tests.sim.processes import Pending, Request, SimProcesses
 
 WAIT_SECONDS = 20.0
@@ -102,4 +103,5 @@ class SimCalls(SimProcesses):
 
     def _end(self, request: Request) -> None:
         """Release a sequence, in as many turns as it takes."""
-        self._call(None, ("release", request.id), self._flow(release, request.id), lambda _: None)
+        ended = Ended(self.rng.choice((None, 20, 500)))
+        self._call(None, ("release", request.id), self._flow(release, request.id, ended), lambda _: None)

@@ -25,6 +25,8 @@ SAYING = {"event", "warning", "failure"}
 FROM_ELSEWHERE = {"up", "process_cpu_seconds_total"}
 UNDRAWN = {
     "calls_in_flight_limit",
+    "compared_hit_tokens",
+    "compared_tokens",
     "event_subscribers",
     "draining",
     "dropped_blocks",

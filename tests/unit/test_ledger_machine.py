@@ -63,9 +63,18 @@ class LedgerMachine(RuleBasedStateMachine):
         host=st.integers(0, 16),
         policy=st.sampled_from(list(WritePolicy)),
         sinks=st.sampled_from((0, 4)),
+        eviction=st.sampled_from(("lru", "hazard")),
     )
     def begin(
-        self, windows: bool, replicas: int, device: int, device_window: int, host: int, policy: WritePolicy, sinks: int
+        self,
+        windows: bool,
+        replicas: int,
+        device: int,
+        device_window: int,
+        host: int,
+        policy: WritePolicy,
+        sinks: int,
+        eviction: str,
     ) -> None:
         layout = windowed(sink_tokens=sinks) if windows else one_group()
         groups = len(layout.groups)
@@ -75,6 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
             host=(host,) * groups,
             policy=policy,
             replicas=replicas,
+            eviction=eviction,
         )
         self.leases = [(self.rig.lease(f"e{i}", i % replicas), i % replicas) for i in range(2)]
         self.told: dict[int, Told] = {}

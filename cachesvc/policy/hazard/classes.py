@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import NamedTuple
 
 NEW_TOKENS = (1024, 4096, 12288, 32768)
@@ -35,6 +36,30 @@ def features(new_tokens: int, line_gap: float | None, hub_gap: float | None, kno
 def output_class(tokens: int) -> int:
     """Class of a request's output."""
     return bisect_right(OUTPUT_TOKENS, tokens)
+
+
+class Classes:
+    """Numbers of classes, as they are first seen; ``add_row(table, group)`` gives the next one, of that group."""
+
+    def __init__(self, add_row: Callable[[int, tuple[int, ...]], int]) -> None:
+        self._add_row = add_row
+        self._rows: dict[tuple[int, bool, Features, int | None], int] = {}
+        self._names: list[tuple[Features, int | None, bool]] = []
+
+    def row(self, table: int, seen: Features, output: int | None, *, is_shared: bool) -> int:
+        """The number of a class, which is that of its queue. ``output``: class of the output, once it is known."""
+        name = (table, is_shared, seen, output)
+        row = self._rows.get(name)
+        if row is None:
+            group = (int(is_shared), seen.new_tokens, -1 if output is None else output)
+            row = self._rows[name] = self._add_row(table, group)
+            self._names.append((seen, output, is_shared))
+        return row
+
+    def in_words(self, row: int) -> str:
+        """What a class stands for."""
+        seen, output, is_shared = self._names[row]
+        return in_words(seen, output, is_shared=is_shared)
 
 
 def in_words(seen: Features, output: int | None, *, is_shared: bool) -> str:

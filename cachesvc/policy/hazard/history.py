@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.model.requests import Ended, Parts
+from cachesvc.model.requests import Ended, Parts, Worth
 from cachesvc.policy.hazard.ages import BINS, bin_of
-from cachesvc.policy.hazard.classes import Features, features, in_words, output_class
+from cachesvc.policy.hazard.asked import Heads, Path
+from cachesvc.policy.hazard.classes import Classes, Features, features, output_class
 from cachesvc.policy.hazard.lines import Line, Lines
 from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 from cachesvc.policy.hazard.segments import (
@@ -34,6 +35,7 @@ from cachesvc.policy.hazard.segments import (
     WEIGHTS,
     Segments,
 )
+from cachesvc.policy.hazard.uses import HostUses
 
 REMEMBERED = 8192
 """Requests whose landmarks are followed."""
@@ -47,38 +49,6 @@ NO_RANK = (1 << 63) - 1
 LINEAR_TOKENS = 30_500
 """Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
 WHILE_RUNNING, AFTER_END = 0, 1
-
-
-class Path(Protocol):
-    """A request's blocks from the root on: ``known`` of them resident or remembered, ``resident`` in the cache."""
-
-    blocks: int
-    known: int
-    resident: int
-
-    def key(self, position: int) -> bytes:
-        """Key of a block."""
-
-    def segment(self, position: int) -> int:
-        """Segment of a resident block."""
-
-
-class Heads(Protocol):
-    """The first candidate of each queue of a place: ``ranks`` (``NO_RANK``: there is none), ``since`` when its age
-    counts (seconds), its ``segments``, and its position in the prompt (``depths``)."""
-
-    ranks: Ints
-    since: Floats
-    segments: list[int]
-    depths: Ints
-
-
-class Why(NamedTuple):
-    """What the policy knows of a block: its class in words, its age (seconds) there, expected hits per second."""
-
-    words: str
-    age: float
-    density: float
 
 
 class _Running(NamedTuple):
@@ -101,14 +71,16 @@ class History:
     def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
         self.segments = Segments()
         self.rates = Rates()
+        self.classes = Classes(self.rates.add_row)
         self.on_moved: Callable[[int], None] = lambda _: None
+        self.decides = True
         self.weighs_cost = weighs_cost
         self.requests = 0
+        self.uses = HostUses()
         self._block_tokens = block_tokens
         self._lines = Lines(REMEMBERED)
-        self._rows: dict[tuple[int, int, Features, int | None], int] = {}
-        self._names: list[tuple[Features, int | None, bool]] = []
         self._remembered: deque[Parts] = deque()
+        self._unsettled: deque[Parts] = deque()
         self._landmarks: dict[bytes, int] = {}
         self._landmark_keys: dict[int, list[bytes]] = {}
         self._running: dict[int, _Running] = {}
@@ -116,7 +88,26 @@ class History:
         self._ends: dict[int, _End] = {}
         self._refit: Iterator[None] | None = None
         self._next_fit = FIRST_FIT
-        self._row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
+        self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
+
+    def govern(self, *, decides: bool, weighs_cost: bool) -> None:
+        """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
+        self.decides, self.weighs_cost = decides, weighs_cost
+
+    @property
+    def remembered(self) -> Sequence[Parts]:
+        """Requests whose landmarks are followed, oldest first."""
+        return self._remembered
+
+    @property
+    def running(self) -> list[Parts]:
+        """Requests that have not ended."""
+        return [each.parts for each in self._running.values()]
+
+    @property
+    def kept_keys(self) -> int:
+        """Keys that are kept of lines, beginnings and landmarks that have left the cache."""
+        return len(self._lines) + len(self._landmarks)
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -136,34 +127,41 @@ class History:
             self._lines.end(key(blocks - 1), found.line, is_new=known < blocks)
         seen = features((blocks - known) * self._block_tokens, found.line_gap, found.hub_gap, known)
         begin, resident = self.segments.begin, path.resident
-        top = end = NOBODY
+        top = NOBODY
         if shared:
-            queue = self._row(WHILE_RUNNING, seen, None, is_shared=True)
+            queue = self.classes.row(WHILE_RUNNING, seen, None, is_shared=True)
             top = begin(number, now, queue, 0, shared, resident, IS_SHARED)
-        if shared < blocks or not blocks:
-            queue = self._row(WHILE_RUNNING, seen, None, is_shared=False)
-            end = begin(number, now, queue, shared, blocks, resident, 0)
+        queue = self.classes.row(WHILE_RUNNING, seen, None, is_shared=False)
+        end = begin(number, now, queue, shared, blocks, resident, 0)
         parts = Parts(number, top, end, shared)
         self._running[number] = _Running(parts, seen, found.line, key(blocks - 1) if blocks else b"")
         self._remembered.append(parts)
+        self._settle(parts, now)
         if len(self._remembered) > REMEMBERED:
             self._forget(self._remembered.popleft(), now)
         return parts
 
-    def grew(self, parts: Parts, blocks: int) -> None:
-        """The request's path is resident down to ``blocks`` blocks."""
-        segments = self.segments
-        if parts.shared:
-            segments.bottom[parts.shared] = max(segments.bottom[parts.shared], min(blocks, segments.last[parts.shared]))
-        own = parts.own
-        if own and blocks > segments.first[own]:
-            segments.bottom[own] = max(segments.bottom[own], blocks)
-            segments.last[own] = max(segments.last[own], blocks)
+    def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
+        """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
+        segments, shared = self.segments, parts.shared_blocks
+        if new_from == blocks:
+            return
+        if new_from < shared:
+            segments.grew(parts.shared, new_from, min(blocks, shared))
+        if blocks > shared:
+            segments.grew(parts.own, max(new_from, shared), blocks)
 
-    def took(self, segment: int, blocks: int) -> None:
-        """A running request has taken over what the segment had among the first ``blocks`` blocks of its path."""
-        self.segments.top[segment] = max(self.segments.top[segment], blocks)
-        self.segments.release(segment)
+    def takes(self, segment: int, other: int, position: int) -> bool:
+        """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
+        now on; False where it stays, because the other request is the younger one."""
+        segments = self.segments
+        is_younger = segments.request[segment] > segments.request[other]
+        loser = other if is_younger else segment
+        segments.top[loser] = max(segments.top[loser], position + 1)
+        segments.release(loser)
+        if is_younger:
+            segments.grew(segment, segments.top[segment], max(segments.bottom[segment], position + 1))
+        return is_younger
 
     def left(self, segment: int, position: int, key: bytes) -> None:
         """A block of the segment, its deepest, has left the cache."""
@@ -195,10 +193,18 @@ class History:
             self._end(number, at)
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            slots = [slot for parts in self._remembered for slot in (parts.shared, parts.own) if slot]
-            self._refit = self.rates.refit(self.segments.open_landmarks(slots, now))
+            self._refit = self.rates.refit(self.segments.open_landmarks(now))
         if self._refit is not None and next(self._refit, self) is self:
             self._refit = None
+
+    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
+        """A block of the segment leaves the host, or a device."""
+        if segment != NOBODY:
+            self.uses.let_go(now - self.segments.arrived[segment], is_host=is_host)
+
+    def is_worth_saving(self, segment: int, share: float) -> bool:
+        """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
+        return segment == NOBODY or self.uses.is_worth(self.queue_of(segment), share)
 
     # -- what to choose ----------------------------------------------------------------------------------------
 
@@ -217,6 +223,8 @@ class History:
         oldest = int(ranks.argmin())
         if ranks[oldest] == NO_RANK:
             return -1
+        if not self.decides:
+            return oldest
         worth = self._worth(heads, now)
         least = int(worth.argmin())
         segment = heads.segments[oldest]
@@ -238,14 +246,12 @@ class History:
         worth[heads.ranks[:queues] == NO_RANK] = np.inf
         return worth
 
-    def why(self, segment: int, now: float) -> Why | None:
+    def worth(self, segment: int, now: float) -> Worth | None:
         """What is known of blocks of the segment; None of one that is nobody's."""
         if segment == NOBODY:
             return None
         queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
-        seen, output, is_shared = self._names[queue]
-        words = in_words(seen, output, is_shared=is_shared)
-        return Why(words, age, float(self.rates.density[queue, bin_of(age)]))
+        return Worth(self.classes.in_words(queue), age, float(self.rates.density[queue, bin_of(age)]))
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -263,6 +269,8 @@ class History:
             if slot:
                 self._touched(slot, now, is_first=segments.first[slot] == at, is_last=segments.last[slot] == at + 1)
                 since = max(since, segments.arrived[slot])
+                if segments.last[slot] == at + 1:
+                    self._used(slot, now, at + 1 - max(segments.top[slot], segments.bottom[slot]))
             if not shared and lines.children(each) > 1:
                 shared = at + 1
         at = resident
@@ -275,6 +283,7 @@ class History:
             since = max(since, segments.arrived[slot])
             shared = shared or self._shared_above(path, slot, top, at)
             self._touched(slot, now, is_first=top == segments.first[slot], is_last=at == segments.last[slot])
+            self._used(slot, now, at - top)
             segments.top[slot] = at
             segments.release(slot)
             at = top
@@ -311,6 +320,23 @@ class History:
         elif flags & IS_RUNNING:
             segments.early[slot] += weight
 
+    def _used(self, slot: int, now: float, blocks: int) -> None:
+        segments = self.segments
+        rows = (segments.queue[slot], segments.queue_after[slot])
+        self.uses.used(rows, now - segments.arrived[slot], blocks)
+
+    def _settle(self, newest: Parts, now: float) -> None:
+        """What nobody has used again until the host would have let go of it is not worth a copy."""
+        segments, unsettled = self.segments, self._unsettled
+        self.uses.request()
+        unsettled.append(newest)
+        while now - segments.arrived[unsettled[0].own] > self.uses.host_seconds or len(unsettled) > REMEMBERED:
+            parts = unsettled.popleft()
+            for slot in (parts.shared, parts.own):
+                if slot != NOBODY and segments.last[slot] > segments.top[slot]:
+                    rows = (segments.queue[slot], segments.queue_after[slot])
+                    self.uses.unused(rows, segments.last[slot] - segments.top[slot])
+
     def _forget(self, parts: Parts, now: float) -> None:
         """The request is no longer followed."""
         segments = self.segments
@@ -345,22 +371,12 @@ class History:
                 if blocks <= segments.first[slot]:
                     segments.flags[slot] &= ~LANDMARKS
             if ended.output_tokens is not None:
-                after = self._row(AFTER_END, seen, output_class(ended.output_tokens), is_shared=is_shared)
+                after = self.classes.row(AFTER_END, seen, output_class(ended.output_tokens), is_shared=is_shared)
                 segments.queue_after[slot], segments.ended[slot] = after, at
                 if segments.early[slot]:
                     self.rates.touched(after, 0.0, segments.early[slot])
                 self.on_moved(slot)
             segments.release(slot)
-
-    def _row(self, table: int, seen: Features, output: int | None, *, is_shared: bool) -> int:
-        """The number of a class, which is that of its queue."""
-        name = (table, int(is_shared), seen, output)
-        row = self._rows.get(name)
-        if row is None:
-            group = (int(is_shared), seen.new_tokens, -1 if output is None else output)
-            row = self._rows[name] = self.rates.add_row(table, group)
-            self._names.append((seen, output, is_shared))
-        return row
 
 
 _ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS

@@ -25,6 +25,7 @@ TABLES = 2
 PRIOR_LIVES = 8.0
 DECAY = 0.95
 ROWS_A_STEP = 24
+LANDMARKS_A_STEP = 4096
 LEAST_ROWS = 64
 _TRIANGLE = np.arange(BINS)[:, None] <= np.arange(BINS)[None, :]
 
@@ -87,11 +88,15 @@ class Rates:
         rows = self.rows
         events = self._events[:rows].copy()
         exposed = self._censored[:rows] + self._within[:rows]
-        exposed[:, :-1] += WIDTHS[:-1] * np.cumsum(events[:, :0:-1], axis=1)[:, ::-1]
-        exposed += _exposed(open_landmarks, rows)
         tables, groups = self._tables[:rows].copy(), self._groups[:rows].copy()
         self._fade(events[tables == 0].sum(axis=0))
+        for first in range(0, len(open_landmarks.rows), LANDMARKS_A_STEP):
+            yield
+            part = slice(first, first + LANDMARKS_A_STEP)
+            each = Open(open_landmarks.rows[part], open_landmarks.ages[part], open_landmarks.weights[part])
+            exposed += _exposed(each, rows)
         yield
+        exposed[:, :-1] += WIDTHS[:-1] * np.cumsum(events[:, :0:-1], axis=1)[:, ::-1]
         hazards = _hazards(events, exposed, tables, groups)
         density = np.empty_like(hazards)
         for first in range(0, len(hazards), ROWS_A_STEP):

@@ -63,8 +63,17 @@ class Segments:
         self.first[slot] = self.top[slot] = first
         self.last[slot] = last
         self.bottom[slot] = min(max(resident, first), last)
-        self.flags[slot] = LANDMARKS | IS_RUNNING | IS_REMEMBERED | flags
+        self.flags[slot] = (LANDMARKS if last > first else 0) | IS_RUNNING | IS_REMEMBERED | flags
         return slot
+
+    def grew(self, slot: int, first: int, bottom: int) -> None:
+        """Blocks ``[first, bottom)`` of the path are new, and of that segment; younger requests have none of them."""
+        self.top[slot] = min(self.top[slot], first)
+        self.bottom[slot] = bottom
+        if bottom > self.last[slot]:
+            if self.last[slot] == self.first[slot]:
+                self.flags[slot] |= LANDMARKS
+            self.last[slot] = bottom
 
     def release(self, slot: int) -> bool:
         """Make the slot free if nothing needs it any more; True when it is."""
@@ -73,11 +82,11 @@ class Segments:
         self._free.append(slot)
         return True
 
-    def open_landmarks(self, slots: list[int], now: float) -> Open:
-        """Of the remembered segments in ``slots``: in the first table by arrival, in the second by end."""
-        at = np.array(slots, np.int64)
-        weights = WEIGHT_COLUMN[np.frombuffer(self.flags, np.uint8)[at] & LANDMARKS]
-        at, weights = at[weights > 0], weights[weights > 0]
+    def open_landmarks(self, now: float) -> Open:
+        """Of the remembered segments: in the first table by arrival, in the second by end."""
+        flags = np.frombuffer(self.flags, np.uint8) & LANDMARKS
+        at: Ints = np.flatnonzero(flags).astype(np.int64)
+        weights = WEIGHT_COLUMN[flags[at]]
         arrived, ended = np.frombuffer(self.arrived)[at], np.frombuffer(self.ended)[at]
         queue = np.frombuffer(self.queue, np.uint16)[at].astype(np.int64)
         after = np.frombuffer(self.queue_after, np.uint16)[at].astype(np.int64)

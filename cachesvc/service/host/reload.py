@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from cachesvc.flows.evictions import set_eviction
 from cachesvc.memory.seam import Backend
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
+from cachesvc.policy.eviction import same_order
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.node import Node
 from cachesvc.telemetry import events
@@ -87,7 +89,7 @@ class Reloader:
             raise InvalidRequest("there is no configuration file to read again; start the daemon with --config FILE")
         wanted = self._reread()
         different = [name for name, value in wanted.items() if value != self._current[name]]
-        fixed = [name for name in different if name not in self._live]
+        fixed = [name for name in different if not self._may_change(name, wanted[name])]
         if fixed:
             said = ", ".join(f"{name} ({self._current[name]} -> {wanted[name]})" for name in fixed)
             raise Conflict(f"{said} cannot change while the daemon runs; nothing was changed: restart it, or undo")
@@ -97,6 +99,11 @@ class Reloader:
             self._current[name] = wanted[name]
             self._shown[name] = str(wanted[name])
         return changes
+
+    def _may_change(self, name: str, wanted: Any) -> bool:
+        if name == "eviction" and not same_order(self._current[name], wanted):
+            return False
+        return name in self._live
 
 
 def live_settings(
@@ -118,7 +125,9 @@ def live_settings(
         **{name: partial(limit, name) for name in limits},
         "load_limit": partial(backend.limit_copies, Direction.LOAD),
         "store_limit": partial(backend.limit_copies, Direction.STORE),
+        "eviction": partial(set_eviction, core),
         "write_policy": lambda value: setattr(core, "writing", replace(core.writing, policy=WritePolicy(value))),
+        "write_back_share": lambda value: setattr(core, "writing", replace(core.writing, share=value)),
         "write_through_threshold": lambda value: setattr(core, "writing", replace(core.writing, threshold=value)),
         "wait_seconds": partial(setattr, node, "wait_seconds"),
         "operations_per_step": partial(setattr, cache, "operations_per_step"),

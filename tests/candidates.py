@@ -1,0 +1,66 @@
+"""Who may be evicted, and what a policy that follows requests knows of blocks, recounted naively."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cachesvc.ledger.blocks import window_rank
+from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.place import Place
+from cachesvc.ledger.queues import QueuedLeaves
+from cachesvc.model.words import READY
+from cachesvc.policy.hazard.history import History
+
+
+def candidates(model: Model, place: Place) -> Iterator[str]:
+    """Whoever may be evicted is filed under its rank, and nobody else."""
+    blocks, index = model.blocks, model.blocks.index
+    states = place.states[place.lead]
+    wanted = [
+        blocks.rank(index.stamp[row], index.hits[row], index.depth[row]) << 32 | row
+        for row in index.rows.values()
+        if states[row] == READY and not (place.pins[row] or place.children[row] or index.flights[row])
+    ]
+    yield from _order(f"{place.name}", place.leaves, wanted)
+    for group, order in place.window_leaves.items():
+        sinks = model.layout.sink_blocks(group)
+        wanted = [
+            window_rank(index.reached[row], index.stamp[row], index.depth[row], index.depth[row] < sinks) << 32 | row
+            for row in index.rows.values()
+            if place.states[group][row] == READY and not (place.window_pins[group][row] or index.flights[row])
+        ]
+        yield from _order(f"{place.name} group {group}", order, wanted)
+
+
+def _order(where: str, order: LeafOrder, wanted: list[int]) -> Iterator[str]:
+    entries = list(order)
+    for entry in set(entries) ^ set(wanted):
+        row = entry & 0xFFFF_FFFF
+        yield f"{where} row {row}: {'filed as a candidate' if entry in entries else 'may be evicted, but is not filed'}"
+    parts = [list(queue) for queue in order.queues] if isinstance(order, QueuedLeaves) else [entries]
+    if any(part != sorted(part) for part in parts) or len(entries) != len(order):
+        yield f"{where}: {len(order)} candidates are counted, {len(entries)} are there, or not in their order"
+    if {row for row, filed in enumerate(order.filed) if filed} != {entry & 0xFFFF_FFFF for entry in entries}:
+        yield f"{where}: what is filed and what is known to be filed are not the same"
+
+
+def segments(model: Model) -> Iterator[str]:
+    """The policy knows of each resident block whose it is, and of nothing that is gone."""
+    blocks, index = model.blocks, model.blocks.index
+    history = blocks.chooser
+    if not isinstance(history, History):
+        return
+    columns = history.segments
+    held: dict[int, list[int]] = {}
+    for row in index.rows.values():
+        held.setdefault(index.segments[row], []).append(index.depth[row])
+    held.pop(0, None)
+    for slot, depths in held.items():
+        if sorted(depths) != list(range(columns.top[slot], columns.bottom[slot])):
+            told = range(columns.top[slot], columns.bottom[slot])
+            yield f"model {model.id} segment {slot}: has blocks at {sorted(depths)}, and is said to have {told}"
+    known = {slot for parts in history.remembered for slot in (parts.shared, parts.own)}
+    known |= {slot for parts in history.running for slot in (parts.shared, parts.own)}
+    if len(columns) != len((known | held.keys()) - {0}):
+        yield f"model {model.id}: {len(columns)} segments are kept, {len((known | held.keys()) - {0})} are needed"

@@ -1,0 +1,168 @@
+"""Eviction by learned hazards: against a plain telling of the policy, and what it keeps, forgets and is switched to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.call import resolve
+from cachesvc.flows.evictions import set_eviction
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.release import release
+from cachesvc.flows.turns import Turns
+from cachesvc.ledger.queues import QueuedLeaves
+from cachesvc.model.answers import Wait
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.requests import Ended
+from cachesvc.policy.hazard.history import REMEMBERED, History
+from cachesvc.policy.shadow import Shadow
+from tests.hazard_oracle import Oracle, Prompt
+from tests.unit.ledger_rig import chain, one_group, prefill, rig_of
+
+BLOCK_TOKENS = 512
+LAYOUT = Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
+NO_END = 1 << 40
+
+
+class Cache:
+    """One engine that serves one prompt after another, in the time of the prompts."""
+
+    def __init__(self, eviction: str, blocks: int) -> None:
+        self.rig = rig_of(LAYOUT, device=(blocks,), eviction=eviction)
+        self.rig.core.turns = Turns(*(NO_END for _ in Turns._fields))
+        self.lease = self.rig.lease()
+
+    def serve(self, prompt: Prompt, *, says: bool = True) -> int:
+        """Blocks in place. ``says``: the engine tells how the request ended."""
+        core = self.rig.core
+        core.ledger.moment.seconds = prompt.at
+        call = resolve(core.ledger, self.lease, prompt.at)
+        keys = b"".join(block.to_bytes(KEY_BYTES, "little") for block in prompt.blocks)
+        hit = match(core, call, 1, keys, 0)
+        assert not isinstance(hit, Wait)
+        blocks = len(prompt.blocks)
+        assert not isinstance(allocate(core, call, 1, blocks), Wait)
+        if hit.device_blocks < blocks:
+            publish(core, call, 1, hit.device_blocks, b"", blocks - hit.device_blocks)
+        release(core, call, 1, Ended(prompt.output_tokens, prompt.ended) if says else None)
+        return hit.device_blocks
+
+    @property
+    def history(self) -> History:
+        history = self.rig.model.blocks.chooser
+        assert isinstance(history, History)
+        return history
+
+
+def conversations(seed: int, requests: int) -> Iterator[Prompt]:
+    """Users who come back after a while of their own, half of them once, below one of a few system prompts."""
+    rng = random.Random(seed)
+    names = iter(range(1, 1 << 30))
+    systems = [[next(names) for _ in range(rng.randint(1, 6))] for _ in range(4)]
+    waiting: list[tuple[float, list[int], float]] = []
+    now = 0.0
+    for _ in range(requests):
+        now += rng.expovariate(3.0)
+        waiting.sort(key=lambda user: user[0])
+        if waiting and waiting[0][0] <= now:
+            _, path, pause = waiting.pop(0)
+        else:
+            path, pause = list(rng.choice(systems)), rng.choice((5.0, 30.0, 120.0))
+            path += [next(names) for _ in range(rng.choice((1, 2, 4, 24)))]
+        path = path + [next(names) for _ in range(rng.randint(0, 3))]
+        output = rng.choice((20, 150, 600))
+        yield Prompt(now, tuple(path), output, now + 0.02 * output)
+        if rng.random() < (0.9 if output > 100 else 0.4) and len(path) < 60:
+            waiting.append((now + 0.02 * output + rng.expovariate(1 / pause), path, pause))
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(1, 100), (2, 250), (3, 600)])
+def test_it_hits_as_the_plain_telling_of_the_policy_does(seed: int, blocks: int) -> None:
+    prompts = list(conversations(seed, 1500))
+    cache, oracle, lru = Cache("hazard", blocks), Oracle(blocks, BLOCK_TOKENS), Cache("lru", blocks)
+    asked = sum(len(prompt.blocks) for prompt in prompts)
+    mine, told, least = (sum(map(each.serve, prompts)) for each in (cache, oracle, lru))
+    assert abs(mine - told) < 0.01 * asked
+    assert mine > least + 0.25 * (told - least), "and what it gains over least recently used is most of that"
+    cache.rig.check()
+
+
+def test_until_it_has_learned_it_is_least_recently_used() -> None:
+    prompts = list(conversations(5, 20))
+    assert [*map(Cache("hazard", 60).serve, prompts)] == [*map(Cache("lru", 60).serve, prompts)]
+
+
+def test_where_engines_do_not_say_how_requests_ended_it_learns_from_what_they_showed() -> None:
+    silent = Cache("hazard", 100)
+    for prompt in conversations(1, 600):
+        silent.serve(prompt, says=False)
+    assert not any(silent.history.segments.queue_after)
+    assert silent.history.rates.density.any()
+
+
+def test_what_it_keeps_is_bounded() -> None:
+    """More requests than are remembered, each with blocks of its own."""
+    cache = Cache("hazard", 8)
+    names = iter(range(1, 1 << 30))
+    for number in range(REMEMBERED + 1000):
+        cache.serve(Prompt(number * 0.5, (next(names), next(names)), 10, number * 0.5))
+    history = cache.history
+    assert len(history.remembered) == REMEMBERED
+    assert not history.running
+    assert len(history.segments) <= REMEMBERED + 8
+    assert history.kept_keys <= 6 * REMEMBERED
+
+
+def test_it_is_switched_on_and_off_while_blocks_are_there() -> None:
+    """What was there before belongs to nobody and goes by its last access."""
+    rig = rig_of(one_group(), device=(8,), eviction="lru")
+    lease = rig.lease()
+    for number, prompt in enumerate(("ab", "cd", "ef")):
+        prefill(rig, lease, number, prompt)
+        rig.run(release, lease, number)
+    set_eviction(rig.core, "hazard")
+    rig.check()
+    assert isinstance(rig.place().leaves, QueuedLeaves)
+    prefill(rig, lease, 10, "ghij")
+    assert rig.device_keys() == {*_keys("cd"), *_keys("ef"), *_keys("ghij")}, "the oldest has gone"
+    rig.run(release, lease, 10, Ended(3))
+    set_eviction(rig.core, "lru")
+    prefill(rig, lease, 11, "klmn")
+    rig.run(release, lease, 11)
+    assert rig.device_keys() == {*_keys("ghij"), *_keys("klmn")}
+
+
+def _keys(prompt: str) -> list[bytes]:
+    keys = chain(*prompt)
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def test_the_shadow_of_a_small_cache_is_least_recently_used_itself() -> None:
+    prompts = list(conversations(7, 800))
+    shadow, lru = Shadow(200), Cache("lru", 200)
+    hits = 0
+    for prompt in prompts:
+        hit = lru.serve(prompt)
+        hits += hit
+        keys = b"".join(block.to_bytes(KEY_BYTES, "little") for block in prompt.blocks)
+        shadow.matched(keys, len(prompt.blocks), hit)
+    assert shadow.hits == shadow.shadow_hits == hits
+    assert len(shadow) <= 200
+
+
+def test_of_a_large_cache_the_shadow_follows_a_sample() -> None:
+    rng = random.Random(3)
+    shadow, whole = Shadow(1 << 16), 0
+    prompts = [rng.randbytes(KEY_BYTES * 64) for _ in range(1 << 11)]  # twice as many blocks as it has
+    for number in range(1 << 12):
+        prompt = prompts[number % 700 if number % 2 else rng.randrange(len(prompts))]
+        shadow.matched(prompt, 64, 64)
+        whole += 64
+    assert shadow.asked == pytest.approx(whole, rel=0.05)
+    assert 0.4 < shadow.shadow_hits / shadow.asked < 0.95
+    assert len(shadow) <= 4096
