@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,7 +140,42 @@ def lru_hits_naive(requests: Iterable[Request], capacity: int) -> CacheCounts:
     return CacheCounts(len(requests), blocks, hits, blocks - hits, evictions, cut_requests)
 
 
-def _leading_run(path: Sequence[int], known: dict[int, int] | set[int]) -> int:
+def best_hits_naive(requests: Iterable[Request], capacity: int) -> int:
+    """The most hits that any choice of victims has, under rules 1, 2 and 4 of lru_hits: every choice is tried."""
+    requests = list(requests)
+    parent_of = {child: parent for request in requests for parent, child in _edges(request.block_ids)}
+    best = {frozenset[int](): 0}  # of what may be resident, the most hits until then
+    for request in requests:
+        path = request.block_ids
+        kept: dict[frozenset[int], int] = {}
+        for resident, hits in best.items():
+            matched = _leading_run(path, resident)
+            own = frozenset(path[:capacity])
+            for others in _closed_subsets(resident - own, own, parent_of, capacity - len(own)):
+                after = others | own
+                kept[after] = max(kept.get(after, 0), hits + min(matched, capacity))
+        best = kept
+    return max(best.values())
+
+
+def _closed_subsets(
+    blocks: frozenset[int], base: frozenset[int], parent_of: dict[int, int | None], most: int
+) -> set[frozenset[int]]:
+    """Sets of at most ``most`` of ``blocks`` whose parents are in them or in ``base``."""
+    found = {frozenset[int]()}
+    frontier = found
+    for _ in range(most):
+        frontier = {
+            chosen | {block}
+            for chosen in frontier
+            for block in blocks - chosen
+            if parent_of[block] is None or parent_of[block] in chosen or parent_of[block] in base
+        }
+        found = found | frontier
+    return found
+
+
+def _leading_run(path: Sequence[int], known: Container[int]) -> int:
     length = 0
     while length < len(path) and path[length] in known:
         length += 1

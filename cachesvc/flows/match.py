@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
@@ -25,10 +27,11 @@ def match(
     max_blocks: int,
     sharing: Sharing | None = None,
     waited: float = 0.0,
+    clock: float | None = None,
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
-    ``waited``: seconds since the request came to its engine.
+    ``waited``: seconds since the request came to its engine. ``clock``: by which eviction goes from now on.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
     Conflict (the sequence is open), DaemonDraining.
@@ -38,6 +41,8 @@ def match(
         raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
+    if clock is not None:
+        model.blocks.clock.tell(require_clock(clock))
     hit = find_hit(core, call, keys, max_blocks, sharing)
     if isinstance(hit, Wait):
         return hit
@@ -46,6 +51,8 @@ def match(
     lease.sequences[sequence_id] = sequence
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks
+    came = call.now - waited if clock is None else clock
+    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
     core.count(Count.MATCH_REQUESTS)
     asked = len(keys) // KEY_BYTES
     core.count(Count.MATCH_BLOCKS, asked)
@@ -74,7 +81,14 @@ def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> No
     if blocks.chooser is not None:
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
-        sequence.follow(Request(blocks.chooser, blocks.index, path, call.now, waited))
+        sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
+
+
+def require_clock(seconds: float) -> float:
+    """Raises InvalidRequest for what is not a time."""
+    if not 0 <= seconds < math.inf:
+        raise InvalidRequest(f"clock_seconds is {seconds}; a clock counts seconds from 0 on")
+    return seconds
 
 
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:

@@ -38,8 +38,8 @@ def release(core: Core, call: Call, sequence_id: int, ended: Ended | None = None
     sequence = call.lease.sequences.get(sequence_id)
     if sequence is None:
         raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
-    if ended is not None and sequence.request is not None:
-        sequence.request.ended = ended
+    if ended is not None:
+        sequence.tell_end(ended)
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

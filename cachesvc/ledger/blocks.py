@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cachesvc.ledger.ages import Ages
+from cachesvc.ledger.clock import Clock
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Dropped, Journal, Moment
 from cachesvc.ledger.leaves import LeafOrder
@@ -35,16 +36,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
 
-__all__ = [
-    "BlockLedger",
-    "Dropped",
-    "Filling",
-    "Hit",
-    "RankRule",
-    "hit_window_blocks",
-    "window_positions",
-    "window_rank",
-]
+__all__ = ["Dropped", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
 HOST_PLACE = 0
 IS_READY = int(READY)  # an enum takes thrice as long to compare
@@ -86,8 +78,9 @@ class BlockLedger:
         self._window_needs = window_needs(layout)
         self.ages = ages or Ages()
         self.index = BlockIndex()
-        self.moment = moment or Moment()
-        self.journal = Journal(self.index.keys, self.index.parent, self.moment, keep_events)
+        moment = moment or Moment()
+        self.clock = Clock(moment)
+        self.journal = Journal(self.index.keys, self.index.parent, moment, keep_events)
         self.chooser = chooser
         if chooser is not None:
             self.index.follows_requests = True
@@ -303,8 +296,7 @@ class BlockLedger:
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
         """
         place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
-        if self.chooser is not None:
-            self.chooser.let_go(self.index.segments[row], self.moment.seconds, is_host=place is self.host)
+        self.let_go(place, row)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 place.drop(group, row, cause)
@@ -330,18 +322,21 @@ class BlockLedger:
         if not index.has_copy(row):
             key = index.keys[row]
             assert key is not None
-            self.dropped.append(
-                Dropped(key, index.reuses[row], (Tier.HOST if place is self.host else Tier.DEVICE).value)
-            )
-            if self.chooser is not None:
-                self._leave_segment(row, key)
+            tier = Tier.HOST if place is self.host else Tier.DEVICE
+            self.dropped.append(Dropped(key, index.reuses[row], tier.value))
+            self.leave_segment(row, key)
             index.remove(row)
         if parent != NO_ROW:
             place.leaves.update(parent)
 
-    def _leave_segment(self, row: int, key: bytes) -> None:
-        segment = self.index.segments[row]
-        if segment != NO_SEGMENT and self.chooser is not None:
+    def let_go(self, place: Place, row: int) -> None:
+        """A row's copies go from a place: a policy that follows requests is told."""
+        if self.chooser is not None:
+            self.chooser.let_go(self.index.segments[row], self.clock.seconds, is_host=place is self.host)
+
+    def leave_segment(self, row: int, key: bytes) -> None:
+        """A row, of which ``key`` was the key, leaves the index: a policy that follows requests is told."""
+        if self.chooser is not None and (segment := self.index.segments[row]) != NO_SEGMENT:
             self.chooser.left(segment, self.index.depth[row], key)
             self.index.segments[row] = NO_SEGMENT
 

@@ -16,15 +16,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from cachesvc.ledger.blocks import BlockLedger, Filling
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leaves import ROW_MASK
+from cachesvc.ledger.leaving import drop_all
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.walk import walk_of
 from cachesvc.model.words import ABSENT, FILLING, READY
+
+IS_READY = int(READY)
 
 
 class Drain(NamedTuple):
@@ -83,11 +87,12 @@ class Evictor:
         host = _HostRoom(self.ledger, walk.taken)
         gone: dict[int, int] = {}
         lingering: set[int] = set()
-        looks = 0
-        while plan.found < count and looks < most_looks and (row := walk.next()) is not None:
+        others = [other.states[other.lead] for other in index.places if other is not place]
+        found = looks = 0
+        while found < count and looks < most_looks and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone.get(row, 0)
-            if self._has_other_copy(place, row) and row not in host.walk.taken:
+            if IS_READY in map(itemgetter(row), others) and row not in host.walk.taken:
                 if row in lingering:
                     plan.drains.append(Drain(row, copied=False))
                     lingering.add(index.parent[row])
@@ -102,8 +107,9 @@ class Evictor:
             else:
                 continue
             walk.take(row)
+            found += 1
         plan.host_drops = host.victims
-        return plan, plan.found >= count
+        return plan, found >= count
 
     def plan_host(self, count: int, spared: Collection[int] = ()) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
@@ -142,9 +148,6 @@ class Evictor:
         chooser = self.ledger.chooser
         return not share or chooser is None or chooser.is_worth_saving(self.ledger.index.segments[row], share)
 
-    def _has_other_copy(self, place: Place, row: int) -> bool:
-        return any(other is not place and other.state(row) == READY for other in self.ledger.index.places)
-
     def carry_out(self, plan: EvictionPlan, ticket: int = 0) -> Filling:
         """Drop what is to be dropped and start draining the rest; returns the host copies that come.
 
@@ -152,16 +155,15 @@ class Evictor:
         """
         ledger = self.ledger
         place = plan.place
-        for row in plan.host_drops:
-            ledger.drop_copy(ledger.host, row, plan.cause)
+        with ledger.host.leaves.filing_later():
+            drop_all(ledger, ledger.host, plan.host_drops, plan.cause)
         coming = start_backup(ledger, place, [drain.row for drain in plan.drains if drain.copied], ticket)
         for row, copied in plan.drains:
             if not copied:
                 ledger.begin_flight(row)
             ledger.start_drain(place, row, ticket)
         with place.leaves.filing_later():
-            for row in plan.drops:
-                ledger.drop_copy(place, row, plan.cause)
+            drop_all(ledger, place, plan.drops, plan.cause)
         for group, row in plan.window_drops:
             ledger.drop_window(place, group, row)
         ledger.evicted_blocks += len(plan.drops)

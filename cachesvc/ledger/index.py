@@ -138,20 +138,26 @@ class BlockIndex:
 
     def remove(self, row: int) -> None:
         """Forget a row that has no copy, no child, no pin and no flight left. Raises LedgerBroken for others."""
-        key = self.keys[row]
-        if key is None or self.children[row] or self.flights[row]:
-            raise LedgerBroken(f"row {row} is to go: {self.children[row]} children, {self.flights[row]} flights")
-        del self.rows.parts[key[-1]][key]
-        self.keys[row] = None
-        parent = self.parent[row]
-        if parent != NO_ROW:
-            self.children[parent] -= 1
-            if self.head[row] != row:
-                self.continued[parent] = 0
-        self.parent[row] = NO_ROW
-        self.reached[row] = 0
-        self.hits[row] = 0
-        self._spare_rows.append(row)
+        self.remove_run((row,))
+
+    def remove_run(self, run: Sequence[int]) -> None:
+        """``remove`` for each of ``run``, a leaf first and then always the parent, of which it was the only child."""
+        parts, keys, parent, head = self.rows.parts, self.keys, self.parent, self.head
+        children, continued, flights = self.children, self.continued, self.flights
+        for row in run:
+            key, above = keys[row], parent[row]
+            if key is None or children[row] or flights[row]:
+                raise LedgerBroken(f"row {row} is to go: {children[row]} children, {flights[row]} flights")
+            del parts[key[-1]][key]
+            keys[row] = None
+            if above != NO_ROW:
+                children[above] -= 1
+                if head[row] != row:
+                    continued[above] = 0
+            parent[row] = NO_ROW
+            self.reached[row] = 0
+            self.hits[row] = 0
+        self._spare_rows.extend(run)
 
     def touch(self, row: int, stamp: int) -> None:
         """Stamp an access. Only the deepest block of an access is stamped; a parent inherits when a child goes."""

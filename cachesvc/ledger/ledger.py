@@ -12,6 +12,7 @@ from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.journal import Moment
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.place import Place
+from cachesvc.ledger.recent import RecentRequests
 from cachesvc.ledger.reuse import Reuse
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, NotFound, Unavailable
@@ -68,6 +69,7 @@ class Model:
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
     reuse: Reuse = field(default_factory=Reuse)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     last_used: float = 0.0
     suspect: str = ""
     defects: int = 0

@@ -231,6 +231,22 @@ class Place:
         draining = self.states[group][row] == DRAINING
         self._move(group, row, DRAINING if draining else READY, ABSENT, cause=cause)
 
+    def drop_last(self, rows: Sequence[int], cause: Cause) -> None:
+        """``drop`` of all groups for each of ``rows``, whole here and nowhere else; no group has a window. Raises
+        IllegalMove before anything has moved."""
+        code = with_cause(self._told[READY, ABSENT][0], cause)
+        for group, pool in enumerate(self.pools):
+            states, held = self.states[group], self.pages[group]
+            pool.move_all([held[row] for row in rows], FREE)
+            for row in rows:
+                states[row] = ABSENT
+                held[row] = NO_PAGE
+                self._journal.note(code | group << 9, row)
+        self.counts.states[READY] -= len(rows)
+        self.counts.states[ABSENT] += len(rows)
+        for row in rows:
+            self.pieces.forget(row)
+
     def _move(
         self,
         group: int,

@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.recent import RecentRequest
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.ledger.tables import BlockTables, no_pages
 from cachesvc.ledger.tickets import MovedPages, Ticket
+from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
@@ -23,10 +25,13 @@ Keep = Callable[[int, list[int]], None]
 class Sequence(BlockTables):
     """While it is swapped out, ``swapped`` has the ``(group, position, host page)`` of its own pages, and
     ``host_anchor`` keeps its shared blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are
-    kept for a call that waits, once one has waited.
+    kept for a call that waits, once one has waited. ``recent``: its request among the model's last ones.
     """
 
-    __slots__ = ("freed", "id", "is_open", "lease", "model", "replica", "room", "swap_ticket", "swapped", "swapped_out")
+    __slots__ = (
+        *("freed", "id", "is_open", "lease", "model", "recent", "replica"),
+        *("room", "swap_ticket", "swapped", "swapped_out"),
+    )
 
     def __init__(
         self, number: int, lease: str, model: int, replica: int, ledger: BlockLedger, place: Place, keys: bytes
@@ -36,12 +41,24 @@ class Sequence(BlockTables):
         self.lease = lease
         self.model = model
         self.replica = replica
+        self.recent: RecentRequest | None = None
         self.room: Reservation | None = None
         self.swap_ticket = 0
         self.swapped_out = False
         self.swapped: list[tuple[int, int, int]] = []
         self.is_open = True
         self.freed = 0
+
+    def remember(self, recent: RecentRequest) -> None:
+        """It is the request ``recent``, which is told how it ends."""
+        self.recent = recent
+
+    def tell_end(self, ended: Ended) -> None:
+        """What its engine says of its end, which is near."""
+        if self.request is not None:
+            self.request.ended = ended
+        if self.recent is not None and ended.output_tokens is not None:
+            self.recent.output_tokens = ended.output_tokens
 
     @property
     def is_away(self) -> bool:
@@ -213,7 +230,7 @@ class Sequence(BlockTables):
                 self.room.release()
             if self.request is not None:
                 last = self.key(self.sealed - 1) if self.sealed else b""
-                self.request.end(self.sealed, last, self.ledger.moment.seconds)
+                self.request.end(self.sealed, last, self.ledger.clock.seconds)
         first = max(self.sealed, self.hit_blocks)
         if self.declared > first:
             self._withdraw(max(first, self.declared - most), self.declared)

@@ -92,7 +92,7 @@ class QueueWalk(Walk):
         super().__init__(ledger, place)
         self._leaves = leaves
         self._chooser = leaves.chooser
-        self._now = ledger.moment.seconds
+        self._now = ledger.clock.seconds
         self._heads = leaves.heads.copy()
         self._fronts: dict[int, Front] = {}
         self._above = NO_ROW

@@ -1,4 +1,5 @@
-"""A model's index as columns of one moment, parents before children: for tools that need no daemon."""
+"""A model's index as columns of one moment, parents before children, or its last requests: for tools that need no
+daemon."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.recent import RecentRequest
 from cachesvc.model.errors import NotFound
 from cachesvc.model.words import NO_PAGE
 from cachesvc.questions.snapshot import int32s, int64s, live_rows, place_states, uint16s
@@ -102,7 +104,7 @@ class Columns:
 
 
 class Dump(NamedTuple):
-    """A model's index, to be read by ``columns.rows``, and what its columns mean."""
+    """A model's index, to be read by ``columns.rows``, what its columns mean, and the model's last requests."""
 
     model: int
     model_name: str
@@ -111,6 +113,7 @@ class Dump(NamedTuple):
     groups: list[str]
     full_groups: tuple[int, ...]
     columns: Columns
+    requests: list[RecentRequest]
 
 
 def dump(view: View, model_id: int) -> Question[Dump]:
@@ -129,4 +132,5 @@ def dump(view: View, model_id: int) -> Question[Dump]:
         [group.name for group in layout.groups],
         tuple(layout.full_groups),
         columns,
+        model.recent.all(),
     )

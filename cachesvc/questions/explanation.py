@@ -139,7 +139,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         tickets,
         lines,
         view.last_access - index.stamp[row],
-        _why_here(model, row, holders.lines, tickets) + _worth(model, row, view.now()),
+        _why_here(model, row, holders.lines, tickets) + _worth(model, row),
     )
 
 
@@ -218,12 +218,12 @@ def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int])
     return "nothing keeps it: it goes when others need the room and its turn has come"
 
 
-def _worth(model: Model, row: int, now: float) -> str:
+def _worth(model: Model, row: int) -> str:
     """What a policy that learns makes of the block, to be said behind why it is here."""
     blocks = model.blocks
     if blocks.chooser is None:
         return ""
-    worth = blocks.chooser.worth(blocks.index.segments[row], now)
+    worth = blocks.chooser.worth(blocks.index.segments[row], blocks.clock.seconds)
     if worth is None:
         return "; its last use came before eviction learned: it goes by how long ago that was"
     hits = f"{worth.density * 3600:.2f} hits an hour" if worth.density else "nothing yet"

@@ -19,7 +19,8 @@ from cachesvc_ctl.daemon_process import DaemonFailed
 from cachesvc_ctl.describe import Describe, UnknownSymbol
 from cachesvc_ctl.events import Events
 from cachesvc_ctl.extras import MissingExtraError
-from cachesvc_ctl.lab.commands import Replay, Synth
+from cachesvc_ctl.lab.commands import Replay, Simulate, Synth
+from cachesvc_ctl.lab.grid import SimulationFailed
 from cachesvc_ctl.lab.replay import ReplayFailed
 from cachesvc_ctl.lab.trace import TraceError
 from cachesvc_ctl.layout import LayoutOfModel
@@ -36,7 +37,10 @@ from cachesvc_ctl.target import no_answer
 from cachesvc_ctl.top.command import Top
 from cachesvc_ctl.wait import Wait
 
-FAILURES = (TraceError, ReplayFailed, DaemonFailed, MissingExtraError, IndexFileError, UnknownSymbol, UnknownModel)
+FAILURES = (
+    *(TraceError, ReplayFailed, SimulationFailed, DaemonFailed),
+    *(MissingExtraError, IndexFileError, UnknownSymbol, UnknownModel),
+)
 INTERRUPTED = 130
 """What shells say of a command that Ctrl-C ended."""
 
@@ -45,7 +49,7 @@ COMMANDS: tuple[type[Command], ...] = (
     *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Verify),
     *(Evict, Drain, Reload),
     *(Dump, Load, Describe),
-    *(LayoutOfModel, Calibrate, Replay, Synth),
+    *(LayoutOfModel, Calibrate, Replay, Simulate, Synth),
 )
 """In the order of the list of commands."""
 

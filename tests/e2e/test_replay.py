@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cachesvc_ctl.lab.grid import Cell, run_cell
+from cachesvc_ctl.lab.prompts import prompts_of
 from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.trace import TraceRequest, read_trace
+from cachesvc_ctl.lab.trace import DEFAULT_BLOCK_TOKENS, TraceRequest, read_trace
 
 from tests.e2e.remote import ROOT
 from tests.oracle import CacheCounts, distinct_blocks, infinite_hits, lru_hits, pool_capacity
@@ -126,6 +128,24 @@ def test_the_host_tier_adds_hits(synthetic: tuple[Path, list[TraceRequest]], tmp
     device_alone = lru_hits(requests, pool_capacity(distinct_blocks(requests), 5)).hits
     assert device_alone < sum(report["hits"].values()) <= infinite_hits(requests).hits
     assert report["hits"]["host"] > 0
+
+
+@pytest.mark.parametrize("eviction", ["lru", "hazard"])
+def test_in_the_traces_time_it_hits_what_a_simulation_does(
+    synthetic: tuple[Path, list[TraceRequest]], tmp_path: Path, eviction: str
+) -> None:
+    path, requests = synthetic
+    prompts = prompts_of(path.name, requests, DEFAULT_BLOCK_TOKENS)
+    device, host = (pool_capacity(distinct_blocks(requests), percent) for percent in (5, 20))
+    flags = ("--device-blocks", str(device), "--eviction", eviction, "--clock", "trace")
+    alone = replay(tmp_path, path, *flags)
+    assert_sound(alone)
+    assert alone["hits"]["device"] == run_cell(prompts, Cell(eviction, "write_back", device, 0)).device_hits
+    both = replay(tmp_path, path, *flags, "--host-blocks", str(host))
+    assert_sound(both)
+    assert both["hits"]["host"] > 0
+    expected = run_cell(prompts, Cell(eviction, "write_back", device, host)).hit_ratio
+    assert both["hit_ratio"] == pytest.approx(expected, abs=0.01), "copies take some time, and evictions turns"
 
 
 def test_the_report_has_the_keys_that_are_promised(synthetic: tuple[Path, list[TraceRequest]], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from cachesvc_ctl.lab.replay_engine import EngineSettings, connect
 from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.rig import running_node
 
+REQUEST = {"index": 3, "block_ids": [1, 2], "seconds": 0.0, "output_tokens": 1}
 SERVED = {"index": 3, "device": 0, "host": 0, "computed": 2, "uncached": 0, "verified": 0, "corrupt": 0}
 
 
@@ -46,7 +47,7 @@ def test_an_engine_tries_again_until_it_is_answered(folder: Path) -> None:
         engine = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         listener.accept()[0].close()  # the first attempt has failed
     with running_node(folder=folder):
-        said, _ = engine.communicate(json.dumps({"index": 3, "block_ids": [1, 2]}) + "\n")
+        said, _ = engine.communicate(json.dumps(REQUEST) + "\n")
     ready, served = map(json.loads, said.splitlines())
     assert ready == {"ready": True}
     assert served.items() >= SERVED.items()

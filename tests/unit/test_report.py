@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cachesvc_ctl.extras import MissingExtraError
+from cachesvc_ctl.lab.figure import BLUE, GREEN, RED, YELLOW
 from cachesvc_ctl.lab.histogram import LatencyHistogram
-from cachesvc_ctl.lab.picture import BLUE, GREEN, MAX_COLUMNS, RED, YELLOW, draw_picture, gather_columns
+from cachesvc_ctl.lab.picture import MAX_COLUMNS, draw_picture, gather_columns
 from cachesvc_ctl.lab.report import (
     ReplayReport,
     Sample,

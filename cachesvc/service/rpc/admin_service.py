@@ -175,6 +175,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest(f"blocks_per_message is {count}; at most {DUMP_BLOCKS_MAX}")
         async with self._inspection.dump(request.model_id) as taken:
             yield index_messages.head_to_proto(taken, self._facts.version, self._facts.eviction)
+            if request.recent_requests:
+                for part in index_messages.requests_to_proto(taken.requests, count):
+                    yield part
+                return
             for first in range(0, taken.columns.blocks, count):
                 yield await asyncio.to_thread(index_messages.rows_to_proto, taken.columns, first, count)
 

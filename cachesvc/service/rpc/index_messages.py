@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 
 from kvcache.v1 import admin_pb2, inspect_pb2
 
+from cachesvc.ledger.recent import ID_BYTES, RecentRequest
 from cachesvc.model.words import Tier
 from cachesvc.questions.dump import Columns, Dump
 from cachesvc.questions.explanation import BlockExplanation, EventLine, Explanation, Holder
@@ -60,6 +62,23 @@ def rows_to_proto(columns: Columns, first: int, count: int) -> inspect_pb2.DumpI
     known = columns.rows(first, count)._asdict()
     known["copies"] = [inspect_pb2.IndexCopies(**copy._asdict()) for copy in known["copies"]]
     return inspect_pb2.DumpIndexResponse(rows=inspect_pb2.IndexRows(**known))
+
+
+def requests_to_proto(
+    requests: Sequence[RecentRequest], blocks_per_message: int
+) -> Iterator[inspect_pb2.DumpIndexResponse]:
+    """Further messages of a dump of requests, each with at most as many blocks, but with one request at least."""
+    part = inspect_pb2.RecentRequests()
+    for request in requests:
+        if part.blocks and len(part.block_ids) // ID_BYTES + request.blocks > blocks_per_message:
+            yield inspect_pb2.DumpIndexResponse(requests=part)
+            part = inspect_pb2.RecentRequests()
+        part.seconds.append(request.seconds - requests[0].seconds)
+        part.output_tokens.append(request.output_tokens)
+        part.blocks.append(request.blocks)
+        part.block_ids += request.block_ids
+    if part.blocks:
+        yield inspect_pb2.DumpIndexResponse(requests=part)
 
 
 def _block(line: BlockLine) -> admin_pb2.BlockStatus:

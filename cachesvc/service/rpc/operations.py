@@ -11,7 +11,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import Call
-from cachesvc.flows.match import match
+from cachesvc.flows.match import match, require_clock
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import Publishing, publish
@@ -73,7 +73,8 @@ def _sequence_of(m: OfSequence) -> int:
 def _match(m: cache_pb2.MatchRequest) -> Flow[Matched]:
     sharing = Sharing()
     waited = m.waited_ms / 1000
-    return lambda core, call: match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, waited)
+    clock = m.clock_seconds if m.HasField("clock_seconds") else None
+    return lambda core, call: match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, waited, clock)
 
 
 def _allocate(m: cache_pb2.AllocateRequest) -> Flow[Allocated]:
@@ -99,6 +100,9 @@ def _recycle(m: cache_pb2.RecycleRequest) -> Flow[Recycled]:
 
 def _release(m: cache_pb2.ReleaseRequest) -> Flow[int]:
     tokens = m.output_tokens if m.HasField("output_tokens") else None
+    if m.HasField("clock_seconds"):
+        told = Ended(tokens, require_clock(m.clock_seconds))
+        return lambda core, call: release(core, call, m.sequence_id, told)
     ago = m.ended_ms / 1000
     return lambda core, call: release(core, call, m.sequence_id, Ended(tokens, call.now - ago))
 

@@ -62,6 +62,7 @@ class LeaseRecord:
 
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
+    ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
     ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
     those that it attached in this process. ``has_columns``: steps for this daemon may have them. ``daemon_lost`` is set
     once the daemon has gone.
@@ -84,6 +85,7 @@ class LeaseRecord:
         self.is_closed = False
         self.loss: LeaseLost | DaemonUnavailable | None = None
         self.pools: list[AttachedPool] = []
+        self.clock_seconds: float | None = None
         self._daemon_lost = daemon_lost
         self._callbacks: list[Callable[[CacheClientError], None]] = []
         self._pause_ms = 0
@@ -181,7 +183,9 @@ class LeaseRecord:
                 raise InvalidRequest(f"a sequence_id is positive, got {sequence_id}")
             else:
                 self._used_ids.add(sequence_id)
-        return SequenceRecord(sequence_id, self.registration.layout, self.launches)
+        sequence = SequenceRecord(sequence_id, self.registration.layout, self.launches)
+        sequence.clock_seconds = self.clock_seconds
+        return sequence
 
     def forget(self, sequence: SequenceRecord) -> None:
         """A sequence has ended."""

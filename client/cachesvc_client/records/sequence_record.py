@@ -63,7 +63,8 @@ class SequenceRecord:
     ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
     stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
     answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
-    ``output_tokens``: what the engine says of its request at its end. ``is_lent``: it is used by its slot in columns.
+    ``output_tokens``: what the engine says of its request at its end. ``clock_seconds``: what a
+    replay says of the time in its trace. ``is_lent``: it is used by its slot in columns.
     ``ends_after``: the launch that its release waits for, 0 for none.
     """
 
@@ -89,6 +90,7 @@ class SequenceRecord:
         self.ends_after = 0
         self.freed_pages = 0
         self.output_tokens: int | None = None
+        self.clock_seconds: float | None = None
         self.failure: CacheClientError | None = None
         self.unanswered: Operation[Any] | None = None
         self.allocations = 0
@@ -110,7 +112,9 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        return self._operation(MATCH, build_match(self.id, told, max_blocks, waited_seconds), apply, self._end)
+        return self._operation(
+            MATCH, build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds), apply, self._end
+        )
 
     def allocate(self, blocks: int) -> Operation[Allocated]:
         """Make the tables ``blocks`` long."""
@@ -247,7 +251,7 @@ class SequenceRecord:
         self.require_not_lent()
         return self._operation(
             RELEASE,
-            build_release(self.id, self.output_tokens),
+            build_release(self.id, self.output_tokens, self.clock_seconds),
             lambda response: self.released(response.freed_pages, stock),
             self.refuse_release,
         )

@@ -76,10 +76,14 @@ def build_open(registration: Registration, engine: str, process_token: bytes, re
     )
 
 
-def build_match(sequence_id: int, keys: bytes, max_blocks: int, waited_seconds: float = 0) -> cache_pb2.MatchRequest:
-    """``keys``: packed 32-byte block keys; ``max_blocks`` 0: reuse all that there is."""
+def build_match(
+    sequence_id: int, keys: bytes, max_blocks: int, waited_seconds: float = 0, clock_seconds: float | None = None
+) -> cache_pb2.MatchRequest:
+    """``keys``: packed 32-byte block keys; ``max_blocks`` 0: reuse all that there is. ``clock_seconds``: a replay's."""
     waited_ms = min(max(0, round(waited_seconds * 1000)), 0xFFFFFFFF)
-    return cache_pb2.MatchRequest(sequence_id=sequence_id, keys=keys, max_blocks=max_blocks, waited_ms=waited_ms)
+    return cache_pb2.MatchRequest(
+        sequence_id=sequence_id, keys=keys, max_blocks=max_blocks, waited_ms=waited_ms, clock_seconds=clock_seconds
+    )
 
 
 def parse_match(response: cache_pb2.MatchResponse) -> Matched:
@@ -137,9 +141,11 @@ def parse_recycle(response: cache_pb2.RecycleResponse) -> Recycled:
     return Recycled(response.recycled_pages, tuple(response.cursors))
 
 
-def build_release(sequence_id: int, output_tokens: int | None = None) -> cache_pb2.ReleaseRequest:
+def build_release(
+    sequence_id: int, output_tokens: int | None = None, clock_seconds: float | None = None
+) -> cache_pb2.ReleaseRequest:
     """The end of a sequence, whose request has put out so many tokens (None: not said)."""
-    return cache_pb2.ReleaseRequest(sequence_id=sequence_id, output_tokens=output_tokens)
+    return cache_pb2.ReleaseRequest(sequence_id=sequence_id, output_tokens=output_tokens, clock_seconds=clock_seconds)
 
 
 def build_prefetch(keys: bytes) -> cache_pb2.PrefetchRequest:

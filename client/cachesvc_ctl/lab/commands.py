@@ -1,32 +1,54 @@
-"""The commands ``replay`` and ``synth``."""
+"""The commands ``replay``, ``simulate`` and ``synth``."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
+import time
 from pathlib import Path
 
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.sizes import parse_size
 from cachesvc_ctl.command import Command, at_least_one, count, flag
 from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.lab.grid import OPTIMUM, Row, SimulationFailed, check_names, grid, run_grid
 from cachesvc_ctl.lab.picture import draw_picture
+from cachesvc_ctl.lab.pool_size import PoolSize, Unit, pool_size, pool_sizes
+from cachesvc_ctl.lab.prompts import Prompts, prompts_of
 from cachesvc_ctl.lab.replay import ReplayFailed, ReplayPlan, ReplayRun
 from cachesvc_ctl.lab.report import report_json, report_table
+from cachesvc_ctl.lab.simulation_report import draw_rows, rows_json, rows_table
 from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
 from cachesvc_ctl.lab.trace import TraceRequest, read_trace
 from cachesvc_ctl.part_file import part_file
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
-EVICTIONS = ("deepest_first", "lfu", "lru")
+EVICTIONS = ("deepest_first", "hazard", "hazard_cost", "lfu", "lru")
 CHUNK_BYTES = 1 << 30
 SLAB_SLACK_BYTES = 1 << 20
 
 
-def _blocks(text: str) -> tuple[float, bool]:
-    """``(number, is a percentage)``."""
-    if not re.fullmatch(r"\d+(\.\d+)?%?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of blocks, such as 5000, or a share, such as 10%")
-    return float(text.removesuffix("%")), text.endswith("%")
+def _names(text: str) -> tuple[str, ...]:
+    """Names with commas between, for argparse."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _block_bytes(text: str) -> int:
+    """What a block takes, for argparse."""
+    try:
+        size = parse_size(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not size:
+        raise argparse.ArgumentTypeError("a block has at least one byte")
+    return size
+
+
+def _tell(done: int, runs: int) -> None:
+    """Progress, where somebody looks."""
+    if sys.stderr.isatty():
+        print(f"{done} of {runs} runs", end="\n" if done == runs else "\r", file=sys.stderr, flush=True)
 
 
 class Replay(Command):
@@ -39,14 +61,17 @@ class Replay(Command):
         flag("--socket", metavar="PATH", help="use the daemon there instead of starting one"),
         flag("--backend", choices=("shm", "cuda"), default="shm", help="memory of the started daemon (default shm)"),
         flag("--engines", type=at_least_one, default=1, metavar="N", help="engine processes (default 1)"),
-        flag("--device-blocks", type=_blocks, default="100%", metavar="D", help="device pool, in blocks or %% of all"),
-        flag("--host-blocks", type=_blocks, default="0", metavar="H", help="host pool, likewise (default 0)"),
+        flag(
+            "--device-blocks", type=pool_size, default="100%", metavar="D", help="device pool, in blocks or %% of all"
+        ),
+        flag("--host-blocks", type=pool_size, default="0", metavar="H", help="host pool, likewise (default 0)"),
         flag("--write-policy", choices=WRITE_POLICIES, default="write_back", help="default write_back"),
         flag("--eviction", choices=EVICTIONS, default="lru", help="default lru"),
         flag("--block-bytes", type=at_least_one, default=4096, metavar="B", help="of a block, 8 * layers * n"),
         flag("--block-tokens", type=at_least_one, default=512, metavar="T", help="of a trace's block (default 512)"),
         flag("--layers", type=at_least_one, default=1, metavar="L", help="planes that share a block (default 1)"),
         flag("--limit", type=at_least_one, metavar="R", help="replay only the first R requests"),
+        flag("--clock", choices=("daemon", "trace"), default="daemon", help="whose time eviction learns from"),
         flag("--kill-every", type=float, default=0, metavar="SECONDS", help="kill an engine and start it again"),
         flag("--json", metavar="OUT", help="write the report there; the picture goes beside it"),
         flag("--picture", metavar="PNG", help="write the picture there"),
@@ -75,6 +100,73 @@ class Replay(Command):
         return 0 if report.is_sound else 1
 
 
+class Simulate(Command):
+    """No daemon is needed."""
+
+    name = "simulate"
+    about = "hit ratios of policies and pool sizes on a trace, in its own time, without a byte of cache"
+    epilog = (
+        "Sizes are blocks, shares of the trace's distinct blocks, or (with --block-bytes) bytes. Example: cachesvc "
+        "simulate t.jsonl --block-bytes 64MiB --device-blocks 40GiB --host-blocks 0,64GiB,128GiB"
+    )
+    flags = (
+        flag("traces", nargs="+", metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format"),
+        flag(
+            "--policies",
+            type=_names,
+            default="lru,hazard,opt",
+            metavar="P,P",
+            help="default lru,hazard,opt (opt: the best there can be)",
+        ),
+        flag("--device-blocks", type=pool_sizes, default="1%,2%,5%,10%,20%,50%", metavar="D,D", help="device pools"),
+        flag("--host-blocks", type=pool_sizes, default="0", metavar="H,H", help="host pools (default 0)"),
+        flag("--write-policies", type=_names, default="write_back", metavar="W,W", help="default write_back"),
+        flag("--block-bytes", type=_block_bytes, default=0, metavar="B", help="of a block, for sizes in bytes"),
+        flag("--block-tokens", type=at_least_one, default=512, metavar="T", help="of a trace's block (default 512)"),
+        flag("--limit", type=at_least_one, metavar="R", help="simulate only the first R requests"),
+        flag("--processes", type=at_least_one, metavar="N", help="runs at a time (default: a processor each)"),
+        flag("--json", type=Path, metavar="OUT", help="write the rows there; the picture goes beside it"),
+        flag("--picture", type=Path, metavar="PNG", help="write the picture there"),
+    )
+
+    def run(self) -> int:
+        """Raises TraceError, SimulationFailed, MissingExtraError, OSError."""
+        said = self.arguments
+        check_names(said.policies, said.write_policies)
+        rows = [row for trace in said.traces for row in self._rows(trace)]
+        print(rows_table(rows, said.block_bytes))
+        if said.json:
+            with part_file(said.json) as part:
+                part.write_text(rows_json(rows, said.block_bytes), encoding="utf-8")
+        picture = said.picture or (said.json and said.json.with_suffix(".png"))
+        if picture:
+            with part_file(picture) as part:
+                draw_rows(rows, said.block_bytes, part)
+            print(f"picture: {picture}", file=sys.stderr)
+        return 0
+
+    def _rows(self, trace: str) -> list[Row]:
+        said = self.arguments
+        requests = read_trace(trace, block_tokens=said.block_tokens, limit=said.limit)
+        prompts = prompts_of(Path(trace).name, requests, said.block_tokens)
+        device, host = (self._blocks(sizes, prompts) for sizes in (said.device_blocks, said.host_blocks))
+        if min(device) < 1:
+            raise SimulationFailed("--device-blocks must be at least 1")
+        cells = grid(said.policies, said.write_policies, device, host)
+        began = time.monotonic()
+        rows = run_grid(prompts, cells, said.processes or len(os.sched_getaffinity(0)), _tell)
+        simulated = sum(row.requests for row in rows if row.cell.policy != OPTIMUM)
+        pace = simulated / max(time.monotonic() - began, 1e-9) * 60
+        print(f"{trace}: {len(cells)} rows, {pace:,.0f} requests a minute", file=sys.stderr)
+        return rows
+
+    def _blocks(self, sizes: tuple[PoolSize, ...], prompts: Prompts) -> list[int]:
+        block_bytes = self.arguments.block_bytes
+        if not block_bytes and any(size.unit is Unit.BYTES for size in sizes):
+            raise SimulationFailed("a pool is given in bytes: say with --block-bytes how many a block has")
+        return list(dict.fromkeys(size.blocks(prompts.distinct_blocks, block_bytes) for size in sizes))
+
+
 class Synth(Command):
     """No daemon is needed."""
 
@@ -95,18 +187,13 @@ class Synth(Command):
         return 0
 
 
-def _resolve(wish: tuple[float, bool], distinct: int) -> int:
-    number, is_percent = wish
-    return max(1, int(distinct * number / 100)) if is_percent and number else int(number)
-
-
 def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> ReplayPlan:
     distinct = len({block for request in requests for block in request.block_ids})
     if arguments.block_bytes % (8 * arguments.layers):
         raise ReplayFailed(
             f"--block-bytes {arguments.block_bytes} must be a multiple of 8 times --layers {arguments.layers}"
         )
-    device_blocks = _resolve(arguments.device_blocks, distinct)
+    device_blocks = arguments.device_blocks.blocks(distinct, arguments.block_bytes)
     if device_blocks < 1:
         raise ReplayFailed("--device-blocks must be at least 1")
     print(
@@ -118,13 +205,14 @@ def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> Replay
         trace=arguments.trace,
         engines=arguments.engines,
         device_blocks=device_blocks,
-        host_blocks=_resolve(arguments.host_blocks, distinct),
+        host_blocks=arguments.host_blocks.blocks(distinct, arguments.block_bytes),
         write_policy=arguments.write_policy,
         eviction=arguments.eviction,
         block_bytes=arguments.block_bytes,
         block_tokens=arguments.block_tokens,
         layers=arguments.layers,
         kill_every_seconds=arguments.kill_every,
+        tells_time=arguments.clock == "trace",
     )
 
 

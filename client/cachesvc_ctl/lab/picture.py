@@ -8,15 +8,27 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cachesvc_ctl.extras import MissingExtraError
+from cachesvc_ctl.lab.figure import (
+    BLUE,
+    FAINT_INK,
+    GREEN,
+    GREY,
+    GRID,
+    INK,
+    RED,
+    YELLOW,
+    add_legend,
+    empty_figure,
+    make_plain,
+    shortened,
+    write_titles,
+)
 from cachesvc_ctl.lab.histogram import LOWEST_MS
 from cachesvc_ctl.lab.report import CONSERVED, ReplayReport, Sample
 from cachesvc_ctl.text import describe_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
 MAX_COLUMNS = 120
@@ -32,35 +44,20 @@ MAX_RPC_LETTERS = 15
 """Of an RPC's name: what fits the legend beside its numbers."""
 
 SIZE_INCHES = (12.0, 11.5)
-DPI = 130
 LEFT, RIGHT = 0.075, 0.975
-LEGEND_GAP = 0.07
-"""Room, in widths of a panel, between it and its legend: the scale of the sums stands there."""
 
 SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999)
 
-INK = "#1f2933"
-FAINT_INK = "#6b7785"
-GRID = "#e4e7eb"
-BLUE, RED, GREEN, YELLOW, GREY = "#1b6ca8", "#c8553d", "#45b3a5", "#e8a33d", "#dde1e6"
 CURVES = (BLUE, RED, GREEN, YELLOW, "#7a5195", "#2f4858", "#8ab17d", "#d66ba0", "#8d6e63", FAINT_INK)
 
 
 def draw_picture(report: ReplayReport, path: Path | str) -> None:
     """Writes the picture to `path` as PNG. Raises MissingExtraError (no matplotlib) and OSError."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "replay", "drawing the picture of a replay") from error
-
-    # A figure with its own canvas: pyplot would choose a backend, and keep the figure, for the whole process.
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(SIZE_INCHES, "drawing the picture of a replay")
     ratio_axes, rpc_axes, bytes_axes = figure.subplots(3, 1)
     figure.subplots_adjust(left=LEFT, right=0.75, top=0.868, bottom=0.055, hspace=0.42)
     for axes in (ratio_axes, rpc_axes, bytes_axes):
-        _make_plain(axes)
+        make_plain(axes)
     _write_head(figure, report)
     columns, column_seconds = gather_columns(report.samples)
     _draw_ratios(ratio_axes, columns, column_seconds, report)
@@ -96,7 +93,7 @@ def _write_head(figure: Figure, report: ReplayReport) -> None:
     facts = f"{report.requests:,} requests,  {report.blocks:,} block accesses,  "
     facts += f"hit ratio {report.hit_ratio:.1%},  {report.evictions:,} evictions,  "
     facts += f"{report.kills:,} kills,  {report.seconds:,.1f} s"
-    title = f"Replay of {_shortened(report.trace, MAX_TRACE_LETTERS)}"
+    title = f"Replay of {shortened(report.trace, MAX_TRACE_LETTERS)}"
     figure.text(LEFT, 0.972, title, size=16, weight="bold", color=INK, va="center", parse_math=False)
     figure.text(LEFT, 0.945, run, size=10.5, color=FAINT_INK, va="center", parse_math=False)
     figure.text(LEFT, 0.925, facts, size=10.5, color=FAINT_INK, va="center")
@@ -109,7 +106,7 @@ def _write_head(figure: Figure, report: ReplayReport) -> None:
 
 
 def _draw_ratios(axes: Axes, columns: Sequence[Sample], column_seconds: int, report: ReplayReport) -> None:
-    _write_titles(axes, "What became of each block access", _time_label(column_seconds))
+    write_titles(axes, "What became of each block access", _time_label(column_seconds))
     if not any(column.accesses for column in columns):
         _say_empty(axes, "no block was accessed")
         return
@@ -128,14 +125,14 @@ def _draw_ratios(axes: Axes, columns: Sequence[Sample], column_seconds: int, rep
         floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
         handles.append(bars)
         labels.append(f"{name}  {total / (report.blocks or 1):.1%}")
-    _add_legend(axes, handles[::-1], labels[::-1])
+    add_legend(axes, handles[::-1], labels[::-1])
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.set_xlim(edges[0], edges[-1] + column_seconds)
 
 
 def _draw_latencies(axes: Axes, report: ReplayReport) -> None:
-    _write_titles(axes, "Latency of each RPC: share of the calls that were done", "within so many milliseconds")
+    write_titles(axes, "Latency of each RPC: share of the calls that were done", "within so many milliseconds")
     called = [(name, histogram) for name, histogram in report.rpc.items() if histogram.count]
     if not called:
         _say_empty(axes, "no RPC was timed")
@@ -149,11 +146,11 @@ def _draw_latencies(axes: Axes, report: ReplayReport) -> None:
         heights = [0.0, *(_nines(share, histogram.count) for _, share in points)]
         handles += axes.plot([max(ms, LOWEST_MS) for ms in latencies], heights, color=color, linewidth=1.8)
         p50, p99 = histogram.percentile_ms(50), histogram.percentile_ms(99)
-        labels.append(f"{_shortened(name, MAX_RPC_LETTERS)}  {p50:.3g} / {p99:.3g}")
+        labels.append(f"{shortened(name, MAX_RPC_LETTERS)}  {p50:.3g} / {p99:.3g}")
     if len(called) > len(shown):
         handles += axes.plot([], [], linewidth=0)
         labels.append(f"and {len(called) - len(shown)} more")
-    _add_legend(axes, handles, labels, title="p50 / p99 ms")
+    add_legend(axes, handles, labels, title="p50 / p99 ms")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
@@ -173,7 +170,7 @@ def _nines(share: float, count: int = 10**9) -> float:
 
 def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, report: ReplayReport) -> None:
     """Up is what went to the device, down what came from it. Columns have the left scale, lines the right."""
-    _write_titles(axes, "Bytes moved: rate (columns) and sum (lines)", _time_label(column_seconds))
+    write_titles(axes, "Bytes moved: rate (columns) and sum (lines)", _time_label(column_seconds))
     loads = [column.h2d_bytes for column in columns]
     stores = [column.d2h_bytes for column in columns]
     if not any(loads) and not any(stores):
@@ -183,7 +180,7 @@ def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, repo
     sum_unit, sum_name = _byte_unit(max(sum(loads), sum(stores)))
     edges = [column.t_seconds for column in columns]
     sum_axes = axes.twinx()
-    _make_plain(sum_axes)
+    make_plain(sum_axes)
     sum_axes.grid(visible=False)
     ways = (
         ("host to device", BLUE, 1, loads, report.h2d_bytes),
@@ -196,7 +193,7 @@ def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, repo
         sums = [sign * total / sum_unit for total in accumulate(moved, initial=0)]
         handles += sum_axes.plot([*edges, edges[-1] + column_seconds], sums, color=color, linewidth=1.8)
         labels.append(f"{name}  {describe_bytes(total_bytes)}")
-    _add_legend(axes, handles, labels)
+    add_legend(axes, handles, labels)
     axes.axhline(0, color=FAINT_INK, linewidth=0.8)
     axes.set_xlim(edges[0], edges[-1] + column_seconds)
 
@@ -222,46 +219,8 @@ def _time_label(column_seconds: int) -> str:
     return f"seconds of the replay (columns of {column_seconds} s)"
 
 
-def _shortened(name: str, letters: int) -> str:
-    return name if len(name) <= letters else f"{name[: letters - 1]}…"
-
-
-def _make_plain(axes: Axes) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT_INK)
-    axes.tick_params(colors=FAINT_INK, labelsize=9, length=0, which="both")
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _write_titles(axes: Axes, title: str, x_label: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)
-    axes.set_xlabel(x_label, fontsize=9.5, color=FAINT_INK)
-
-
 def _say_empty(axes: Axes, words: str) -> None:
     axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=FAINT_INK, fontsize=11)
     axes.set_xlabel("")
     axes.set_xticks([])
     axes.set_yticks([])
-
-
-def _add_legend(
-    axes: Axes, handles: Sequence[Artist | BarContainer], labels: Sequence[str], *, title: str = ""
-) -> None:
-    legend = axes.legend(
-        handles,
-        labels,
-        title=title,
-        loc="upper left",
-        bbox_to_anchor=(1.0 + LEGEND_GAP, 1.04),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.2,
-        borderaxespad=0,
-        labelspacing=0.7,
-        alignment="left",
-    )
-    legend.get_title().set(color=FAINT_INK, fontsize=9)

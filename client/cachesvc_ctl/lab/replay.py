@@ -32,7 +32,7 @@ class ReplayFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay and how. ``kill_every_seconds`` 0: kill nobody."""
+    """What to replay and how. ``kill_every_seconds`` 0: kill nobody. ``tells_time``: the trace's, for eviction."""
 
     trace: str
     engines: int
@@ -44,6 +44,7 @@ class ReplayPlan:
     block_tokens: int
     layers: int
     kill_every_seconds: float
+    tells_time: bool
     seed: int = 1
 
 
@@ -122,7 +123,7 @@ class EngineSlot(threading.Thread):
         return True
 
     def _serve(self, request: TraceRequest) -> None:
-        line = json.dumps({"index": request.index, "block_ids": request.block_ids}) + "\n"
+        line = json.dumps(_told(request)) + "\n"
         while True:
             process = self._process or self._start()
             answer = self._ask(process, line)
@@ -181,6 +182,16 @@ class EngineSlot(threading.Thread):
         process.stdout.close()
 
 
+def _told(request: TraceRequest) -> dict[str, object]:
+    """What an engine is told of a request."""
+    return {
+        "index": request.index,
+        "block_ids": request.block_ids,
+        "seconds": request.timestamp_ms / 1000,
+        "output_tokens": request.output_tokens,
+    }
+
+
 class ReplayRun:
     """One replay against the daemon at ``socket``."""
 
@@ -198,6 +209,7 @@ class ReplayRun:
             layers=plan.layers,
             device_blocks=plan.device_blocks,
             host_blocks=plan.host_blocks,
+            tells_time=plan.tells_time,
         )
         self._began = 0.0
         self._over = threading.Event()
@@ -312,6 +324,7 @@ class ReplayRun:
                 "backend": self._backend,
                 "write_policy": plan.write_policy,
                 "eviction": plan.eviction,
+                "clock": "trace" if plan.tells_time else "daemon",
                 "uncached": tally.uncached,
                 "host_evictions": counters.get("host_evictions", 0),
                 "duplicate_blocks": counters.get("duplicate_blocks", 0),

@@ -27,6 +27,7 @@ from cachesvc_client.wire.settings import Retries, Timeouts
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_ctl.lab.page_pattern import PagePattern
+from cachesvc_ctl.lab.trace import SECONDS_A_TOKEN
 
 LOAD_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0
@@ -41,7 +42,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine needs to know, here and under chaos. ``layers`` planes share ``block_bytes``."""
+    """What an engine needs to know, here and under chaos. ``layers`` planes share ``block_bytes``. ``tells_time``: the
+    daemon learns of requests when they came in their trace."""
 
     socket: str
     name: str
@@ -51,6 +53,7 @@ class EngineSettings:
     layers: int
     device_blocks: int
     host_blocks: int
+    tells_time: bool = False
 
     def register(self, client: CacheClient) -> Registration:
         """The model of these engines, which none of them computes. Raises as ``CacheClient.register`` does."""
@@ -98,27 +101,31 @@ class ReplayEngine:
     def _make_key(self, block: int) -> bytes:
         return blake2b(self._namespace + block.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
-    def serve(self, index: int, block_ids: list[int]) -> Outcome:
+    def serve(self, index: int, block_ids: list[int], seconds: float, output_tokens: int) -> Outcome:
         """Serve one request: its blocks from the cache where they are, computed and published where not."""
         outcome = Outcome(index)
         if not block_ids:
             return outcome
         keys = b"".join(map(self._key_of, block_ids))
-        sequence = outcome.timed("match", lambda: self._lease.match(keys))
+        if self._settings.tells_time:
+            self._lease.record.clock_seconds = seconds
+        # A hit beyond the pool could not be loaded: of a prompt longer than it the leading blocks that fit are cached.
+        cached = min(len(block_ids), self._settings.device_blocks)
+        sequence = outcome.timed("match", lambda: self._lease.match(keys, max_blocks=cached))
         try:
-            self._serve(sequence, keys, len(block_ids), outcome)
+            self._serve(sequence, keys, len(block_ids), cached, outcome)
         finally:
-            outcome.timed("release", sequence.release)
+            if self._settings.tells_time:
+                sequence.record.clock_seconds = seconds + output_tokens * SECONDS_A_TOKEN
+            outcome.timed("release", lambda: sequence.release(output_tokens=output_tokens))
         return outcome
 
-    def _serve(self, sequence: Sequence, keys: bytes, blocks: int, outcome: Outcome) -> None:
+    def _serve(self, sequence: Sequence, keys: bytes, blocks: int, cached: int, outcome: Outcome) -> None:
         outcome.device = sequence.device_blocks
         self._verify(sequence, keys, 0, sequence.device_blocks, outcome)
-        # A prompt longer than the pool is cut: its leading blocks that fit are cached, the rest is computed without.
-        cached = min(blocks, self._settings.device_blocks)
         hit = sequence.hit_blocks
         try:
-            outcome.timed("allocate", lambda: sequence.allocate(max(cached, hit)))
+            outcome.timed("allocate", lambda: sequence.allocate(cached))
             self._wait_loads(sequence, outcome)
         except (PoolExhausted, LoadFailed):
             outcome.computed = blocks - outcome.device
@@ -167,7 +174,7 @@ def main() -> None:
         say({"ready": True})
         for line in sys.stdin:
             request = json.loads(line)
-            say(asdict(engine.serve(request["index"], request["block_ids"])))
+            say(asdict(engine.serve(**request)))
         del engine
         pool.close()
         lease.close()

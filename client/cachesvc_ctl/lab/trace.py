@@ -17,6 +17,9 @@ from cachesvc_ctl.extras import MissingExtraError
 DEFAULT_BLOCK_TOKENS = 512
 """What the published Mooncake traces were cut into."""
 
+SECONDS_A_TOKEN = 0.02
+"""A trace tells how long an output was and not when it ended: at fifty tokens a second."""
+
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """A request of a million blocks stays below this; a longer line means that the file is no trace."""
 

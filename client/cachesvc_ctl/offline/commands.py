@@ -1,9 +1,10 @@
-"""``cachesvc dump`` writes a model's index to a file, ``cachesvc load`` studies it without a daemon."""
+"""``cachesvc dump`` writes a model's index, or its last requests, to a file; ``cachesvc load`` studies an index."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvcache.v1 import admin_pb2_grpc, inspect_pb2
 from cachesvc_ctl.command import Command, DaemonCommand, at_least_one, flag, hex_digits
 from cachesvc_ctl.offline import study
 from cachesvc_ctl.offline.index_file import StoredIndex, read_index, write_index
+from cachesvc_ctl.offline.request_file import write_requests
 from cachesvc_ctl.part_file import part_file
 from cachesvc_ctl.questions.index import held_back, tree_line
 from cachesvc_ctl.questions.models import model_flag, require_model
@@ -98,22 +100,34 @@ class Dump(DaemonCommand):
     """DumpIndex, to a file."""
 
     name = "dump"
-    about = "write a model's index (keys, never tokens) to a file for study"
+    about = "write a model's index (keys, never tokens), or its last requests, to a file for study"
     flags = (
         flag("file", type=Path, metavar="FILE", help="JSON lines; with a name in .zst compressed"),
         model_flag(),
+        flag("--requests", action="store_true", help="the last requests, as a trace for simulate and replay"),
     )
 
     def run(self) -> int:
-        """Leaves no file unless it is whole. Raises OSError, MissingExtraError, UnknownModel."""
+        """Leaves no file unless it is whole. Raises OSError, MissingExtraError, UnknownModel, InvalidRequest."""
         began = time.monotonic()
         with part_file(self.arguments.file) as part, self.target.open() as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            request = inspect_pb2.DumpIndexRequest(model_id=require_model(admin, self.arguments.model).model_id)
-            blocks = write_index(part, admin.DumpIndex(request, timeout=DUMP_DEADLINE_SECONDS))
+            request = inspect_pb2.DumpIndexRequest(
+                model_id=require_model(admin, self.arguments.model).model_id,
+                recent_requests=self.arguments.requests,
+            )
+            said = self._write(part, admin.DumpIndex(request, timeout=DUMP_DEADLINE_SECONDS))
         size = describe_bytes(self.arguments.file.stat().st_size)
-        print(f"{blocks:,} blocks in {self.arguments.file} ({size}, {time.monotonic() - began:.1f} s)")
+        print(f"{said} in {self.arguments.file} ({size}, {time.monotonic() - began:.1f} s)")
         return 0
+
+    def _write(self, part: Path, parts: Iterable[inspect_pb2.DumpIndexResponse]) -> str:
+        if not self.arguments.requests:
+            return f"{write_index(part, parts):,} blocks"
+        if not self.arguments.file.name.endswith((".jsonl", ".jsonl.zst")):
+            raise InvalidRequest("a trace has a name that ends in .jsonl or .jsonl.zst")
+        written = write_requests(part, parts)
+        return f"{written.requests:,} requests, for --block-tokens {written.block_tokens},"
 
 
 class Load(Command):

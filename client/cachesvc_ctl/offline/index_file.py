@@ -87,7 +87,7 @@ class StoredIndex:
 def write_index(path: Path, parts: Iterable[inspect_pb2.DumpIndexResponse]) -> int:
     """Write what DumpIndex streams, part by part; returns the number of blocks. Raises MissingExtraError, OSError."""
     number = 0
-    with _writing(path) as file:
+    with writing(path) as file:
         for part in parts:
             if part.WhichOneof("part") == "head":
                 file.write(json.dumps(_head(part.head)) + "\n")
@@ -173,7 +173,8 @@ def _checked_head(line: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[IO[str]]:
+def writing(path: Path) -> Iterator[IO[str]]:
+    """A file of lines, compressed where its name ends in ``.zst``. Raises MissingExtraError, OSError."""
     if path.suffix != ".zst":
         with path.open("w", encoding="utf-8", newline="\n") as file:
             yield file

@@ -205,7 +205,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DumpIndex(self, request, context):
-        """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes.
+        """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
+        the prompts of its last requests, for simulations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

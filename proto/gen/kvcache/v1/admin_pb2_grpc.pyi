@@ -68,7 +68,9 @@ class AdminServiceStub:
     Tokens and certificates are not among it: those files are watched, and read again as they change.
     """
     DumpIndex: _grpc.UnaryStreamMultiCallable[_inspect_pb2.DumpIndexRequest, _inspect_pb2.DumpIndexResponse]
-    """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes."""
+    """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
+    the prompts of its last requests, for simulations.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -105,7 +107,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Tokens and certificates are not among it: those files are watched, and read again as they change.
     """
     DumpIndex: _aio.UnaryStreamMultiCallable[_inspect_pb2.DumpIndexRequest, _inspect_pb2.DumpIndexResponse]  # type: ignore[assignment]
-    """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes."""
+    """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
+    the prompts of its last requests, for simulations.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -223,6 +227,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.DumpIndexRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inspect_pb2.DumpIndexResponse], _abc.AsyncIterator[_inspect_pb2.DumpIndexResponse]]:
-        """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes."""
+        """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
+        the prompts of its last requests, for simulations.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -71,6 +71,7 @@ class MatchRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
+    CLOCK_SECONDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -80,6 +81,8 @@ class MatchRequest(_message.Message):
     """Most blocks to reuse; 0: all. A caller that must compute the last token leaves its block out here."""
     waited_ms: _builtins.int
     """How long ago the request came to the engine, where it has waited there: eviction learns from when requests come."""
+    clock_seconds: _builtins.float
+    """A replay's: what time it is in its trace, by which eviction goes from then on. It does not go back."""
     def __init__(
         self,
         *,
@@ -89,12 +92,15 @@ class MatchRequest(_message.Message):
         keys: _builtins.bytes = ...,
         max_blocks: _builtins.int = ...,
         waited_ms: _builtins.int = ...,
+        clock_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__clock_seconds: _TypeAlias = _typing.Literal["clock_seconds"]  # noqa: Y015
+    _WhichOneofArgType__clock_seconds: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_seconds) -> _WhichOneofReturnType__clock_seconds | None: ...
 
 Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
 
@@ -396,6 +402,7 @@ class ReleaseRequest(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ENDED_MS_FIELD_NUMBER: _builtins.int
+    CLOCK_SECONDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -404,6 +411,8 @@ class ReleaseRequest(_message.Message):
     class of its blocks stays what Match showed.
     """
     ended_ms: _builtins.int
+    clock_seconds: _builtins.float
+    """A replay's: when the request ended in its trace, which may lie ahead."""
     def __init__(
         self,
         *,
@@ -412,13 +421,19 @@ class ReleaseRequest(_message.Message):
         sequence_id: _builtins.int = ...,
         output_tokens: _builtins.int | None = ...,
         ended_ms: _builtins.int = ...,
+        clock_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "_output_tokens", b"_output_tokens", "clock_seconds", b"clock_seconds", "output_tokens", b"output_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "ended_ms", b"ended_ms", "lease_id", b"lease_id", "output_tokens", b"output_tokens", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "_output_tokens", b"_output_tokens", "clock_seconds", b"clock_seconds", "ended_ms", b"ended_ms", "lease_id", b"lease_id", "output_tokens", b"output_tokens", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clock_seconds: _TypeAlias = _typing.Literal["clock_seconds"]  # noqa: Y015
+    _WhichOneofArgType__clock_seconds: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds"]  # noqa: Y015
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_seconds) -> _WhichOneofReturnType__clock_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015

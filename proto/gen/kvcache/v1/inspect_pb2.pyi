@@ -112,19 +112,23 @@ class DumpIndexRequest(_message.Message):
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
+    RECENT_REQUESTS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     """0: the only model there is."""
     blocks_per_message: _builtins.int
     """Blocks a message; 0: 8192. At most 65536."""
+    recent_requests: _builtins.bool
+    """The model's last requests instead of its blocks."""
     def __init__(
         self,
         *,
         model_id: _builtins.int = ...,
         blocks_per_message: _builtins.int = ...,
+        recent_requests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_message", b"blocks_per_message", "model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_message", b"blocks_per_message", "model_id", b"model_id", "recent_requests", b"recent_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,26 +323,70 @@ class IndexRows(_message.Message):
 Global___IndexRows: _TypeAlias = IndexRows  # noqa: Y015
 
 @_typing.final
+class RecentRequests(_message.Message):
+    """Consecutive requests, oldest first, as columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    block_ids: _builtins.bytes
+    """8 bytes for each block of each prompt, root to leaf. Equal where all up to the block is."""
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Since the first of all that are dumped."""
+
+    @_builtins.property
+    def output_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that each had as output; 0 where its engine did not tell."""
+
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Full blocks of each prompt."""
+
+    def __init__(
+        self,
+        *,
+        seconds: _abc.Iterable[_builtins.float] | None = ...,
+        output_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "blocks", b"blocks", "output_tokens", b"output_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecentRequests: _TypeAlias = RecentRequests  # noqa: Y015
+
+@_typing.final
 class DumpIndexResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEAD_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def head(self) -> Global___IndexHead: ...
     @_builtins.property
     def rows(self) -> Global___IndexRows: ...
+    @_builtins.property
+    def requests(self) -> Global___RecentRequests: ...
     def __init__(
         self,
         *,
         head: Global___IndexHead | None = ...,
         rows: Global___IndexRows | None = ...,
+        requests: Global___RecentRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "part", b"part", "requests", b"requests", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "part", b"part", "requests", b"requests", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["head", "rows"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["head", "rows", "requests"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 

@@ -1,0 +1,157 @@
+"""Prompts through a daemon's ledger, flows and policies alone, in the time that they bring: no bytes, no waiting.
+
+What moves bytes is replaced by something that is done at once, so a simulation decides exactly as a daemon does whose
+engine serves one request after another and whose copies take no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.release import release
+from cachesvc.flows.transfers import land
+from cachesvc.flows.turns import Turns, tidy
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.evict import Evictor
+from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.pages import PagePool
+from cachesvc.model.answers import Wait
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.requests import Ended
+from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
+from cachesvc.model.words import WritePolicy
+from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
+from cachesvc.policy.writing import WriteRule
+
+EVICTIONS = tuple(sorted(EVICTION_POLICIES))
+"""Eviction policies that can be simulated: those of a daemon."""
+
+WRITE_POLICIES = tuple(policy.value for policy in WritePolicy)
+
+AT_ONCE = 1 << 40
+"""Nobody waits for his turn here, so a flow is never cut."""
+
+EVENTS_KEPT = 64
+"""Nobody asks what became of a block."""
+
+Answer = TypeVar("Answer")
+
+
+class Pools(NamedTuple):
+    """What is simulated: one device and one host pool, in blocks, and the policies by their names."""
+
+    eviction: str
+    write_policy: str
+    device_blocks: int
+    host_blocks: int
+
+
+class Hits(NamedTuple):
+    """Blocks of a prompt that were in place, and that came from the host."""
+
+    device: int
+    host: int
+
+
+class Simulation:
+    """One model on one replica, and one engine. Raises InvalidRequest for a policy that there is not, ValueError for a
+    write policy or a size that cannot be. ``ledger``: what is true by now, for audits."""
+
+    def __init__(self, pools: Pools, block_tokens: int) -> None:
+        if pools.device_blocks < 1 or pools.host_blocks < 0:
+            raise ValueError(f"there are no pools of {pools.device_blocks} and {pools.host_blocks} blocks")
+        self._mover = _Instantly()
+        limits = Limits(blocks_per_sequence=AT_ONCE, recent_blocks=0)
+        rule = WriteRule(WritePolicy(pools.write_policy))
+        turns = Turns(*(AT_ONCE for _ in Turns._fields))
+        self.ledger = Ledger()
+        self._core = Core(self.ledger, self._mover, eviction_policy(pools.eviction), rule, limits, turns)
+        self._device_blocks = pools.device_blocks
+        model = _model(self._core, pools, block_tokens)
+        lease = self.ledger.leases["simulation"] = Lease("simulation", "", model.id, 0, 0.0, 1)
+        self._call = Call(lease, model, model.replicas[0], 0.0)
+        self._sequence = 0
+
+    def serve(self, keys: bytes, now: float, ended: Ended | None = None) -> Hits:
+        """A request for the prompt of packed ``keys`` at ``now`` (seconds, which do not go back).
+
+        What is missing is computed and published; of a prompt longer than the device pool only as much as fits it. The
+        request holds nothing when this returns; ``ended``: when it is over, which may lie ahead, and its output.
+        """
+        self._sequence += 1
+        sequence = self._sequence
+        core, call = self._core, self._call._replace(now=now)
+        self.ledger.mark_time(now)
+        self.ledger.moment.seconds = now
+        blocks = min(len(keys) // KEY_BYTES, self._device_blocks)
+        hit = self._run(match, core, call, sequence, keys, blocks)
+        self._run(allocate, core, call, sequence, blocks)
+        self._mover.land_all(core)
+        first = hit.device_blocks + hit.host_blocks
+        if first < blocks:
+            sealed = keys[first * KEY_BYTES : blocks * KEY_BYTES]
+            self._run(publish, core, call, sequence, first, sealed, blocks - first)
+        self._run(release, core, call, sequence, ended)
+        self._mover.land_all(core)
+        return Hits(hit.device_blocks, hit.host_blocks)
+
+    def _run(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer:
+        while isinstance(answer := flow(*arguments), Wait):
+            self._mover.land_all(self._core)
+        return answer
+
+
+class _Instantly:
+    """A mover whose transfers have ended when somebody looks."""
+
+    def __init__(self) -> None:
+        self._landing: deque[int] = deque()
+
+    def submit(self, transfer: Transfer) -> TimelineSlot:
+        self._landing.append(transfer.ticket)
+        return TimelineSlot(0, 0, 0, 0)
+
+    def free_slots(self, model_id: int, replica_id: int) -> int:
+        return AT_ONCE
+
+    def expedite(self, ticket: int) -> None:
+        """It is as good as done."""
+
+    def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
+        return False
+
+    def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
+        """Nothing takes any time."""
+
+    def land_all(self, core: Core) -> None:
+        """All transfers have ended, and what is due at their end is done."""
+        while self._landing:
+            land(core, self._landing.popleft(), DONE)
+        while core.chores:
+            tidy(core.chores)
+
+
+def _model(core: Core, pools: Pools, block_tokens: int) -> Model:
+    """The model with its pools, as a registration leaves it: a page a block. How many bytes that is decides nothing."""
+    layout = Layout(block_tokens, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
+    host, device = PagePool("host", pools.host_blocks), PagePool("device", pools.device_blocks)
+    for pool in (host, device):
+        if pool.capacity:
+            pool.add(0, pool.capacity)
+    ledger, policy = core.ledger, core.eviction
+    history = policy.new_history(block_tokens)
+    blocks = BlockLedger(layout, (host,), policy.rank, ledger.ages, ledger.moment, EVENTS_KEPT, history)
+    model = Model(1, "simulated", layout, b"", blocks, Evictor(blocks), (host.capacity,))
+    ledger.models[model.id] = model
+    place = blocks.add_replica("replica 0", (device,))
+    model.replicas.append(Replica(0, ("device",), place, (device.capacity,)))
+    return model
