@@ -155,7 +155,7 @@ def fill(size: int, *, traced: bool, layout: Layout = LAYOUT, eviction: str = "l
     while published < size:
         keys = chain_keys(len(prompts))
         began = time.perf_counter()
-        ledger.moment.seconds += 1.0
+        ledger.clock.tell(ledger.clock.seconds + 1.0)
         published += _publish(ledger, place, keys, size - published)
         seconds += time.perf_counter() - began
         prompts.append(keys)
@@ -234,7 +234,7 @@ def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
     if request is not None:
         request.sealed(hit.device_blocks, path)
         request.ended = Ended(100)
-        request.end(hit.device_blocks + missing, keys[-KEY_BYTES:], ledger.moment.seconds)
+        request.end(hit.device_blocks + missing, keys[-KEY_BYTES:], ledger.clock.seconds)
     ledger.offer(place, tip)
     return missing
 
@@ -244,7 +244,7 @@ def _request(ledger: BlockLedger, keys: bytes, known: int) -> Request | None:
     if ledger.chooser is None:
         return None
     path = PromptPath(ledger.index, keys, known, known)
-    return Request(ledger.chooser, ledger.index, path, ledger.moment.seconds, 0.0)
+    return Request(ledger.chooser, ledger.index, path, ledger.clock.seconds, 0.0)
 
 
 def _open(ledger: BlockLedger, place: Place, keys: bytes) -> float:

@@ -1,6 +1,6 @@
 """How long the event loop was held at a time, by what held it: so long everybody else has waited.
 
-The longest since somebody looked is kept, so it costs two readings of a clock a callback and nothing else.
+The longest of the last one to two minutes is told, to however many look. It costs two readings of a clock a callback.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+WINDOW_SECONDS = 60.0
+
 
 class LoopWatch:
     """Used on the loop alone."""
 
     def __init__(self) -> None:
         self._longest: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        self._until = time.perf_counter() + WINDOW_SECONDS
 
     def note(self, what: str, began: float) -> None:
         """``what`` held the loop since ``began`` (``time.perf_counter``)."""
-        seconds = time.perf_counter() - began
-        if seconds > self._longest.get(what, 0.0):
-            self._longest[what] = seconds
+        now = time.perf_counter()
+        if now >= self._until:
+            self._turn_over(now)
+        if now - began > self._longest.get(what, 0.0):
+            self._longest[what] = now - began
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
@@ -31,7 +37,15 @@ class LoopWatch:
         finally:
             self.note(what, began)
 
-    def take(self) -> dict[str, float]:
-        """Seconds of the longest hold by each since the last look."""
-        longest, self._longest = self._longest, {}
-        return longest
+    def longest(self) -> dict[str, float]:
+        """Seconds of the longest hold by each, in this window and the one before it."""
+        now = time.perf_counter()
+        if now >= self._until:
+            self._turn_over(now)
+        both = self._before | self._longest
+        return {what: max(seconds, self._before.get(what, 0.0)) for what, seconds in both.items()}
+
+    def _turn_over(self, now: float) -> None:
+        self._before = self._longest if now < self._until + WINDOW_SECONDS else {}
+        self._longest = {}
+        self._until = now + WINDOW_SECONDS

@@ -119,7 +119,7 @@ class MetricValues:
             reading.put("oldest_transfer_seconds", now.oldest_seconds if now else 0.0, *labels)
 
     def _calls(self, reading: Reading) -> None:
-        for flow, seconds in self.node.loop_watch.take().items():
+        for flow, seconds in self.node.loop_watch.longest().items():
             reading.put("loop_longest_seconds", seconds, flow)
         for method, histogram in self.watch.seconds.items():
             reading.put_histogram("rpc_seconds", histogram, method)

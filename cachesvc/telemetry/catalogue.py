@@ -171,8 +171,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "loop_longest_seconds",
             ("flow",),
-            "Longest time since the last reading that a flow held the event loop: so long others waited. Flows are "
-            "methods, `landing` (of transfers), `chore` (what is left of long flows), `sweep` and `collector`.",
+            "Longest time of the last one to two minutes that a flow held the event loop: so long others waited. Flows "
+            "are methods, `landing` (of transfers), `chore` (what is left of long flows), `sweep` and `collector`.",
         ),
     ),
     "The daemon itself": (

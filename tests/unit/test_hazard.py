@@ -13,7 +13,7 @@ from cachesvc.flows.evictions import set_eviction
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
-from cachesvc.flows.turns import Turns
+from cachesvc.flows.turns import Turns, tidy
 from cachesvc.ledger.queues import QueuedLeaves
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
@@ -51,6 +51,8 @@ class Cache:
         if hit.device_blocks < blocks:
             publish(core, call, 1, hit.device_blocks, b"", blocks - hit.device_blocks)
         release(core, call, 1, Ended(prompt.output_tokens, prompt.ended) if says else None)
+        while core.chores:
+            tidy(core.chores)
         return hit.device_blocks
 
     @property
