@@ -26,11 +26,13 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.requests import PromptPath, Request
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.requests import Ended
 from cachesvc.model.words import NO_PAGE, PageState
-from cachesvc.policy.eviction import lru
+from cachesvc.policy.eviction import eviction_policy, lru
 
 PROMPT_BLOCKS = 2048
 SHARED_BLOCKS = 64
@@ -83,6 +85,7 @@ def measure(size: int) -> dict[str, float]:
     rng = random.Random(1)
     asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
     match_pin = [_match_and_pin(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
+    learned = _learned(size)
     table = [_timed(lambda p=prompt: _table(ledger, place, p)) for prompt in filled.prompts]
     opened = [_open(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
     windowed, opened_windowed = _windowed(size)
@@ -109,16 +112,42 @@ def measure(size: int) -> dict[str, float]:
         "evict_us_per_block": evict,
         "allocate_us_per_page": allocate,
         "bytes_per_block": bytes_per_block,
+        **learned,
     }
 
 
-def fill(size: int, *, traced: bool, layout: Layout = LAYOUT) -> Filled:
+def _learned(size: int) -> dict[str, float]:
+    """Figures where eviction learns: each prompt is a request of its own, a second after the one before."""
+    bytes_per_block = fill(size, traced=True, eviction="hazard").bytes_per_block
+    filled = fill(size, traced=False, eviction="hazard")
+    ledger, place = filled.ledger, filled.place
+    rng = random.Random(1)
+    asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
+    opened = [_open(ledger, place, _partly_known(prompt, rng)) for prompt in asked]
+    count = min(size // 2, 4096)
+    evictor = Evictor(ledger)
+    began = time.perf_counter()
+    plan, met = evictor.plan_device(place, count, to_host=False)
+    evictor.carry_out(plan)
+    evict = (time.perf_counter() - began) / count * 1e6
+    assert met
+    return {
+        "open_hazard_us": statistics.median(opened),
+        "publish_hazard_us_per_block": filled.publish_us,
+        "evict_hazard_us_per_block": evict,
+        "bytes_per_block_hazard": bytes_per_block,
+    }
+
+
+def fill(size: int, *, traced: bool, layout: Layout = LAYOUT, eviction: str = "lru") -> Filled:
     """A ledger with ``size`` resident blocks; with ``traced`` its memory is measured (and its times mean nothing)."""
     if traced:
         tracemalloc.start()
     pools = tuple(_pool(size) for _ in layout.groups)
     before = tracemalloc.get_traced_memory()[0] if traced else 0
-    ledger = BlockLedger(layout, tuple(PagePool("host", 0) for _ in layout.groups), lru)
+    policy = eviction_policy(eviction)
+    history = policy.new_history(layout.block_tokens)
+    ledger = BlockLedger(layout, tuple(PagePool("host", 0) for _ in layout.groups), policy.rank, chooser=history)
     place = ledger.add_replica("replica 0", pools)
     prompts: list[bytes] = []
     seconds = 0.0
@@ -126,6 +155,7 @@ def fill(size: int, *, traced: bool, layout: Layout = LAYOUT) -> Filled:
     while published < size:
         keys = chain_keys(len(prompts))
         began = time.perf_counter()
+        ledger.moment.seconds += 1.0
         published += _publish(ledger, place, keys, size - published)
         seconds += time.perf_counter() - began
         prompts.append(keys)
@@ -188,6 +218,8 @@ def block_key(name: str, position: int) -> bytes:
 def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
     hit = ledger.find(keys, place)
     tip = hit.device_row
+    request = _request(ledger, keys, hit.device_blocks)
+    path: list[int] = []
     missing = min(PROMPT_BLOCKS - hit.device_blocks, limit)
     taken = [pool.take(missing, PageState.PRIVATE) for pool in place.pools]
     for i, pages in enumerate(zip(*taken, strict=True)):
@@ -197,16 +229,33 @@ def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
         for group in place.window_groups:
             place.window_leaves[group].update(row)
         tip = row
+        path.append(row)
     ledger.index.touch(tip, len(ledger.index))
+    if request is not None:
+        request.sealed(hit.device_blocks, path)
+        request.ended = Ended(100)
+        request.end(hit.device_blocks + missing, keys[-KEY_BYTES:], ledger.moment.seconds)
     ledger.offer(place, tip)
     return missing
+
+
+def _request(ledger: BlockLedger, keys: bytes, known: int) -> Request | None:
+    """What the policy is told of a prompt of which ``known`` blocks are there; None where it does not ask."""
+    if ledger.chooser is None:
+        return None
+    path = PromptPath(ledger.index, keys, known, known)
+    return Request(ledger.chooser, ledger.index, path, ledger.moment.seconds, 0.0)
 
 
 def _open(ledger: BlockLedger, place: Place, keys: bytes) -> float:
     """Microseconds of all that Match does in the ledger: find, pin, touch, block tables, windows."""
     began = time.perf_counter()
     sequence = Sequence(1, "lease", 1, 0, ledger, place, keys)
-    sequence.hold(ledger.find(keys, place), 1 << 40)
+    hit = ledger.find(keys, place)
+    sequence.hold(hit, 1 << 40)
+    request = _request(ledger, keys, hit.blocks)
+    if request is not None:
+        sequence.follow(request)
     elapsed = time.perf_counter() - began
     sequence.end()
     return elapsed * 1e6

@@ -9,6 +9,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.peers import Sharing, share
+from cachesvc.flows.turns import NO_MODEL, Chore
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
@@ -62,7 +63,7 @@ def match(
     if core.eviction.learns and replica.shadow is not None:
         replica.shadow.matched(keys, asked, hit.device_blocks)
     if model.blocks.chooser is not None:
-        follow(call, sequence, hit.blocks, waited)
+        follow(core, call, sequence, hit.blocks, waited)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
     tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
@@ -74,7 +75,7 @@ def match(
     )
 
 
-def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
+def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
     """The eviction policy follows the request from now on: what it uses is its own."""
     model, keys = call.model, bytes(sequence.keys)
     blocks = model.blocks
@@ -82,6 +83,8 @@ def follow(call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> No
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
         sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
+        if (lesson := blocks.chooser.lesson()) is not None:
+            core.chores.append(Chore(NO_MODEL, lesson))
 
 
 def require_clock(seconds: float) -> float:

@@ -6,20 +6,24 @@ for block, and an engine that does not grow evicts nothing. One that begins on a
 Allocate, and finds as much in its stock afterwards; each growth that found the stock empty makes it larger by one, up
 to the target, so the stock settles at what the engine's steps use.
 
-What a refill costs grows with the pages wanted. Where nothing can go, nothing is walked, counted or refused: the stock
-stays short, and growth takes the way of Allocate, which waits or is refused with the numbers.
+What a refill costs grows with the pages wanted, and no more is evicted in it than in a turn: the rest of what the lease
+has grown by goes once the step is answered, so that the next refill finds it free. Where nothing can go, nothing is
+walked, counted or refused: the stock stays short, and growth takes the way of Allocate, which waits or is refused with
+the numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import NoReturn
 
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.room import free_some
-from cachesvc.ledger.leases import Lease
+from cachesvc.flows.turns import Chore
+from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages import PagePool
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth
@@ -129,8 +133,10 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[Grou
         lease.grown = 0
         return ()
     grown = min(lease.grown, max(wanted))
+    replaced = 0
     if grown and any(min(count, grown) > pool.unreserved for count, pool in zip(wanted, pools, strict=True)):
-        lease.grown = grown - free_some(core, call, [min(count, grown) for count in wanted])
+        replaced = free_some(core, call, [min(count, grown) for count in wanted])
+        lease.grown = grown - replaced
     granted: list[GroupCells] = []
     is_short = False
     for group, (count, pool) in enumerate(zip(wanted, pools, strict=True)):
@@ -140,6 +146,21 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[Grou
             granted.append(GroupCells(group, 0, tuple(pages), tuple(pool.generations[page] for page in pages)))
     if is_short:
         core.count(Count.STOCK_SHORT)
+        if replaced and lease.grown > 0 and not lease.is_replacing:
+            lease.is_replacing = True
+            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, lease.grown)))
     else:
         lease.grown = 0
     return tuple(granted)
+
+
+def _replace_more(core: Core, call: Call, wanted: int) -> bool:
+    """A turn of evicting until ``wanted`` blocks are free that the lease has grown by; True when that is done, or no
+    more can go."""
+    lease = call.lease
+    replaced = 0
+    if lease.state is LeaseState.LIVE and not call.model.suspect and lease.grown > 0:
+        replaced = free_some(core, call, [wanted] * lease.groups)
+        lease.grown -= min(replaced, lease.grown)
+    lease.is_replacing = replaced > 0 and lease.grown > 0
+    return not lease.is_replacing

@@ -36,6 +36,10 @@ class Turns(NamedTuple):
     sealed: int = 64
 
 
+NO_MODEL = 0
+"""Of a chore that gives no pages back and leaves nothing half-done."""
+
+
 class Chore(NamedTuple):
     """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over."""
 

@@ -9,7 +9,7 @@ What eviction ranks are made of changes here alone, so here the candidates are k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
+FEW_BLOCKS, RUN_ROWS = 32, 512
+"""Below so many blocks rows are looked at one by one; others so many at a time."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows that are added at a time."""
 
@@ -184,17 +186,43 @@ class BlockIndex:
             place.leaves = made(place)
             self.orders[self.orders.index(before)] = place.leaves
 
-    def take_over(self, path: Sequence[int], parts: Parts) -> None:
-        """A request was the last to use the rows of ``path``, from the root on. Candidates among them wait anew."""
-        leaves = [place.leaves for place in self.places]
-        moved = [(order, row) for order in leaves for row in path if order.filed[row] and order.remove(row)]
-        segments = self.segments
-        for row in path[: parts.shared_blocks]:
-            segments[row] = parts.shared
-        for row in path[parts.shared_blocks :]:
-            segments[row] = parts.own
+    def take_over(self, tip: int, parts: Parts) -> None:
+        """A request was the last to use ``tip`` and all above it. Candidates among them wait anew."""
+        segments, shared = self.segments, parts.shared_blocks
+        orders = [(place.leaves, place.leaves.filed) for place in self.places if len(place.leaves)]
+        moved: list[tuple[LeafOrder, int]] = []
+        position = self.depth[tip] + 1
+        for first, last in self._runs(tip):
+            for order, filed in orders:
+                row = filed.find(1, first, last)
+                while row >= 0:
+                    order.remove(row)
+                    moved.append((order, row))
+                    row = filed.find(1, row + 1, last)
+            position -= last - first
+            middle = min(max(first + shared - position, first), last)
+            segments[first:middle] = array("i", (parts.shared,)) * (middle - first)
+            segments[middle:last] = array("i", (parts.own,)) * (last - middle)
         for order, row in moved:
             order.update(row)
+
+    def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
+        """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
+        that came together mostly are."""
+        parent = self.parent
+        row = tip
+        while row != NO_ROW:
+            first = row
+            if self.depth[row] < FEW_BLOCKS:
+                while parent[first] == first - 1 and first:
+                    first -= 1
+            else:
+                low = max(row - RUN_ROWS, 0)
+                above = np.frombuffer(parent, np.int32, row - low + 1, 4 * low)
+                ends = np.flatnonzero(above != np.arange(low - 1, row, dtype=np.int32))
+                first = low + int(ends[-1]) if len(ends) else low
+            yield first, row + 1
+            row = parent[first]
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``."""

@@ -33,7 +33,8 @@ class Lease:
     """What one engine holds on one replica. ``processes`` are the life-socket tokens of all that may write its pages.
 
     ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet; ``grown``
-    how many blocks its sequences have grown by for which the stock has evicted nothing yet. ``quarantine``: pages that
+    how many blocks its sequences have grown by for which the stock has evicted nothing yet, ``is_replacing`` while that
+    is being done. ``quarantine``: pages that
     wait for the processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and
     request_id. Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it
     has is being given back.
@@ -49,6 +50,7 @@ class Lease:
     sequences: dict[int, OpenSequence] = field(default_factory=dict)
     prefetches: dict[Prefetch, None] = field(default_factory=dict)
     grown: int = 0
+    is_replacing: bool = False
     stock: list[set[int]] = field(default_factory=list)
     state: LeaseState = LeaseState.LIVE
     why: str = ""

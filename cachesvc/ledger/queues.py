@@ -75,6 +75,9 @@ class Chooser(Protocol):
         """A request has come, ``waited`` seconds ago; the resident blocks of its path are in its segments from now
         on."""
 
+    def lesson(self) -> Callable[[], bool] | None:
+        """What is to be called until it says that it is over, when nobody else is served; None: nothing is new."""
+
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
         """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
 

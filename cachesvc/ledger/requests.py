@@ -43,7 +43,7 @@ class Request:
         self.ended = Ended()
         self.parts = chooser.arrived(path, now, waited)
         if path.resident:
-            index.take_over(index.path(path.row(path.resident - 1)), self.parts)
+            index.take_over(path.row(path.resident - 1), self.parts)
 
     def sealed(self, first: int, path: list[int]) -> None:
         """Its blocks from ``first`` on are the rows ``path``: new ones, or such as others sealed before it."""

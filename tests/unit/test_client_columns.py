@@ -30,6 +30,7 @@ from cachesvc_client.registration import Registration
 from kvcache.v1 import cache_pb2, lease_pb2
 
 from cachesvc.model.answers import Published
+from cachesvc.policy.hazard.history import History
 from tests.unit.dispatch_rig import Desk
 from tests.unit.ledger_rig import chain, rig_of, windowed
 
@@ -276,3 +277,18 @@ async def test_spares_whose_return_was_refused_go_with_a_later_step() -> None:
         desk.ask = serve  # type: ignore[method-assign]
         assert await engine.submit() == []
         assert own == [set()]
+
+
+@BOTH
+async def test_a_released_slot_says_what_its_request_put_out(has_columns: bool) -> None:
+    async with Desk(rig_of(windowed(), device=(40, 40), eviction="hazard")) as desk:
+        engine = Engine(desk, has_columns=has_columns)
+        columns = engine.columns
+        slots = [columns.add(await engine.open(prompt)) for prompt in ("ab", "cd")]
+        columns.output_tokens[slots[1]] = 300
+        assert await engine.submit(release=slots) == []
+        history = desk.rig.model.blocks.chooser
+        assert isinstance(history, History)
+        ended = [bool(history.segments.queue_after[parts.own]) for parts in history.remembered]
+        assert ended == [False, True]
+        assert (columns.output_tokens == -1).all()

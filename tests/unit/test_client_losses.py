@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ def rig(tmp_path: Path) -> Iterator[GpuRig]:
     daemon.close()
 
 
-def matched() -> SequenceRecord:
+def matched(layout: Layout = LAYOUT) -> SequenceRecord:
     """Two blocks in place, three on the host."""
-    record = SequenceRecord(1, LAYOUT)
+    record = SequenceRecord(1, layout)
     record.open(bytes(32 * 5), 0).apply(cache_pb2.MatchResponse(device_blocks=2, host_blocks=3))
     return record
 
@@ -43,8 +44,8 @@ def ticket(state: int = common_pb2.TICKET_STATE_RUNNING, direction: str = "load"
     return common_pb2.Ticket(id=1, state=state, reason="broken wire", slot=slot, direction=direction, blocks=3)  # type: ignore[arg-type]
 
 
-def loading() -> SequenceRecord:
-    record = matched()
+def loading(layout: Layout = LAYOUT) -> SequenceRecord:
+    record = matched(layout)
     tables = [cells(0, range(6))]
     record.allocate(6).apply(cache_pb2.AllocateResponse(tables=tables, tickets=[ticket()], loading_blocks=3))
     return record
@@ -68,6 +69,13 @@ def test_what_loads_did_not_bring_is_all_that_a_lost_ticket_may_have_held(rig: G
     with pytest.raises(LoadFailed):
         record.end_loads(parse_tickets([ticket(common_pb2.TICKET_STATE_FAILED)]))
     assert lost_tokens(record, [], is_lost=False) == range(8, 20)
+
+
+def test_what_came_for_one_of_two_ranks_is_lost_all_the_same(rig: GpuRig) -> None:
+    pool, record = rig.pool(), loading(replace(LAYOUT, ranks=2))
+    rig.write(WORD, 14)
+    assert pool.outcome(record.tickets[0]) is LoadOutcome.CAME
+    assert lost_tokens(record, [pool], is_lost=True) == range(8, 20)
 
 
 def test_a_refusal_that_names_a_failed_load_is_one() -> None:

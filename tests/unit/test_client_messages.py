@@ -99,3 +99,9 @@ def test_settings_are_checked_when_they_are_made() -> None:
         Retries(attempts=0)
     assert ("grpc.keepalive_time_ms", 5) in ChannelOptions(keepalive_ms=5).as_grpc()
     assert not any("keepalive" in name for name, _ in ChannelOptions().as_grpc())
+
+
+def test_a_match_and_a_release_tell_what_eviction_learns_from() -> None:
+    assert messages.build_match(1, b"", 0, 1.5).waited_ms == 1500
+    assert messages.build_release(1, 0).HasField("output_tokens"), "nothing put out is an answer too"
+    assert not messages.build_release(1).HasField("output_tokens")

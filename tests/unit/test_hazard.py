@@ -13,13 +13,14 @@ from cachesvc.flows.evictions import set_eviction
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
-from cachesvc.flows.turns import Turns
+from cachesvc.flows.turns import Turns, tidy
 from cachesvc.ledger.queues import QueuedLeaves
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.requests import Ended
 from cachesvc.policy.hazard.history import REMEMBERED, History
+from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.shadow import Shadow
 from tests.hazard_oracle import Oracle, Prompt
 from tests.unit.ledger_rig import chain, one_group, prefill, rig_of
@@ -50,6 +51,8 @@ class Cache:
         if hit.device_blocks < blocks:
             publish(core, call, 1, hit.device_blocks, b"", blocks - hit.device_blocks)
         release(core, call, 1, Ended(prompt.output_tokens, prompt.ended) if says else None)
+        while core.chores:
+            tidy(core.chores)
         return hit.device_blocks
 
     @property
@@ -166,3 +169,42 @@ def test_of_a_large_cache_the_shadow_follows_a_sample() -> None:
     assert shadow.asked == pytest.approx(whole, rel=0.05)
     assert 0.4 < shadow.shadow_hits / shadow.asked < 0.95
     assert len(shadow) <= 4096
+
+
+def test_candidates_move_when_their_request_has_ended() -> None:
+    """From then on they are judged by their output and by the time since."""
+    cache = Cache("hazard", 64)
+    cache.serve(Prompt(1.0, (1, 2, 3), 500, 9.0))
+    leaves = cache.rig.place().leaves
+    assert isinstance(leaves, QueuedLeaves)
+    [row] = [entry & 0xFFFF_FFFF for entry in leaves]
+    segment = cache.rig.model.blocks.index.segments[row]
+    before = cache.history.queue_of(segment)
+    cache.history.advance(10.0)
+    after = cache.history.queue_of(segment)
+    assert before != after
+    assert cache.history.since(segment) == 9.0
+    assert [len(list(leaves.queues[number])) for number in (before, after)] == [0, 1]
+    cache.rig.check()
+
+
+def test_a_block_s_class_age_and_worth_are_told_in_words() -> None:
+    cache = Cache("hazard", 64)
+    for prompt in conversations(1, 200):
+        cache.serve(prompt)
+    worth = [cache.history.worth(cache.rig.model.blocks.index.segments[row], 1000.0) for row in range(3)]
+    assert all(each is not None and each.age > 0 and "computed tokens" in each.words for each in worth)
+    assert any(each is not None and each.density > 0 for each in worth)
+    assert cache.history.worth(0, 1000.0) is None
+
+
+def test_classes_that_are_not_used_from_the_host_are_not_worth_a_copy() -> None:
+    uses = HostUses()
+    for _ in range(600):
+        uses.request()
+        uses.used((1, 0), 100.0, 4)
+        uses.unused((2, 0), 4)
+    assert uses.is_worth(1, 0.5)
+    assert not uses.is_worth(2, 0.5)
+    assert uses.is_worth(2, 0.0)
+    assert uses.is_worth(3, 0.5), "nothing is known of it: it is as the mean"

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from kvcache.v1 import cache_pb2, common_pb2
 
+from cachesvc.policy.hazard.history import History
 from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.dispatch import INTERNAL
 from cachesvc.service.rpc.steps import TURN_BLOCKS
-from cachesvc.wire.columns import ODD
+from cachesvc.wire.columns import NOT_TOLD, ODD
 from tests.unit.dispatch_rig import Desk, kinds, match, release, step, swap_in, turns
-from tests.unit.ledger_rig import chain, rig_of, windowed
+from tests.unit.ledger_rig import chain, one_group, rig_of, windowed
 
 GROW, PUBLISH, RECYCLE, RELEASE = 1, 2, 3, 4
 
@@ -249,3 +250,19 @@ async def test_entries_are_metered_as_operations() -> None:
         assert len(odd(desk.steps(lease, columns=columns))) == 3
         refused = desk.steps(lease, columns=columns)
         assert (refused.code, "operations_per_second" in refused.message) == ("QUOTA_EXCEEDED", True), refused
+
+
+async def test_releases_say_what_requests_put_out() -> None:
+    async with Desk(rig_of(one_group(), device=(16,), eviction="hazard")) as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        desk.fill(lease, 2, "cd")
+        columns = publish({1: "ab", 2: "cd"}, release_sequences=longs(1, 2))
+        columns.release_output_tokens = ints(300, NOT_TOLD)
+        assert told(desk.steps(lease, columns=columns).columns.freed_pages) == [0, 0]
+        history = desk.rig.model.blocks.chooser
+        assert isinstance(history, History)
+        ended = [bool(history.segments.queue_after[parts.own]) for parts in history.remembered]
+        assert ended == [True, False], "what is not told stays in the class that Match showed"
+        columns = cache_pb2.StepColumns(release_sequences=longs(1), release_output_tokens=ints(1, 2))
+        assert "release_output_tokens" in str(desk.steps(lease, columns=columns))

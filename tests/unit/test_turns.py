@@ -46,6 +46,25 @@ def test_an_allocation_evicts_in_turns_and_keeps_what_it_has_made_free() -> None
     assert (rig.free(), reserved(rig)) == ([0], 0)
 
 
+def test_growth_beyond_a_turn_is_replaced_before_the_next_step() -> None:
+    """A refill evicts a turn's worth, and the rest goes once it is answered: the stock keeps up with the engine."""
+    rig, a, b = full(24)
+    for sequence in range(1, 7):
+        rig.run(match, a, sequence, b"", 0)
+    rig.core.ledger.leases[b].grown = 0
+    rig.core.ledger.leases[a].grown = 6
+    rig.once(refill_stock, a, (12,))
+    assert len(rig.core.ledger.leases[a].stock[0]) == SMALL.evicted
+    while rig.core.chores:
+        tidy(rig.core.chores)
+        rig.check()
+    assert rig.free() == [6 - SMALL.evicted]
+    rig.once(refill_stock, a, (12,))
+    assert len(rig.core.ledger.leases[a].stock[0]) == 6
+    assert rig.core.ledger.leases[a].grown == 0
+    assert rig.once(refill_stock, a, (12,)) == (), "nothing twice"
+
+
 def test_a_demand_that_cannot_be_met_evicts_nothing_in_any_turn() -> None:
     rig, a, b = full(8)
     rig.run(match, b, 99, chain(7), 0)

@@ -88,6 +88,7 @@ class History:
         self._ends: dict[int, _End] = {}
         self._refit: Iterator[None] | None = None
         self._next_fit = FIRST_FIT
+        self._has_lesson = False
         self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
@@ -187,15 +188,27 @@ class History:
             self._end(parts.number, at)
 
     def advance(self, now: float) -> None:
-        """It is ``now``: what is due by then is done, and a little of what there is to learn."""
+        """It is ``now``: what is due by then is done."""
         while self._ending and self._ending[0][0] <= now:
             at, number = heapq.heappop(self._ending)
             self._end(number, at)
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
             self._refit = self.rates.refit(self.segments.open_landmarks(now))
+            self._has_lesson = True
+
+    def lesson(self) -> Callable[[], bool] | None:
+        """What is to be called until it says that it is over, when nobody else is served; None: nothing is new."""
+        if not self._has_lesson:
+            return None
+        self._has_lesson = False
+        return self._learn
+
+    def _learn(self) -> bool:
+        """A step of the refit that is under way, some 0.2 ms; True when it is over."""
         if self._refit is not None and next(self._refit, self) is self:
             self._refit = None
+        return self._refit is None
 
     def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
         """A block of the segment leaves the host, or a device."""

@@ -122,9 +122,14 @@ def next_out(index: StoredIndex, place: int) -> Iterator[int]:
     """Blocks in the order in which the daemon's policy would take them from a place if nothing were used any more.
 
     Leaves first, and a parent inherits its child's last access, as in the daemon. What is pinned anywhere or in a
-    transfer stays, and all above it.
+    transfer stays, and all above it. Raises InvalidRequest for a policy that learns: what it has learned is not here.
     """
-    rank = RANKS[index.head["eviction"]]
+    rank = RANKS.get(index.head["eviction"])
+    if rank is None:
+        raise InvalidRequest(
+            f"what goes next under {index.head['eviction']} hangs on what it has learned, which a dump does not have; "
+            "ask the daemon: cachesvc why KEY"
+        )
     lead = index.head["full_groups"][0]
     states = index.copies[place, lead][0]
     stamp, left = list(index.stamp), [0] * len(index)
