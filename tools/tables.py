@@ -161,6 +161,22 @@ def replay() -> str:
     return _rows([*head, "kills", "corrupt pages", "conservation"], rows)
 
 
+def simulation() -> str:
+    """What policies hit on the real traces, by the device's share of their blocks."""
+    found = _load("simulation.json")
+    body = []
+    for each in found["traces"]:
+        shares = [
+            " / ".join(f"{row['hits'][policy] / each['blocks']:.1%}" for policy in ("lru", "hazard", "opt"))
+            for row in each["rows"]
+        ]
+        pace = " / ".join(f"{each['requests_per_minute'][policy]:,}" for policy in ("lru", "hazard"))
+        body.append([str(each["trace"]), f"{each['blocks'] / each['requests']:.0f}", *shares, pace])
+    head = [f"{row['percent']}%" for row in found["traces"][0]["rows"]]
+    pace = "requests a minute, lru / hazard"
+    return _rows(["trace", "blocks a request", *head, pace], body, found["machine"])
+
+
 def swap_cuda() -> str:
     """Scattered swaps on a GPU beside one call of the driver that copies one way."""
     found = _load("swap-cuda.json")
@@ -312,6 +328,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rpc": rpc,
     "swap": swap,
     "replay": replay,
+    "simulation": simulation,
     "swap-cuda": swap_cuda,
     "fairness-cuda": fairness_cuda,
     "interference": interference,

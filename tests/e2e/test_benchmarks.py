@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
 
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import find_gpus
@@ -26,6 +27,18 @@ def has_gpu() -> bool:
         return bool(find_gpus())
     except CudaMissing:
         return False
+
+
+def test_a_simulation_says_what_policies_hit_and_how_fast(tmp_path: Path) -> None:
+    trace, out = tmp_path / "chats.jsonl", tmp_path / "out.json"
+    write_synthetic_trace(trace, SyntheticTraceSpec(requests=80, seed=2))
+    ended = run("simulation", str(trace), "--json", str(out))
+    assert ended.returncode == 0, ended.stderr
+    (found,) = json.loads(out.read_text(encoding="utf-8"))["traces"]
+    assert (found["trace"], found["requests"], len(found["rows"])) == ("chats", 80, 6)
+    assert all(row["hits"]["lru"] <= row["hits"]["opt"] for row in found["rows"])
+    assert all(row["hits"]["hazard"] <= row["hits"]["opt"] for row in found["rows"])
+    assert min(found["requests_per_minute"].values()) > 0
 
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU here")

@@ -1,0 +1,66 @@
+"""What eviction policies hit on traces, and how fast that is found out.
+
+``python -m benchmarks.simulation TRACE... --json OUT``
+
+Each trace is simulated with device pools of several shares of its distinct blocks and no host, in one process, under
+least recently used, hazard and the optimum.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from cachesvc_ctl.lab.grid import OPTIMUM, Cell, run_cell
+from cachesvc_ctl.lab.prompts import Prompts, prompts_of
+from cachesvc_ctl.lab.trace import DEFAULT_BLOCK_TOKENS, read_trace
+
+from benchmarks.machine import describe_machine
+from benchmarks.recording import write_result
+
+PERCENTS = (1, 2, 5, 10, 20, 50)
+POLICIES = ("lru", "hazard", OPTIMUM)
+
+
+def main() -> None:
+    """Print each row and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS)
+    parser.add_argument("--limit", type=int, default=None, help="only the first so many requests")
+    parser.add_argument("--json", metavar="OUT")
+    arguments = parser.parse_args()
+    traces = []
+    for path in arguments.traces:
+        requests = read_trace(path, block_tokens=arguments.block_tokens, limit=arguments.limit)
+        traces.append(measure(prompts_of(path.name.split(".")[0], requests, arguments.block_tokens)))
+    if arguments.json:
+        write_result(arguments.json, {"traces": traces, "machine": describe_machine()})
+
+
+def measure(prompts: Prompts) -> dict[str, Any]:
+    """Hits by share and policy, and the requests a minute of each policy over all shares."""
+    rows = []
+    seconds = dict.fromkeys(POLICIES, 0.0)
+    for percent in PERCENTS:
+        device = max(1, prompts.distinct_blocks * percent // 100)
+        found = {policy: run_cell(prompts, Cell(policy, "write_back", device, 0)) for policy in POLICIES}
+        for policy, row in found.items():
+            seconds[policy] += row.seconds
+        hits = {policy: row.device_hits for policy, row in found.items()}
+        rows.append({"percent": percent, "device_blocks": device, "hits": hits})
+        print(prompts.trace, rows[-1], flush=True)
+    pace = {policy: round(len(prompts) * len(PERCENTS) / each * 60) for policy, each in seconds.items()}
+    print(prompts.trace, "requests a minute:", pace, flush=True)
+    return {
+        "trace": prompts.trace,
+        "requests": len(prompts),
+        "blocks": len(prompts.path),
+        "rows": rows,
+        "requests_per_minute": pace,
+    }
+
+
+if __name__ == "__main__":
+    main()
