@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from google.protobuf.message import Message
-from kvcache.v1.cache_pb2 import MatchRequest, OperationError
+from kvcache.v1.cache_pb2 import MatchRequest, MatchResponse, OperationError
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.service.access.auth import Doorkeeper
 from cachesvc.service.lane.lanes import Lanes
-from cachesvc.wire.lane import ERROR, HELLO, METHODS, VERSION, Frame, FrameReader, encode
+from cachesvc.wire.lane import CANCEL, ERROR, HELLO, METHODS, PING, VERSION, Frame, FrameReader, encode
 from tests.unit.dispatch_rig import Desk
 from tests.unit.ledger_rig import chain
 
@@ -110,3 +110,40 @@ async def greeted(site: LaneSite) -> Peer:
 def matching(lease: str, sequence: int, prompt: str, request_id: int = 0) -> MatchRequest:
     keys = chain(*prompt)
     return MatchRequest(lease_id=lease, sequence_id=sequence, keys=keys, request_id=request_id)
+
+
+class DaemonEnd:
+    """The other end of a lane, as a test plays it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._reader = FrameReader()
+
+    def next(self) -> Frame | None:
+        """The next frame; None at the end."""
+        while (frame := self._reader.next()) is None:
+            try:
+                count = self.socket.recv_into(self._reader.room())
+            except OSError:
+                return None
+            if not count:
+                return None
+            self._reader.add(count)
+        return frame
+
+    def take(self) -> Frame:
+        frame = self.next()
+        assert frame is not None
+        return frame
+
+    def greet(self) -> LaneHello:
+        frame = self.take()
+        assert frame.method == HELLO
+        methods = [*METHODS.values(), CANCEL, HELLO, PING]
+        welcome = LaneWelcome(version=VERSION, methods=methods)
+        self.socket.sendall(encode(HELLO, 0, 0, frame.tag, welcome.SerializeToString()))
+        return LaneHello.FromString(frame.body)
+
+    def answer(self, frame: Frame, blocks: int = 0) -> None:
+        body = MatchResponse(device_blocks=blocks).SerializeToString()
+        self.socket.sendall(encode(frame.method, 0, 0, frame.tag, body))

@@ -20,52 +20,16 @@ from cachesvc_client.errors import DeadlineExceeded, error_of
 from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.methods import MATCH
 from kvcache.v1 import cache_pb2
-from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
+from kvcache.v1.lane_pb2 import LaneWelcome
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.wire.lane import CANCEL, ERROR, HELLO, METHODS, PING, VERSION, Frame, FrameReader, encode
+from cachesvc.wire.lane import CANCEL, ERROR, HELLO, METHODS, VERSION, Frame, encode
 from tests.unit.client_rig import FakeDaemon, refuse
+from tests.unit.lane_rig import DaemonEnd
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 REQUEST = cache_pb2.MatchRequest(lease_id="l", request_id=1)
 NUMBER = METHODS["Match"]
-
-
-class DaemonEnd:
-    """The other end of a lane, as a test plays it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self._reader = FrameReader()
-
-    def next(self) -> Frame | None:
-        """The next frame; None at the end."""
-        while (frame := self._reader.next()) is None:
-            try:
-                count = self.socket.recv_into(self._reader.room())
-            except OSError:
-                return None
-            if not count:
-                return None
-            self._reader.add(count)
-        return frame
-
-    def take(self) -> Frame:
-        frame = self.next()
-        assert frame is not None
-        return frame
-
-    def greet(self) -> LaneHello:
-        frame = self.take()
-        assert frame.method == HELLO
-        methods = [*METHODS.values(), CANCEL, HELLO, PING]
-        welcome = LaneWelcome(version=VERSION, methods=methods)
-        self.socket.sendall(encode(HELLO, 0, 0, frame.tag, welcome.SerializeToString()))
-        return LaneHello.FromString(frame.body)
-
-    def answer(self, frame: Frame, blocks: int = 0) -> None:
-        body = cache_pb2.MatchResponse(device_blocks=blocks).SerializeToString()
-        self.socket.sendall(encode(frame.method, 0, 0, frame.tag, body))
 
 
 @pytest.fixture
