@@ -184,7 +184,10 @@ def test_a_port_in_use_is_named(folder: Path) -> None:
 def test_a_bad_flag_gets_one_line() -> None:
     for flags, words in (
         (["--evicton", "lru"], "unknown argument --evicton, did you mean '--eviction'? see cachesvcd --help\n"),
-        (["--eviction", "newest"], "(choose from 'deepest_first', 'lfu', 'lru'); see cachesvcd --help\n"),
+        (
+            ["--eviction", "newest"],
+            "(choose from 'deepest_first', 'hazard', 'hazard_cost', 'lfu', 'lru'); see cachesvcd --help\n",
+        ),
         (["--leases", "few"], "argument --leases: invalid int value: 'few'; see cachesvcd --help\n"),
     ):
         ended = run("cachesvc", *flags)

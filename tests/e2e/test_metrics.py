@@ -31,7 +31,7 @@ PAGE_BYTES = PLAIN.page_bytes(0)
 @pytest.fixture
 def scraped() -> Iterator[Node]:
     """A daemon with a page."""
-    with running_node(LISTEN) as node:
+    with running_node([*LISTEN, "--eviction", "hazard"]) as node:  # which is compared with lru
         yield node
 
 

@@ -320,7 +320,7 @@ def test_numbers_that_cannot_be_are_refused_and_a_reader_may_leave(run: Run, nod
         assert code == 2
         assert f"{flags[2]!r} is not a number from " in said
     for line, words in (
-        (("replay", "t", "--device-blocks", "few"), "'few' is not a number of blocks, such as 5000, or a share"),
+        (("replay", "t", "--device-blocks", "few"), "'few' is not a number of blocks, such as 5000, a share"),
         (("replay", "t", "--engines", "0"), "'0' is not a number from 1 to"),
         (("top", "--every", "often"), "'often' is not between 0.1 and 3600 seconds"),
     ):

@@ -140,7 +140,9 @@ def test_in_the_traces_time_it_hits_what_a_simulation_does(
     flags = ("--device-blocks", str(device), "--eviction", eviction, "--clock", "trace")
     alone = replay(tmp_path, path, *flags)
     assert_sound(alone)
-    assert alone["hits"]["device"] == run_cell(prompts, Cell(eviction, "write_back", device, 0)).device_hits
+    simulated = run_cell(prompts, Cell(eviction, "write_back", device, 0))
+    slack = 0.0 if eviction == "lru" else 0.01 * simulated.blocks  # the daemon learns between calls, at its leisure
+    assert alone["hits"]["device"] == pytest.approx(simulated.device_hits, abs=slack)
     both = replay(tmp_path, path, *flags, "--host-blocks", str(host))
     assert_sound(both)
     assert both["hits"]["host"] > 0

@@ -104,7 +104,7 @@ class Simulate(Command):
     """No daemon is needed."""
 
     name = "simulate"
-    about = "hit ratios of policies and pool sizes on a trace, in its own time, without a byte of cache"
+    about = "hit ratios of policies and pool sizes on a trace"
     epilog = (
         "Sizes are blocks, shares of the trace's distinct blocks, or (with --block-bytes) bytes. Example: cachesvc "
         "simulate t.jsonl --block-bytes 64MiB --device-blocks 40GiB --host-blocks 0,64GiB,128GiB"

@@ -100,7 +100,7 @@ class Dump(DaemonCommand):
     """DumpIndex, to a file."""
 
     name = "dump"
-    about = "write a model's index (keys, never tokens), or its last requests, to a file for study"
+    about = "write a model's index or last requests to a file"
     flags = (
         flag("file", type=Path, metavar="FILE", help="JSON lines; with a name in .zst compressed"),
         model_flag(),
