@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.nearest import did_you_mean
 from cachesvc.model.sizes import parse_size
@@ -120,6 +121,10 @@ class Config:
             _positive(name, getattr(self, name))
         for name in ("operations_per_step", "calls_in_flight", "waiting_calls", "waiting_calls_per_process"):
             _positive(name, getattr(self, name))
+        if self.operations_per_step > MAX_OPERATIONS:
+            raise InvalidRequest(
+                f"operations_per_step must be at most {MAX_OPERATIONS}, got {self.operations_per_step}"
+            )
         if self.slice_bytes < MIN_SLICE_BYTES:
             raise InvalidRequest(
                 f"slice_bytes must be at least {MIN_SLICE_BYTES} (1 MiB), got {self.slice_bytes}: smaller slices cost "

@@ -126,7 +126,7 @@ def build(
         keyrings=() if keyring is None else (keyring,),
         checksums=checksums,
         dispatcher=dispatcher,
-        server=Server(services, _listening(config), answers, keyring, telemetry.watch.refused),
+        server=Server(services, _listening(config), answers, keyring, telemetry.watch.refused, dispatcher.charge),
         following=following,
         health=health,
         facts=facts,

@@ -1,4 +1,4 @@
-"""What the pools of one tenant may take, of all devices and of the host."""
+"""What the pools of one tenant may take: of all devices, of the host, and of the daemon's own memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from cachesvc.model.geometry import device_bytes, host_bytes
 
 
 class Memory(NamedTuple):
-    """Bytes of pools, over all replicas and ranks, and of how many models."""
+    """Bytes of pools, over all replicas and ranks, of how many models, and pages of all groups: the daemon keeps some
+    bytes for each, whatever its size."""
 
     device_bytes: int
     host_bytes: int
     models: int
+    pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of pools, and models, that a tenant may have; 0: no limit."""
+    """Bytes of pools, models, and pages that a tenant may have; 0: no limit."""
 
     tenant: str = ""
     device_bytes: int = 0
     host_bytes: int = 0
     models: int = 0
+    pages: int = 0
 
     @property
     def is_limited(self) -> bool:
         """False where nothing is bounded."""
-        return bool(self.device_bytes or self.host_bytes or self.models)
+        return bool(self.device_bytes or self.host_bytes or self.models or self.pages)
 
     def refusal(self, used: Memory, more: Memory) -> QuotaExceeded | None:
         """Why a tenant that uses so much may not have so much more, or None."""
@@ -45,7 +48,9 @@ class Budget:
 def memory_of(models: Iterable[Model]) -> Memory:
     """What the pools of some models take."""
     each = list(models)
-    return Memory(sum(map(pool_device_bytes, each)), sum(map(pool_host_bytes, each)), len(each))
+    return Memory(
+        sum(map(pool_device_bytes, each)), sum(map(pool_host_bytes, each)), len(each), sum(map(pool_pages, each))
+    )
 
 
 def pool_device_bytes(model: Model) -> int:
@@ -56,3 +61,8 @@ def pool_device_bytes(model: Model) -> int:
 def pool_host_bytes(model: Model) -> int:
     """Bytes of a model's host pools, over ranks."""
     return host_bytes(model.layout, model.host_pages)
+
+
+def pool_pages(model: Model) -> int:
+    """Pages of a model's pools, over replicas, groups and the host."""
+    return sum(sum(replica.device_pages) for replica in model.replicas) + sum(model.host_pages)

@@ -15,6 +15,10 @@ from cachesvc.model.errors import CacheError, LimitExceeded, PoolExhausted
 from cachesvc.model.layout import Layout
 from cachesvc.swap.headroom import Headroom, PoolSizes
 
+MAX_POOL_PAGES = 1 << 22
+"""Pages of one group of a pool: 256 GiB in pages of 64 KiB. The daemon keeps six bytes for each, and more once it holds
+something, so a pool of pages of one byte would be larger in the daemon than on its device."""
+
 STARVED = 64
 """A share that comes to less than one part in so many of what it would be without idle models is none."""
 
@@ -139,25 +143,30 @@ class _Sizing:
         pages = self._device_pages(left, used)
         if not all(pages) or sizes.device_bytes(pages) > left.left_on(new.devices):
             return self._no_device_memory
+        if max(pages) > MAX_POOL_PAGES:
+            return partial(_too_many, "device", max(pages), sizes.device_block_bytes)
         if new.model is not None:
             return Pools(pages)
-        host_pages = new.host_pool.pages or self._host_share(left, used)
+        host_pages = new.host_pool.pages or self._host_share(left, used, pages)
         if new.host_pool.pages and not left.holds(sizes, new.devices, host_pages):
             return self._no_host_memory
+        if max(host_pages) > MAX_POOL_PAGES:
+            return partial(_too_many, "host", max(host_pages), sizes.host_block_bytes)
         return Pools(pages, host_pages)
 
     def _used(self, gone: Sequence[Model]) -> Memory:
         """What the tenant's models take that stay."""
         left = {model.id for model in gone}
         stay = [held for model, held in self._own.items() if model not in left]
-        return Memory(*(sum(column) for column in zip(*stay, strict=True))) if stay else Memory(0, 0, 0)
+        return Memory(*(sum(column) for column in zip(*stay, strict=True))) if stay else Memory(0, 0, 0, 0)
 
     def _memory_at_least(self) -> Memory:
         """What the newcomer takes at least: of a share, one block on the devices."""
         new = self._new
         is_new, pages = new.model is None, new.device_pool.pages or (1,) * len(new.layout.groups)
         on_host = self._sizes.host_bytes(new.host_pool.pages) if is_new and new.host_pool.pages else 0
-        return Memory(self._sizes.device_bytes(pages) * new.layout.ranks, on_host, int(is_new))
+        host_pages = sum(new.host_pool.pages) if is_new else 0
+        return Memory(self._sizes.device_bytes(pages) * new.layout.ranks, on_host, int(is_new), sum(pages) + host_pages)
 
     def _device_pages(self, left: Headroom, used: Memory) -> tuple[int, ...]:
         new = self._new
@@ -166,13 +175,28 @@ class _Sizing:
         size_bytes = int(left.left_on(new.devices) * new.device_pool.share)
         if new.budget.device_bytes:
             size_bytes = min(size_bytes, (new.budget.device_bytes - used.device_bytes) // new.layout.ranks)
-        return self._sizes.device_pages(size_bytes)
+        pages = self._sizes.device_pages(size_bytes)
+        if new.budget.pages:
+            pages = self._within(pages, used)
+        return pages
 
-    def _host_share(self, left: Headroom, used: Memory) -> tuple[int, ...]:
+    def _within(self, pages: tuple[int, ...], used: Memory) -> tuple[int, ...]:
+        """As many pages, in their proportion, as the tenant may have: half of them where the host takes a share too."""
+        new, units = self._new, self._new.layout.unit_pages
+        left = new.budget.pages - used.pages - sum(new.host_pool.pages)
+        if new.model is None and not new.host_pool.pages and new.host_pool.share:
+            left //= 2
+        blocks = min(pages[0] // units[0], max(0, left) // sum(units))
+        return tuple(blocks * unit for unit in units)
+
+    def _host_share(self, headroom: Headroom, used: Memory, pages: tuple[int, ...]) -> tuple[int, ...]:
         new, most = self._new, None
         if new.budget.host_bytes:
             most = (new.budget.host_bytes - used.host_bytes) // self._sizes.host_block_bytes
-        blocks = left.host_blocks(self._sizes, new.devices, new.host_pool.share, most)
+        if new.budget.pages:
+            left = (new.budget.pages - used.pages - sum(pages)) // len(pages)
+            most = left if most is None else min(most, left)
+        blocks = headroom.host_blocks(self._sizes, new.devices, new.host_pool.share, most)
         return (blocks,) * len(new.layout.groups)
 
     def _without_idle(self) -> Headroom:
@@ -200,6 +224,11 @@ class _Sizing:
             then.host_blocks(self._sizes, new.devices),
             now.host_capacity // block_bytes,
         )
+
+
+def _too_many(pool: str, pages: int, block_bytes: int) -> LimitExceeded:
+    what = f"pages of one group of the {pool} pool, at {block_bytes} bytes a block (ask for fewer or use larger blocks)"
+    return LimitExceeded(what, pages, MAX_POOL_PAGES)
 
 
 def _exhausted(pool: str, pages: tuple[int, ...], free: int, free_without_idle: int, capacity: int) -> PoolExhausted:

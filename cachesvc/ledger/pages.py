@@ -68,7 +68,7 @@ class PagePool:
 
     def add(self, first: int, count: int) -> None:
         """Make pages usable (their memory has arrived). Raises LedgerBroken for a page that is there already."""
-        if count < 1 or first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
+        if count < 1 or first < 0 or first + count > self.capacity or self._added.find(1, first, first + count) >= 0:
             raise LedgerBroken(f"{self.name}: pages {first}+{count} are not new pages of this pool")
         self._added[first : first + count] = b"\x01" * count
         self.usable += count

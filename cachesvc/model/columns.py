@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_OPERATIONS = 4096
+"""Of a Step; a daemon may be configured for fewer."""
+
 
 class Growth(NamedTuple):
     """Entry ``n`` is sequence ``sequences[n]``, which takes the stock pages ``pages[g][starts[n]:starts[n + 1]]`` of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from cachesvc.flows.budget import pool_device_bytes, pool_host_bytes
+from cachesvc.flows.budget import pool_device_bytes, pool_host_bytes, pool_pages
 from cachesvc.flows.core import Core
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.tickets import Ticket
@@ -89,6 +89,7 @@ def usage(core: Core, tenant: str) -> dict[str, int]:
         "device_bytes": sum(pool_device_bytes(model) for model in models),
         "host_bytes": sum(pool_host_bytes(model) for model in models),
         "models": len(models),
+        "pages": sum(map(pool_pages, models)),
         "leases": len(leases),
         "sequences": sum(len(lease.sequences) for lease in leases),
         "private_pages": private_pages_of(core, tenant),

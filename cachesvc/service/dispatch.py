@@ -126,6 +126,10 @@ class Dispatcher:
                 watched.leave()
         return served
 
+    def charge(self, who: Caller, size_bytes: int) -> None:
+        """The bytes of a message, before it is parsed. Raises QuotaExceeded."""
+        self.admission.charge_bytes(who.acts_for, size_bytes, self.node.now())
+
     def refuse(self, name: str, error: CacheError) -> OperationError:
         """Count a call that cannot be served because of the way that it came, and say so."""
         if self._watch is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.layout import MAX_DIMS, MAX_GROUPS, MAX_NAME_BYTES, MAX_PLANES, MAX_RANKS
 
@@ -90,7 +91,7 @@ LIMITS: dict[str, Bound] = {
     "StepColumns.release_sequences": LONG_COLUMN,
     "StepColumns.release_output_tokens": COLUMN,
     "StepRequest.lease_id": ID,
-    "StepRequest.operations": Bound(4096, Where.FLOW),
+    "StepRequest.operations": Bound(MAX_OPERATIONS, Where.FLOW),
     "StepRequest.stock_pages": Bound(MAX_GROUPS, Where.FLOW),
     "ListSequencesRequest.lease_id": ID,
     "ListBlocksRequest.keys": Bound(4096 * 32),

@@ -19,7 +19,7 @@ from cachesvc.flows.models import (
     host_pages_arrived,
     register,
 )
-from cachesvc.flows.sizing import STARVED, PoolRequest
+from cachesvc.flows.sizing import MAX_POOL_PAGES, STARVED, PoolRequest
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.geometry import device_bytes
@@ -273,6 +273,28 @@ def test_a_tenant_gets_what_its_quota_leaves_of_the_host_and_evicts_its_own() ->
     assert (desk.names, desk.host_pages("third")) == (["others", "second", "third"], 20)
     desk.register("fourth", 10, now=4.0, host=PoolRequest(), budget=budget)
     assert (desk.names, desk.host_pages("fourth")) == (["others", "third", "fourth"], 40)
+
+
+def test_a_pool_of_more_pages_than_the_daemon_can_keep_book_of_is_refused_with_nothing_made() -> None:
+    desk = Desk()
+    desk.vault = CountedVault({"gpu-0": 1 << 30, "gpu-1": 1 << 30}, 1 << 30)
+    tiny = Layout(1, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (1,), "uint8"),))
+    for pages, share, host in ((MAX_POOL_PAGES + 1, 1.0, NONE), (None, 1.0, NONE), (1, 1.0, PoolRequest())):
+        with pytest.raises(LimitExceeded, match=r"pages of one group of the (device|host) pool.*use larger blocks"):
+            desk.register("tiny", pages, share=share, host=host, layout=tiny)
+    assert (desk.names, desk.vault.calls) == ([], [])
+
+
+def test_a_tenants_pages_are_bounded_whatever_their_size() -> None:
+    desk = Desk()
+    budget = Budget("a", pages=50)
+    with pytest.raises(QuotaExceeded, match=r"pages of tenant 'a'.*51"):
+        desk.register("many", 40, host=PoolRequest((11,)), budget=budget)
+    desk.register("some", 30, host=PoolRequest((10,)), budget=budget)
+    with pytest.raises(QuotaExceeded, match="pages"):
+        desk.register("some", 11, gpu=1, budget=budget)
+    desk.register("shares", host=PoolRequest(), budget=Budget("b", pages=20), gpu=1)
+    assert (desk.host_pages("shares"), desk.core.ledger.models[2].replicas[0].device_pages) == (10, (10,))
 
 
 # -- in parts --------------------------------------------------------------------------------------------------------

@@ -138,6 +138,11 @@ class Admission:
         """Whom a call of this process and tenant counts for."""
         return Holder(process, None if self._quotas is None else self._quotas.meter(tenant))
 
+    def charge_bytes(self, tenant: str, size_bytes: int, now: float) -> None:
+        """A message that is not parsed yet. Raises QuotaExceeded."""
+        if self._quotas is not None:
+            self._quotas.meter(tenant).admit_bytes(size_bytes, now)
+
     def admit(self, kind: Kind, holder: Holder, now: float) -> None:
         """One call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.
 

@@ -139,12 +139,20 @@ class Doorkeeper(Protocol):
         """
 
 
+Charge = Callable[[Caller, int], None]
+"""``charge(caller, bytes)`` of a message that is not parsed yet. Raises QuotaExceeded."""
+
+
+def free(_caller: Caller, _size_bytes: int) -> None:
+    """The charge where there are no quotas."""
+
+
 class Guard(grpc.aio.ServerInterceptor):
     """Stands before every RPC of one listener.
 
     ``otherwise``: who calls that proves nothing; None: they are refused. ``by_certificate``: the transport has asked
     for a certificate, whose names count. ``refused(method, code)`` is told of everybody who does not get past; the
-    method is as they wrote it.
+    method is as they wrote it. ``charge``: what a message's bytes cost its caller, before they are parsed.
     """
 
     def __init__(
@@ -154,11 +162,13 @@ class Guard(grpc.aio.ServerInterceptor):
         *,
         by_certificate: bool = False,
         refused: Callable[[str, str], None] = lambda _method, _code: None,
+        charge: Charge = free,
     ) -> None:
         self._keeper = keeper
         self._otherwise = otherwise
         self._by_certificate = by_certificate
         self._refused = refused
+        self._charge = charge
         self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
@@ -175,7 +185,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             found = self._find(metadata, ())
             if found is None and self._by_certificate:
-                handler = readable(await continuation(handler_call_details), method)
+                handler = readable(await continuation(handler_call_details), self._charge_caller)
                 return self._ask_certificate(handler, method, metadata)
             set_caller(allow(found or self._otherwise, scopes, method))
         except CacheError as refusal:
@@ -183,10 +193,15 @@ class Guard(grpc.aio.ServerInterceptor):
             return refusing(refusal)
         handler = self._handlers.get(method)
         if handler is None:
-            handler = readable(await continuation(handler_call_details), method)
+            handler = readable(await continuation(handler_call_details), self._charge_caller)
             if handler is not None:
                 self._handlers[method] = handler
         return handler
+
+    def _charge_caller(self, size_bytes: int) -> None:
+        found = _CALLER.get(None)
+        if found is not None:  # who shows a certificate is known only with the message
+            self._charge(found, size_bytes)
 
     def _find(self, metadata: Any, names: Iterable[str]) -> Caller | None:
         return find_caller(self._keeper, *credentials_of(metadata), names)

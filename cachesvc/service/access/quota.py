@@ -18,21 +18,26 @@ from cachesvc.model.sizes import parse_size
 from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
 from cachesvc.questions.view import View
 
-_SIZES = ("device_bytes", "host_bytes")
+_SIZES = ("device_bytes", "host_bytes", "bytes_per_second")
+
+FREE_BYTES = 1024
+"""Of a message: so much is in the price of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Limits of one tenant; 0: none. Raises InvalidRequest for a value that cannot be.
 
-    ``device_bytes``, ``host_bytes``: of all its pools, on all devices. ``private_pages``: granted and not published,
-    stock and quarantine included. ``calls_per_second`` counts messages of streams too; ``operations_per_second`` those
-    of steps one by one. Both may be saved up for one second.
+    ``device_bytes``, ``host_bytes``, ``pages``: of all its pools, on all devices. ``private_pages``: granted and not
+    published, stock and quarantine included. ``calls_per_second`` counts messages of streams too,
+    ``operations_per_second`` those of steps one by one, ``bytes_per_second`` what messages are longer than 1 KiB: each
+    may be saved up for one second.
     """
 
     device_bytes: int = 0
     host_bytes: int = 0
     models: int = 0
+    pages: int = 0
     leases: int = 0
     sequences: int = 0
     private_pages: int = 0
@@ -40,6 +45,7 @@ class Quota:
     lease_private_pages: int = 0
     calls_per_second: int = 0
     operations_per_second: int = 0
+    bytes_per_second: int = 0
     calls_in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -109,6 +115,7 @@ class Meter:
         self.quota = quota
         self.calls = Bucket(quota.calls_per_second) if quota.calls_per_second else None
         self.operations = Bucket(quota.operations_per_second) if quota.operations_per_second else None
+        self.bytes = Bucket(quota.bytes_per_second) if quota.bytes_per_second else None
 
     def admit(self, now: float) -> None:
         """One call more. Raises QuotaExceeded."""
@@ -124,6 +131,12 @@ class Meter:
         """The operations of a step. Raises QuotaExceeded."""
         if self.operations is not None and (seconds := self.operations.take(count, now)):
             raise self._too_fast("operations_per_second", self.operations.per_second, seconds)
+
+    def admit_bytes(self, size_bytes: int, now: float) -> None:
+        """A message, before it is parsed. Raises QuotaExceeded."""
+        more = size_bytes - FREE_BYTES
+        if more > 0 and self.bytes is not None and (seconds := self.bytes.take(more, now)):
+            raise self._too_fast("bytes_per_second", self.bytes.per_second, seconds)
 
     def _too_fast(self, what: str, limit: int, seconds: float) -> QuotaExceeded:
         self.refused += 1
@@ -161,7 +174,7 @@ class Quotas:
     def budget(self, tenant: str) -> Budget:
         """What its pools may take."""
         quota = self._of(tenant)
-        return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models)
+        return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models, quota.pages)
 
     def check_open(self, tenant: str) -> None:
         """Before a lease is opened. Raises QuotaExceeded."""

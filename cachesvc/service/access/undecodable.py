@@ -1,4 +1,5 @@
-"""Bytes that are no message: refused by name, where gRPC would answer INTERNAL and log a traceback for each."""
+"""What is decided of a request by its bytes, before it is a message: its size is charged, and bytes that are no
+message, or one beyond all limits, are refused by name. gRPC would answer INTERNAL and log a traceback for each."""
 
 from __future__ import annotations
 
@@ -6,42 +7,46 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from google.protobuf.message import DecodeError
+from cachesvc.model.errors import CacheError
+from cachesvc.wire.parse import parse
 
-from cachesvc.model.errors import InvalidRequest
-
-_UNREAD: ContextVar[str] = ContextVar("unread", default="")
+_UNREAD: ContextVar[CacheError | None] = ContextVar("unread", default=None)
 
 
-def readable(handler: Any, kind: str) -> Any:
-    """``handler`` with a deserializer that never raises: what it cannot read becomes an empty message and is remembered
-    for ``unread``. gRPC reads requests in the task that serves them."""
+def readable(handler: Any, charge: Callable[[int], None]) -> Any:
+    """``handler`` with a deserializer that never raises: what it does not read becomes an empty message and is
+    remembered for ``unread``. gRPC reads requests in the task that serves them.
+
+    ``charge(bytes)``: to the caller of the running task. Raises QuotaExceeded.
+    """
     if handler is None or handler.request_deserializer is None:
         return handler
-    return handler._replace(request_deserializer=_careful(handler.request_deserializer, kind))
+    return handler._replace(request_deserializer=_careful(handler.request_deserializer, charge))
 
 
-def unread() -> InvalidRequest | None:
+def unread() -> CacheError | None:
     """What is wrong where the request at hand could not be read."""
-    kind = _UNREAD.get()
-    if not kind:
-        return None
-    _UNREAD.set("")
-    return InvalidRequest(f"the bytes are not a message of {kind}; encode it with the stubs of this release")
+    error = _UNREAD.get()
+    if error is not None:
+        _UNREAD.set(None)
+    return error
 
 
 def require_read() -> None:
-    """Raises InvalidRequest where the request at hand could not be read."""
+    """Raises InvalidRequest, LimitExceeded or QuotaExceeded where the request at hand could not be read."""
     if (error := unread()) is not None:
         raise error
 
 
-def _careful(read: Callable[[bytes], Any], kind: str) -> Callable[[bytes], Any]:
+def _careful(from_string: Any, charge: Callable[[int], None]) -> Callable[[bytes], Any]:
+    kind = from_string.__self__
+
     def careful(raw: bytes) -> Any:
         try:
-            return read(raw)
-        except DecodeError:
-            _UNREAD.set(kind)
-            return read(b"")
+            charge(len(raw))
+            return parse(kind, raw)
+        except CacheError as error:
+            _UNREAD.set(error)
+            return kind()
 
     return careful

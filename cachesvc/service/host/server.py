@@ -26,7 +26,7 @@ from kvcache.v1 import (
 )
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Doorkeeper, Guard, otherwise_local
+from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.service.host.tls import Certificates
@@ -68,21 +68,25 @@ class Server:
         answers: HealthAnswers,
         keeper: Doorkeeper | None = None,
         refused: Callable[[str, str], None] = lambda _method, _code: None,
+        charge: Charge = free,
     ) -> None:
         """``keeper``: knows the callers. Without one, everybody who may open the socket may do everything.
-        ``refused(method, code)`` is told of calls that reach no service."""
+        ``refused(method, code)`` is told of calls that reach no service. ``charge``: for messages' bytes."""
         self.port = 0
         self._services = services
         self._listening = listening
         self._keeper = keeper
         self._refused = refused
+        self._charge = charge
         self._answers = answers
         self._running: list[grpc.aio.Server] = []
         self._probes = HealthListener(answers, listening.health)
 
     async def start(self) -> None:
         """Listen and serve. Raises Unavailable when an address cannot be had."""
-        server = self._make(Guard(self._keeper, otherwise_local(self._keeper), refused=self._refused))
+        server = self._make(
+            Guard(self._keeper, otherwise_local(self._keeper), refused=self._refused, charge=self._charge)
+        )
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
@@ -124,7 +128,9 @@ class Server:
             return
         otherwise = None if self._keeper is not None else EVERYONE if listening.client_ca else LOOPBACK
         by_certificate = bool(listening.client_ca)
-        server = self._make(Guard(self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused))
+        server = self._make(
+            Guard(self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused, charge=self._charge)
+        )
         self._running.insert(0, server)
         try:
             if listening.key:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from kvcache.v1.cache_pb2 import OperationError
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
@@ -44,6 +44,7 @@ from cachesvc.wire.lane import (
     encode,
 )
 from cachesvc.wire.limits import check_fields
+from cachesvc.wire.parse import parse
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 TURN_SECONDS = 0.25e-3
@@ -209,13 +210,11 @@ class Lane:
         try:
             if self._who is not None:
                 raise InvalidRequest("HELLO was said already")
-            hello = LaneHello.FromString(frame.body)
+            hello = parse(LaneHello, frame.body)
             check_fields(hello)
             if hello.version < 1:
                 raise InvalidRequest("HELLO needs the version that its caller speaks, 1 or more")
             self._who = self._desk.admit(hello.token, self.process)
-        except DecodeError:
-            self._break(frame.tag, InvalidRequest("the bytes are not a LaneHello"))
         except CacheError as refused:
             self._break(frame.tag, refused)
         else:
@@ -230,11 +229,12 @@ class Lane:
 
     def _serve(self, who: Caller, row: Row, frame: Frame) -> None:
         self.calls += 1
+        dispatcher = self._desk.dispatcher
         try:
-            request: Any = row.request.FromString(frame.body)
-        except DecodeError:
-            unread = InvalidRequest(f"the bytes are not a {row.request.DESCRIPTOR.name}; encode it by this release")
-            self._answer(frame, self._desk.dispatcher.refuse(row.method.name, unread))
+            dispatcher.charge(who, len(frame.body))
+            request: Any = parse(row.request, frame.body)
+        except CacheError as unread:
+            self._answer(frame, dispatcher.refuse(row.method.name, unread))
             return
         if row.is_step and (behind := self._steps.get(request.lease_id)) is not None:
             self._wait(frame, _Call(len(frame.body), is_step=True))
