@@ -12,7 +12,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.questions.view import View
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.node import Node
-from cachesvc.service.repeats import Mark, Repeats, mark_of
+from cachesvc.service.repeats import Mark, Purse, Repeats, mark_of
 from cachesvc.telemetry import events
 
 EVICTED_AT_ONCE = 32
@@ -28,7 +28,7 @@ class Administration:
         self._node = node
         self._health = health
         self.drain_seconds = drain_seconds
-        self._repeats = Repeats()
+        self._repeats = Repeats(Purse())
 
     async def drain(self) -> int:
         """Open nothing new and say so in health checks; returns how many leases are live. Idempotent."""

@@ -35,7 +35,7 @@ from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease
 from cachesvc.service.node import Node
-from cachesvc.service.repeats import Mark, Repeats, mark_of
+from cachesvc.service.repeats import Mark, Purse, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
 from cachesvc.telemetry import events
 from cachesvc.wire.limits import check_fields
@@ -91,6 +91,7 @@ class Dispatcher:
         self.admission = admission
         self._watch = watch
         self._repeats: dict[str, Repeats] = {}
+        self._purses: dict[str, Purse] = {}
         self._under_way: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
 
@@ -255,8 +256,9 @@ class Dispatcher:
         known = self._repeats.get(lease_id)
         if known is None:
             for gone in [each for each in self._repeats if each not in leases]:
-                del self._repeats[gone]
-            known = self._repeats[lease_id] = Repeats()
+                self._repeats.pop(gone).forget()
+            purse = self._purses.setdefault(ask.who.acts_for, Purse())
+            known = self._repeats[lease_id] = Repeats(purse)
         return known
 
 

@@ -18,6 +18,9 @@ KEEP_BYTES = 1 << 20
 """What answers beyond those may take."""
 KEEP_MOST_BYTES = 8 << 20
 """What all answers of a lease may take, but for the last: one message is no larger."""
+TENANT_BYTES = 64 << 20
+"""What the answers of all leases of one tenant may take. Beyond it each lease has its part of it, and beyond twice as
+much not even its last answer for certain: whoever has so many large answers pays for them with retries of its own."""
 MOST_RETRIES = 16
 """Calls that wait for the answer of one that is under way."""
 KEEP_CONTENTS_BYTES = 128 << 10
@@ -33,14 +36,26 @@ def mark_of(name: str, request: Message) -> Mark:
     return name, contents if len(contents) <= KEEP_CONTENTS_BYTES else hash(contents)
 
 
+class Purse:
+    """What the answers of one tenant's leases take."""
+
+    __slots__ = ("held", "leases")
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.leases = 0
+
+
 class Repeats:
-    """The last answers of one lease by request_id (never 0), and the calls that are under way.
+    """The last answers of one lease by request_id (never 0), and the calls that are under way. ``purse``: its tenant's.
 
     Those under way are not pushed out by answers: there are at most as many as a process may have waiting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, purse: Purse) -> None:
         self._bytes = 0
+        self._purse = purse
+        purse.leases += 1
         self._given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
         self._under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
         self._retries: dict[int, int] = {}
@@ -82,11 +97,24 @@ class Repeats:
         contents = mark[1]
         size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
         self._given[request_id] = mark, answer, size_bytes
-        self._bytes += size_bytes
-        while len(self._given) > 1 and self._is_too_much():
+        self._add(size_bytes)
+        while self._is_too_much():
             _, (_, _, size_bytes) = self._given.popitem(last=False)
-            self._bytes -= size_bytes
+            self._add(-size_bytes)
+
+    def forget(self) -> None:
+        """The lease is gone."""
+        self._purse.held -= self._bytes
+        self._purse.leases -= 1
+
+    def _add(self, size_bytes: int) -> None:
+        self._bytes += size_bytes
+        self._purse.held += size_bytes
 
     def _is_too_much(self) -> bool:
-        count = len(self._given)
+        count, purse = len(self._given), self._purse
+        if purse.held > TENANT_BYTES and self._bytes > TENANT_BYTES // purse.leases:
+            return count > 1 or (count == 1 and purse.held > 2 * TENANT_BYTES)
+        if count <= 1:
+            return False
         return count > KEEP_ANSWERS or self._bytes > (KEEP_BYTES if count > KEEP_LEAST else KEEP_MOST_BYTES)

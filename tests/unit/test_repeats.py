@@ -14,6 +14,8 @@ from cachesvc.service.repeats import (
     KEEP_CONTENTS_BYTES,
     KEEP_LEAST,
     KEEP_MOST_BYTES,
+    TENANT_BYTES,
+    Purse,
     Repeats,
     mark_of,
 )
@@ -23,7 +25,7 @@ MARK = ("Call", b"")
 
 def kept(answers: int, size_bytes: int) -> list[int]:
     """Which of so many answers of a size are still known."""
-    repeats = Repeats()
+    repeats = Repeats(Purse())
     text = "x" * size_bytes
     for number in range(1, answers + 1):
         repeats.keep(number, MARK, cache_pb2.OperationError(message=text))
@@ -42,7 +44,7 @@ def test_large_ones_are_kept_as_far_as_their_bytes_allow() -> None:
 
 
 def test_an_id_with_other_contents_is_refused() -> None:
-    repeats = Repeats()
+    repeats = Repeats(Purse())
     release = cache_pb2.ReleaseRequest(lease_id="a", sequence_id=1)
     mark = mark_of("Release", release)
     repeats.keep(7, mark, cache_pb2.ReleaseResponse(freed_pages=3))
@@ -57,7 +59,7 @@ def test_an_id_with_other_contents_is_refused() -> None:
 
 
 async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
-    repeats = Repeats()
+    repeats = Repeats(Purse())
     first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
     repeats.begin(1, MARK, first)
     for number in range(2, 2 + 2 * KEEP_ANSWERS):
@@ -67,3 +69,22 @@ async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
         repeats.find(1, ("Other", b""))
     repeats.end(1)
     assert repeats.find(1, MARK) is None, "it was not kept: who asks again starts anew"
+
+
+def test_answers_of_many_leases_cost_their_tenant_and_not_the_daemon() -> None:
+    purse = Purse()
+    answer = cache_pb2.OperationError(message="x" * (4 << 20))
+    leases = [Repeats(purse) for _ in range(100)]
+    for repeats in leases:
+        for number in (1, 2, 3):
+            repeats.keep(number, MARK, answer)
+    assert purse.held <= 2 * TENANT_BYTES + answer.ByteSize()
+    assert sum(repeats.find(1, MARK) is not None for repeats in leases) < TENANT_BYTES // answer.ByteSize()
+    assert leases[0].find(3, MARK) is answer, "who was there first keeps its own"
+    small = cache_pb2.ReleaseResponse()
+    for repeats in leases:
+        repeats.keep(9, MARK, small)
+        assert repeats.find(9, MARK) is small
+    for repeats in leases:
+        repeats.forget()
+    assert (purse.held, purse.leases) == (0, 0)
