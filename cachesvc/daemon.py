@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.core import Core, Limits
-from cachesvc.flows.leases import process_arrived, process_gone, process_holds
+from cachesvc.flows.leases import process_arrived, process_holds
 from cachesvc.hardware import Hardware, check_memory, choose_hardware, link_costs
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
@@ -25,6 +25,7 @@ from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.service.access.admission import Admission
+from cachesvc.service.access.connections import ways_in
 from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
@@ -126,7 +127,9 @@ def build(
         keyrings=() if keyring is None else (keyring,),
         checksums=checksums,
         dispatcher=dispatcher,
-        server=Server(services, _listening(config), answers, keyring, telemetry.watch.refused, dispatcher.charge),
+        server=Server(
+            services, _listening(config), answers, keyring, telemetry.watch.refused, dispatcher.charge, ways=ways_in()
+        ),
         following=following,
         health=health,
         facts=facts,
@@ -275,9 +278,6 @@ def _rows(ledger: Ledger) -> int:
 def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
     node = base.node
 
-    def gone(token: bytes) -> None:
-        node.run(partial(process_gone, node.core, token))
-
     return LifeServer(
         config.socket + LIFE_SUFFIX,
         epoch=node.epoch,
@@ -286,10 +286,11 @@ def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
         group=config.socket_group,
         grace_seconds=config.lease_seconds,
         arrived=partial(process_arrived, node.core),
-        gone=gone,
-        descriptor=base.vault.descriptor,
+        gone=node.process_gone,
+        descriptor=node.descriptor,
         holds=partial(process_holds, node.core),
         lanes=lanes,
+        connections=ways_in().life,
     )
 
 
@@ -306,7 +307,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
         EngineService(edge, base.hardware.backend, quotas),
         LeaseService(edge, quotas),
         cache,
-        Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process),
+        Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process, ways_in().lanes),
     )
 
 

@@ -29,6 +29,24 @@ def process_holds(core: Core, token: bytes) -> bool:
     return process is not None and bool(process.leases)
 
 
+def may_map(core: Core, token: bytes, device: str, model: int, replica: int, rank: int) -> bool:
+    """True where the process has attached this rank of a replica under a lease that lives; of model 0: any rank on the
+    device."""
+    process = core.ledger.processes.get(token)
+    leases = () if process is None else (core.ledger.leases.get(each) for each in process.leases)
+    for lease in leases:
+        ranks = lease.attached.get(token) if lease is not None and lease.state is LeaseState.LIVE else None
+        if lease is None or not ranks:
+            continue
+        if not model:
+            devices = core.ledger.models[lease.model].replicas[lease.replica].devices
+            if any(devices[each] == device for each in ranks):
+                return True
+        elif (lease.model, lease.replica) == (model, replica) and rank in ranks:
+            return True
+    return False
+
+
 def process_gone(core: Core, token: bytes) -> None:
     """The kernel says that a process has ended: its leases are lost, and pages come back where it was the last."""
     process = core.ledger.processes.pop(token, None)

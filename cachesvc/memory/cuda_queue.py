@@ -26,7 +26,7 @@ class CudaTimeline(HostTimeline):
     """
 
     def __init__(self, gpu: GpuDevice, words: int) -> None:
-        super().__init__(words)
+        super().__init__(words, is_shared=True)
         self._gpu = gpu
         with ExitStack() as undo:
             undo.callback(super().close)

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -20,17 +21,45 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
 
+F_SEAL_FUTURE_WRITE = 0x10
+"""linux/fcntl.h, from Linux 5.1 on: mappings that are there may write, later ones may not."""
+
 
 def sealed_memfd(name: str, size_bytes: int) -> int:
     """A zeroed memory file that can neither shrink nor grow: who maps it can never be hit by SIGBUS for
     its size."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with ExitStack() as undo:
+        fd = _memfd(name, size_bytes)
+        undo.callback(os.close, fd)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        undo.pop_all()
+    return fd
+
+
+def mapped_for_reading(name: str, size_bytes: int) -> tuple[int, memoryview]:
+    """The same, which nobody but this process can write: with its mapping. Raises OSError (Linux before 5.1)."""
+    with ExitStack() as undo:
+        fd = _memfd(name, size_bytes)
+        undo.callback(os.close, fd)
+        view = map_memfd(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        undo.pop_all()
+    return fd, view
+
+
+def mapped_for_all(name: str, size_bytes: int) -> tuple[int, memoryview]:
+    """A file as ``sealed_memfd`` makes one, and its mapping."""
+    fd = sealed_memfd(name, size_bytes)
+    return fd, map_memfd(fd, size_bytes)
+
+
+def _memfd(name: str, size_bytes: int) -> int:
+    with ExitStack() as undo:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        undo.callback(os.close, fd)
         os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        undo.pop_all()
     return fd
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from cachesvc.memory.mapped import address_of, map_memfd, sealed_memfd
+from cachesvc.memory.mapped import address_of, mapped_for_all, mapped_for_reading
 from cachesvc.memory.seam import Handle
 from cachesvc.model.futex import WORD_BYTES, store_and_wake, words_of
 
@@ -17,13 +17,15 @@ TOKEN_BYTES = 16
 
 
 class HostTimeline:
-    """One device's words."""
+    """One device's words. Nobody else can write them, because a word says that bytes are there; unless engines must
+    (``is_shared``), to end their streams' waits once the daemon is gone."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, *, is_shared: bool = False) -> None:
+        make = mapped_for_all if is_shared else mapped_for_reading
+        fd, self._view = make("kvcache-timeline", words * WORD_BYTES)
+        self.fd: int | None = fd
         self.words = words
-        self.fd: int | None = sealed_memfd("kvcache-timeline", words * WORD_BYTES)
         self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
-        self._view = map_memfd(self.fd, words * WORD_BYTES)
         self._array = words_of(self._view)
 
     @property

@@ -13,7 +13,7 @@ from cachesvc.flows.admin import distrust, trust
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
-from cachesvc.flows.leases import lose_silent
+from cachesvc.flows.leases import lose_silent, may_map, process_gone
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import tidy
@@ -197,6 +197,15 @@ class Node:
     def knows(self, token: bytes) -> bool:
         """True for the life-socket token of a process that is there."""
         return token in self.core.ledger.processes
+
+    def process_gone(self, token: bytes) -> None:
+        """The kernel says that a process has ended."""
+        self.run(partial(process_gone, self.core, token))
+
+    def descriptor(self, process: bytes, token: bytes) -> int | None:
+        """What is behind a handle's token, for a process that has attached it."""
+        shared = self.vault.shared(token)
+        return shared.fd if shared is not None and may_map(self.core, process, *shared[1:]) else None
 
     async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
         """True as soon as one of the tickets has ended; False when the time is up first.

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,16 @@ class Arrivals:
         is_whole = np.concatenate(([False], arrived == self._ranks[group], [False]))
         edges = run.first + np.flatnonzero(is_whole[1:] != is_whole[:-1]).reshape(-1, 2)
         return [Run(first, end - first) for first, end in edges.tolist()]
+
+
+class Shared(NamedTuple):
+    """A descriptor for engines: of a rank's slab, or (``model`` 0) of its device's timeline."""
+
+    fd: int
+    device: str
+    model: int = 0
+    replica: int = 0
+    rank: int = 0
 
 
 @dataclass
@@ -118,17 +129,21 @@ class Vault:
                 raise NotFound("replica", (model, replica))
             return holding.replicas[replica][rank]
 
-    def descriptor(self, token: bytes) -> int | None:
-        """The file descriptor behind a handle's token, or None: for handles that travel as descriptors."""
+    def shared(self, token: bytes) -> Shared | None:
+        """What is behind a handle's token; None for a token of no handle that travels as a descriptor."""
         with self._lock:
-            for holding in self._models.values():
-                for _, slab in holding.slabs():
-                    if slab.handle.token == token:
-                        return slab.fd
+            for model, holding in self._models.items():
+                for replica, ranks in holding.replicas.items():
+                    for rank, slabs in enumerate(ranks):
+                        if any(slab.handle.token == token for slab in slabs):
+                            fd = next(slab.fd for slab in slabs if slab.handle.token == token)
+                            return (
+                                None if fd is None else Shared(fd, holding.devices[replica][rank], model, replica, rank)
+                            )
         for device in self._backend.devices():
             timeline = self._backend.timeline(device)
-            if timeline.handle.token == token:
-                return timeline.fd
+            if timeline.handle.token == token and timeline.fd is not None:
+                return Shared(timeline.fd, device)
         return None
 
     def announce(self, model: int) -> list[tuple[int, Run]]:

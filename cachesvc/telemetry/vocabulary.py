@@ -68,9 +68,12 @@ VOCABULARY: dict[str, Event] = {
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
     "lease_silent": Event("warning", "A lease was silent for too long and is lost.", ("lease", "seconds")),
     "life_connection_refused": Event(
-        "warning", "A process of another user, or one too many, wanted a life connection.", ("uid", "connections")
+        "warning", "A process wanted a life connection that it may not have.", ("uid", "pid", "reason")
     ),
-    "life_connection_broke": Event("info", "A life connection ended with an error.", ("pid",)),
+    "life_connection_dropped": Event(
+        "info", "A life connection without lease and lane gave way to others of its user.", ("pid", "uid")
+    ),
+    "life_connection_broke": Event("info", "A life connection was ended: it broke, or is not read.", ("pid", "reason")),
     "life_not_accepting": Event(
         "warning", "No descriptor is left for life connections; tried again after the seconds.", ("reason", "seconds")
     ),

@@ -42,4 +42,5 @@ MAX_MESSAGE_BYTES = 8 << 20
 
 LIFE_SUFFIX = ".life"
 LIFE_GREETING = b"KVL1"
+LIFE_BUSY = b"NO: the daemon is busy; ask again"
 """The life socket beside the gRPC socket: greeting, 16-byte process token, epoch as little-endian u64."""

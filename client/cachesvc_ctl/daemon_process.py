@@ -23,8 +23,10 @@ class DaemonFailed(Exception):
 class DaemonProcess:
     """``with DaemonProcess(["--host-pool", "1GiB"]) as daemon: daemon.socket``. Its log goes to ``daemon.log``."""
 
-    def __init__(self, flags: Sequence[str], *, folder: str | None = None) -> None:
+    def __init__(self, flags: Sequence[str], *, folder: str | None = None, under: Sequence[str] = ()) -> None:
+        """``under``: a command that runs it, such as ``prlimit``."""
         self._flags = list(flags)
+        self._under = list(under)
         self._folder = folder
         self._made: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,7 +47,7 @@ class DaemonProcess:
         folder = Path(self._made.name if self._made is not None else str(self._folder))
         self.socket = str(folder / "cachesvc.sock")
         self.log = folder / "cachesvcd.log"
-        command = [sys.executable, "-m", "cachesvc", "--socket", self.socket, *self._flags]
+        command = [*self._under, sys.executable, "-m", "cachesvc", "--socket", self.socket, *self._flags]
         with self.log.open("ab") as log:
             began = log.tell()
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,11 @@ def write_tokens(path: Path, text: str) -> None:
 
 
 @contextmanager
-def guarded(folder: Path, text: str = PLAIN_FILE, *flags: str) -> Iterator[DaemonProcess]:
+def guarded(folder: Path, text: str = PLAIN_FILE, *flags: str, under: Sequence[str] = ()) -> Iterator[DaemonProcess]:
     """A daemon with that tokens' file."""
     write_tokens(folder / "tokens.toml", text)
-    with DaemonProcess([*FLAGS, "--tokens", str(folder / "tokens.toml"), *flags], folder=str(folder)) as daemon:
+    every = [*FLAGS, "--tokens", str(folder / "tokens.toml"), *flags]
+    with DaemonProcess(every, folder=str(folder), under=under) as daemon:
         yield daemon
 
 
@@ -108,8 +109,11 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
         with operator(daemon.socket, OPERATOR) as admin:
             assert admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device")).evicted == 0
         with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
-            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert health.status == health_pb2.HealthCheckResponse.SERVING, "probes have no token"
+            health = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest()
+            assert isinstance(refusal(lambda: health.Check(asked)), Unauthenticated), "probes have a port of their own"
+            proof = (("authorization", f"Bearer {READER}"),)
+            assert health.Check(asked, metadata=proof).status == health_pb2.HealthCheckResponse.SERVING
             stream = event_pb2_grpc.EventServiceStub(channel).Subscribe(event_pb2.SubscribeRequest())
             assert isinstance(refusal(lambda: next(stream)), Unauthenticated), "streams too"
         log = daemon.log.read_text(encoding="utf-8")
@@ -337,7 +341,6 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_every_command_proves_who_asks(command: list[str], shown: str) -> None:
-    needs_token = command != ["describe"]  # reflection is open to all
     with short_folder() as folder, guarded(folder, PLAIN_FILE, "--listen", "127.0.0.1:0") as daemon:
         (folder / "operator.token").write_text(OPERATOR, encoding="utf-8")
 
@@ -351,4 +354,4 @@ def test_every_command_proves_who_asks(command: list[str], shown: str) -> None:
         assert shown in say("--socket", daemon.socket, *proof)
         assert shown in say("--socket", "cachesvc.sock", *proof), "a path without a slash in it"
         assert shown in say("--address", f"127.0.0.1:{port_of(daemon)}", *proof)
-        assert needs_token == ("needs a token" in say("--socket", daemon.socket))
+        assert "needs a token" in say("--socket", daemon.socket)

@@ -81,7 +81,7 @@ class LaneSite:
 
     def __init__(self, desk: Desk | None = None, keeper: Doorkeeper | None = None, each: int = 8) -> None:
         self.desk = desk or Desk()
-        self.lanes = Lanes(self.desk.dispatcher, self.desk.cache, keeper, None, each)
+        self.lanes = Lanes(self.desk.dispatcher, self.desk.cache, keeper, None, each, 64)
         self.peers: list[Peer] = []
 
     def connect(self, process: bytes = PROCESS) -> Peer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
@@ -16,12 +17,15 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import NotSupported
-from cachesvc.service.host.life import LifeServer
+from cachesvc.service.access.connections import ways_in
+from cachesvc.service.host import life
+from cachesvc.service.host.life import MAX_OF_PROCESS, LifeServer
 from cachesvc.service.host.peer_process import PROC, PeerProcess, peer_process, pidfd_by_number
-from cachesvc.wire.status import LIFE_GREETING
+from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING
 from tests.e2e.rig import short_folder
 
 GRACE_SECONDS = 0.05
+MEMORY = b"m" * 16
 
 
 def since_boot() -> float:
@@ -121,22 +125,24 @@ class Site:
     """A life server whose peers are whoever the test says. ``gone``: their tokens, as they go; ``ended``: those whose
     lanes are to end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, connections: int = 64) -> None:
         self.next = PeerProcess(0, 0, frozenset(), -1, is_certain=False)
+        self.idle: set[bytes] = set()
         self.gone: list[bytes] = []
         self.ended: list[bytes] = []
         self.went = asyncio.Event()
         self.server = LifeServer(
             path,
             epoch=7,
-            allowed_uids=frozenset((0,)),
+            allowed_uids=frozenset((0, 1, 2)),
             grace_seconds=GRACE_SECONDS,
             arrived=lambda *_: None,
             gone=self._gone,
-            descriptor=lambda _: None,
-            holds=lambda _: True,
+            descriptor=lambda _process, token: 0 if token == MEMORY else None,
+            holds=lambda token: token not in self.idle,
             lanes=self,
             identify=lambda _: self.next,
+            connections=connections,
         )
         self._path = path
 
@@ -150,9 +156,11 @@ class Site:
         self.gone.append(token)
         self.went.set()
 
-    async def connect(self, pid: int = 0, pidfd: int = -1, *, is_certain: bool = False) -> tuple[socket.socket, bytes]:
-        """A connection, and its token."""
-        self.next = PeerProcess(pid, 0, frozenset(), pidfd, is_certain=is_certain)
+    async def connect(
+        self, pid: int = 0, pidfd: int = -1, *, is_certain: bool = False, uid: int = 0
+    ) -> tuple[socket.socket, bytes]:
+        """A connection, and its token; an empty one where it was turned away."""
+        self.next = PeerProcess(pid, uid, frozenset(), pidfd, is_certain=is_certain)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.setblocking(False)
         made.connect(self._path)
@@ -170,6 +178,15 @@ class Site:
 async def site() -> AsyncIterator[Site]:
     with short_folder() as folder:
         made = Site(str(folder / "s.life"))
+        made.server.start()
+        yield made
+        made.server.close()
+
+
+@pytest.fixture
+async def site_of_many() -> AsyncIterator[Site]:
+    with short_folder() as folder:
+        made = Site(str(folder / "s.life"), 4096)
         made.server.start()
         yield made
         made.server.close()
@@ -213,3 +230,84 @@ async def test_at_the_end_of_the_daemon_every_engine_is_told_at_once(site: Site)
     assert [each.recv(64) for each in connections] == [b""] * 8
     site.server.close()
     assert site.gone == [], "nobody is told of engines: they live"
+
+
+# -- who takes more than its part --------------------------------------------------------------------------------------
+
+
+async def test_one_user_leaves_room_for_the_next_and_each_has_its_part(site: Site) -> None:
+    held = [await site.connect(uid=1) for _ in range(60)]
+    assert sum(bool(token) for _, token in held) == 48, "three quarters alone"
+    others = [await site.connect(uid=2) for _ in range(20)]
+    assert sum(bool(token) for _, token in others) == 16, "all that is left"
+    for connection, _ in held:
+        connection.close()
+    assert (await site.connect(uid=2))[1], "and more when there is more"
+
+
+async def test_one_process_has_so_many_connections_and_no_more(site_of_many: Site) -> None:
+    held = [await site_of_many.connect(os.getpid()) for _ in range(MAX_OF_PROCESS + 3)]
+    assert sum(bool(token) for _, token in held) == MAX_OF_PROCESS
+    assert (await site_of_many.connect(os.getppid()))[1]
+
+
+async def test_whoever_does_nothing_for_long_gives_way_to_its_own_user(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [await site.connect(uid=1) for _ in range(48)]
+    assert not (await site.connect(uid=1))[1]
+    site.idle = {held[3][1], held[5][1]}
+    assert not (await site.connect(uid=1))[1], "not at once"
+    monkeypatch.setattr(life, "IDLE_SECONDS", 0.0)
+    more = [await site.connect(uid=1)]
+    assert held[3][0].recv(1) == b"", "the oldest of those"
+    assert site.ended == [held[3][1]]
+    more += [await site.connect(uid=1) for _ in range(2)]
+    assert [bool(token) for _, token in more] == [True, True, False]
+
+
+async def test_whoever_does_not_read_is_hung_up_on_and_nobody_else(site: Site) -> None:
+    loop = asyncio.get_running_loop()
+    rude, token = await site.connect()
+    polite, _ = await site.connect()
+    rude.send(b"FD" + MEMORY)
+    rude.send(b"FD" + MEMORY)
+    for _ in range(3):
+        polite.send(b"FD" + MEMORY)
+        message, (descriptor,), _, _ = await loop.run_in_executor(None, receive_one, polite)
+        os.close(descriptor)
+        assert message == b"OK"
+    assert site.ended == [token]
+    polite.send(b"FD" + bytes(16))
+    assert (await loop.sock_recv(polite, 256)).startswith(b"NO: this process has attached no memory")
+
+
+async def test_where_the_kernel_passes_no_more_descriptors_the_peer_may_ask_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = await site.connect()
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "too many references")
+
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    connection.send(b"FD" + MEMORY)
+    assert await asyncio.get_running_loop().sock_recv(connection, 256) == LIFE_BUSY
+    monkeypatch.undo()
+    connection.send(b"FD" + MEMORY)
+    message, (descriptor,), _, _ = await asyncio.get_running_loop().run_in_executor(None, receive_one, connection)
+    os.close(descriptor)
+    assert (message, site.ended) == (b"OK", [])
+
+
+def receive_one(connection: socket.socket) -> tuple[bytes, list[int], int, object]:
+    """One message with its descriptors; waits for it."""
+    select.select([connection], [], [])
+    return socket.recv_fds(connection, 256, 1)
+
+
+def test_files_are_shared_out_and_some_are_kept() -> None:
+    for files in (128, 1024, 524_288, 1 << 20):
+        ways = ways_in(files)
+        assert min(ways) >= 8
+        assert 2 * ways.life + ways.lanes + ways.local + ways.tcp + ways.probes <= files * 14 // 16

@@ -32,7 +32,7 @@ def test_the_help_and_the_reload_know_the_same_settings() -> None:
     admission = Admission(1024, 4096, 256)
     dispatcher = Dispatcher(node, admission)
     cache = CacheService(Edge(dispatcher), 4096)
-    lanes = Lanes(dispatcher, cache, None, None, 8)
+    lanes = Lanes(dispatcher, cache, None, None, 8, 64)
     backend = ShmBackend(1, 1 << 20)
     operator = Administration(node, DeviceHealth(backend, node, tell_nobody), 5.0)
     applied = live_settings(node, admission, cache, lanes, backend, operator)

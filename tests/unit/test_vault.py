@@ -182,9 +182,11 @@ def test_the_memory_of_a_model_that_has_left_is_given_to_nobody() -> None:
     desk = Desk(ShmBackend(1, POOL_BYTES, timeline_words=64))
     desk.register("first")
     (token, *_) = [slab.handle.token for slab in desk.vault.slabs(1, 0, 0)]
-    assert desk.vault.descriptor(token) is not None
+    shared = desk.vault.shared(token)
+    assert shared is not None
+    assert shared[1:] == ("shm-0", 1, 0, 0)
     desk.vault.retire(1)
-    assert desk.vault.descriptor(token) is None
+    assert desk.vault.shared(token) is None
     with pytest.raises(NotFound):
         desk.vault.slabs(1, 0, 0)
     assert desk.vault.device_free_bytes("shm-0") == 0, "not before it is free"

@@ -114,13 +114,14 @@ _SERVICES: dict[str, tuple[Scope, ...]] = {
 }
 _READING = ("Get", "List", "Verify")
 """How the RPCs of AdminService begin that change nothing."""
-_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
 def scopes_of(method: str) -> tuple[Scope, ...]:
-    """Who may call ``/package.Service/Method``: one of these scopes is enough, and none is needed where it is empty."""
-    if method.startswith(_OPEN):
-        return ()
+    """Who may call ``/package.Service/Method``: one of these scopes is enough. Nothing is for who has none: whatever
+    such a caller sent would be held for it."""
+    if method.startswith(_FOR_ALL):
+        return tuple(Scope)
     if not method.startswith(_PREFIX):
         return _OPERATORS
     service, _, name = method.removeprefix(_PREFIX).partition("/")
@@ -179,8 +180,6 @@ class Guard(grpc.aio.ServerInterceptor):
         """The handler of the call, or one that refuses it."""
         method = handler_call_details.method
         scopes = scopes_of(method)
-        if not scopes:
-            return await continuation(handler_call_details)
         metadata = handler_call_details.invocation_metadata
         try:
             found = self._find(metadata, ())

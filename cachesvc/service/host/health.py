@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.access.connections import rude_options
 
 LIVE = "live"
 MAX_PROBE_BYTES = 4096
@@ -74,8 +75,9 @@ def _status(*, is_serving: bool) -> Any:
 class HealthListener:
     """Serves what ``told`` says on ``address`` (HOST:PORT; empty: nowhere) until ``close``."""
 
-    def __init__(self, told: HealthAnswers, address: str) -> None:
+    def __init__(self, told: HealthAnswers, address: str, connections: int) -> None:
         self._told = told.servicer
+        self._connections = connections
         self._address = address
         self._server: grpc.aio.Server | None = None
 
@@ -84,12 +86,12 @@ class HealthListener:
         if not self._address:
             return 0
         options = [
+            *rude_options(self._connections),
             ("grpc.max_receive_message_length", MAX_PROBE_BYTES),
             ("grpc.max_metadata_size", MAX_PROBE_BYTES),
             ("grpc.max_concurrent_streams", CALLS_A_CONNECTION),
             ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1000),
             ("grpc.max_connection_age_grace_ms", CONNECTION_SECONDS * 1000),
-            ("grpc.so_reuseport", 0),
         ]
         server = grpc.aio.server(options=options)
         health_pb2_grpc.add_HealthServicer_to_server(_Checks(self._told), server)

@@ -1,5 +1,8 @@
 """The life socket: who is there, told by the kernel, and file descriptors for those who may map memory.
 
+What one user or process does here costs that one: connections are shared out by user and process, and whoever leaves an
+answer unread is hung up on, since descriptors on their way are the daemon's until they are read.
+
 gRPC for Python does not tell the peer of a unix socket, so every process that attaches also connects here. A process
 counts as gone when the kernel says that it has ended. Where the kernel cannot name the process itself, but at best its
 number, it counts as gone too some time after its connection has ended: else the pages of a lost lease might wait for
@@ -13,10 +16,14 @@ reason.
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import secrets
 import socket
 import struct
+import termios
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +34,13 @@ from cachesvc.service.host.peer_process import PeerProcess, peer_process
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events
 from cachesvc.wire.lane import LANE_QUESTION
-from cachesvc.wire.status import LIFE_GREETING
+from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING
 
 TOKEN_BYTES = 16
 MAX_CONNECTIONS = 4096
+MAX_OF_PROCESS = 256
+IDLE_SECONDS = 30.0
+"""Who has neither lease nor lane for so long gives way where its user's share is used up."""
 ACCEPT_PAUSE_SECONDS = 1.0
 
 
@@ -39,6 +49,7 @@ class _Peer:
     connection: socket.socket
     token: bytes
     process: PeerProcess
+    since: float
     is_connected: bool = True
 
 
@@ -55,11 +66,12 @@ class LaneMaker(Protocol):
 class LifeServer:
     """Runs on the event loop; tells ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
 
-    ``descriptor(token)`` finds the fd of a handle. ``lanes`` end with the connection over which they were asked for.
-    ``holds(token)``: whether it matters when the process ends, even if it has hung up. Users of ``allowed_uids`` and
-    members of ``allowed_gids`` may connect; others are turned away. ``group``: who may open the socket beside its
-    owner. ``grace_seconds``: how long a process that is not known for certain counts as there after its connection has
-    ended. ``identify``: who connected.
+    ``descriptor(process, token)`` finds the fd of a handle that the process has attached. ``lanes`` end with the
+    connection over which they were asked for. ``holds(token)``: whether it matters when the process ends, even if it
+    has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may connect; others are turned away.
+    ``group``: who may open the socket beside its owner. ``grace_seconds``: how long a process that is not known for
+    certain counts as there after its connection has ended. ``identify``: who connected. ``connections``: at a time, of
+    which a user gets its share.
     """
 
     def __init__(
@@ -73,10 +85,11 @@ class LifeServer:
         grace_seconds: float,
         arrived: Callable[[bytes, int, int, frozenset[int]], None],
         gone: Callable[[bytes], None],
-        descriptor: Callable[[bytes], int | None],
+        descriptor: Callable[[bytes, bytes], int | None],
         holds: Callable[[bytes], bool],
         lanes: LaneMaker,
         identify: Callable[[socket.socket], PeerProcess] = peer_process,
+        connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._path = path
         self._epoch = epoch
@@ -90,6 +103,7 @@ class LifeServer:
         self._lanes = lanes
         self._group = group
         self._identify = identify
+        self._connections = connections
         self._peers: dict[bytes, _Peer] = {}
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,15 +158,13 @@ class LifeServer:
         connection.setblocking(False)
         process = self._identify(connection)
         self._forget_idle()
-        connected = sum(each.is_connected for each in self._peers.values())  # others only wait for their process's end
-        is_allowed = process.uid in self._allowed or bool(process.gids & self._allowed_gids)
-        if not is_allowed or connected >= MAX_CONNECTIONS:
-            events.warning("life_connection_refused", uid=process.uid, connections=connected)
+        if (reason := self._refusal(process)) is not None:
+            events.warning("life_connection_refused", uid=process.uid, pid=process.pid, reason=reason)
             connection.close()
             if process.pidfd >= 0:
                 os.close(process.pidfd)
             return
-        peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), process)
+        peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), process, self._loop.time())
         self._peers[peer.token] = peer
         self._arrived(peer.token, process.pid, process.uid, process.gids)
         self._loop.add_reader(connection, partial(self._serve, peer))
@@ -162,6 +174,36 @@ class LifeServer:
             connection.send(LIFE_GREETING + peer.token + struct.pack("<Q", self._epoch))
         except OSError:
             self._hang_up(peer)
+
+    def _refusal(self, process: PeerProcess) -> str | None:
+        """Why it may not connect; None where it may."""
+        if process.uid not in self._allowed and not process.gids & self._allowed_gids:
+            return "its user may not attach"
+        connected = [each for each in self._peers.values() if each.is_connected]  # others wait for a process's end
+        most = min(MAX_OF_PROCESS, self._connections // 4)
+        if process.pid and sum(each.process.pid == process.pid for each in connected) >= most:
+            return f"it has {most} connections"
+        held = Counter(each.process.uid for each in connected)
+        users = len(held | Counter((process.uid,)))
+        share = self._connections * 3 // 4 if users == 1 else self._connections // users
+        if held[process.uid] >= share and not self._drop_idle(process.uid):
+            return f"its user has its share of {share} connections"
+        if len(connected) >= self._connections:
+            return f"there are {len(connected)} connections"
+        return None
+
+    def _drop_idle(self, uid: int) -> bool:
+        """Hang up on who has done nothing with its connection for longest; False where there is nobody."""
+        assert self._loop is not None
+        before = self._loop.time() - IDLE_SECONDS
+        for peer in self._peers.values():  # in the order of their coming
+            if peer.since > before:
+                return False
+            if peer.is_connected and peer.process.uid == uid and not self._holds(peer.token):
+                events.event("life_connection_dropped", pid=peer.process.pid, uid=uid)
+                self._hang_up(peer)
+                return True
+        return False
 
     def _forget_idle(self) -> None:
         """Disconnected clients without leases: else one who connects again and again would take every descriptor."""
@@ -177,27 +219,34 @@ class LifeServer:
     def _serve(self, peer: _Peer) -> None:
         try:
             message = peer.connection.recv(256)
-            if message:
-                self._answer(peer, message)
-                return
         except BlockingIOError:
             return
         except OSError:
-            events.event("life_connection_broke", pid=peer.process.pid)
+            message = b""
+        if message:
+            try:
+                self._answer(peer, message)
+            except OSError as error:
+                events.event("life_connection_broke", pid=peer.process.pid, reason=str(error))
+            else:
+                return
         self._hang_up(peer)
 
     def _answer(self, peer: _Peer, message: bytes) -> None:
+        """Raises OSError for a peer that is gone, or that does not read."""
+        if _has_unread(peer.connection):
+            raise BlockingIOError(errno.EAGAIN, "an answer lies there unread")
         if message == LANE_QUESTION:
             self._give_lane(peer)
             return
         if len(message) != 2 + TOKEN_BYTES or not message.startswith(b"FD"):
             peer.connection.send(b"NO: ask FD and a 16-byte token")
             return
-        descriptor = self._descriptor(message[2:])
+        descriptor = self._descriptor(peer.token, message[2:])
         if descriptor is None:
-            peer.connection.send(b"NO: no memory of this daemon has that token; attach again")
+            peer.connection.send(b"NO: this process has attached no memory that has this token; attach again")
             return
-        socket.send_fds(peer.connection, [b"OK"], [descriptor])
+        _send_descriptor(peer.connection, descriptor)
 
     def _give_lane(self, peer: _Peer) -> None:
         try:
@@ -206,7 +255,7 @@ class LifeServer:
             peer.connection.send(f"NO: {refusal}".encode())
             return
         with end:
-            socket.send_fds(peer.connection, [b"OK"], [end.fileno()])
+            _send_descriptor(peer.connection, end.fileno())
 
     def _hang_up(self, peer: _Peer) -> None:
         """The connection ended, though the process may still run; only the kernel's own word for that is waited for."""
@@ -238,3 +287,20 @@ class LifeServer:
         self._lanes.end(peer.token)
         self._loop.remove_reader(peer.connection)
         peer.connection.close()
+
+
+def _has_unread(connection: socket.socket) -> bool:
+    """True while the peer has not read all that was sent to it."""
+    (count,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(struct.calcsize("i"))))
+    return bool(count)
+
+
+def _send_descriptor(connection: socket.socket, descriptor: int) -> None:
+    """Raises OSError. Where the kernel passes no more of the daemon's descriptors, which is nobody's fault that asks,
+    the peer is told so."""
+    try:
+        socket.send_fds(connection, [b"OK"], [descriptor])
+    except OSError as error:
+        if error.errno != errno.ETOOMANYREFS:
+            raise
+        connection.send(LIFE_BUSY)

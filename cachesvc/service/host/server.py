@@ -27,10 +27,10 @@ from kvcache.v1 import (
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
+from cachesvc.service.access.connections import Option, Ways, local_options, tcp_options
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.service.host.tls import Certificates
-from cachesvc.wire.status import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,27 @@ class Server:
         keeper: Doorkeeper | None = None,
         refused: Callable[[str, str], None] = lambda _method, _code: None,
         charge: Charge = free,
+        *,
+        ways: Ways,
     ) -> None:
         """``keeper``: knows the callers. Without one, everybody who may open the socket may do everything.
-        ``refused(method, code)`` is told of calls that reach no service. ``charge``: for messages' bytes."""
+        ``refused(method, code)`` is told of calls that reach no service. ``charge``: for messages' bytes. ``ways``: how
+        many may connect."""
         self.port = 0
         self._services = services
         self._listening = listening
         self._keeper = keeper
         self._refused = refused
         self._charge = charge
+        self._ways = ways
         self._answers = answers
         self._running: list[grpc.aio.Server] = []
-        self._probes = HealthListener(answers, listening.health)
+        self._probes = HealthListener(answers, listening.health, ways.probes)
 
     async def start(self) -> None:
         """Listen and serve. Raises Unavailable when an address cannot be had."""
-        server = self._make(
-            Guard(self._keeper, otherwise_local(self._keeper), refused=self._refused, charge=self._charge)
-        )
+        guard = Guard(self._keeper, otherwise_local(self._keeper), refused=self._refused, charge=self._charge)
+        server = self._make(guard, local_options(self._ways))
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
@@ -108,15 +111,7 @@ class Server:
             raise
         await self._answers.tell(Serving(ready=True, live=True))
 
-    def _make(self, guard: Guard) -> grpc.aio.Server:
-        options = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", MAX_STREAMS),
-            ("grpc.so_reuseport", 0),
-        ]
+    def _make(self, guard: Guard, options: list[Option]) -> grpc.aio.Server:
         server = grpc.aio.server(interceptors=[guard], options=options)
         self._register(server)
         return server
@@ -128,9 +123,10 @@ class Server:
             return
         otherwise = None if self._keeper is not None else EVERYONE if listening.client_ca else LOOPBACK
         by_certificate = bool(listening.client_ca)
-        server = self._make(
-            Guard(self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused, charge=self._charge)
+        guard = Guard(
+            self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused, charge=self._charge
         )
+        server = self._make(guard, tcp_options(self._ways))
         self._running.insert(0, server)
         try:
             if listening.key:

@@ -21,7 +21,7 @@ SCOPES = scopes_of("/kvcache.v1.CacheService/Step")
 
 class Lanes:
     """Made by ``open``, until their process ends them, is gone, or the daemon stops. ``each``: of one life connection;
-    0: there are none. ``calls`` that came by lanes that have ended."""
+    0: there are none; ``most``: in all. ``calls`` that came by lanes that have ended."""
 
     def __init__(
         self,
@@ -30,8 +30,10 @@ class Lanes:
         keeper: Doorkeeper | None,
         tracer: Tracer | None,
         each: int,
+        most: int,
     ) -> None:
         self.each = each
+        self._most = most
         self._calls = 0
         self._keeper = keeper
         self._tracer = tracer
@@ -48,6 +50,8 @@ class Lanes:
         lanes = self._lanes.setdefault(process, set())
         if len(lanes) >= self.each:
             raise LimitExceeded("lanes of this process", len(lanes) + 1, self.each)
+        if self.count >= self._most:
+            raise LimitExceeded("lanes", self.count + 1, self._most)
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         lane = Lane(own, process, self._desk, self._forget)
         lanes.add(lane)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from cachesvc.wire.lane import LANE_QUESTION
-from cachesvc.wire.status import LIFE_GREETING, LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING, LIFE_SUFFIX
 from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, NotFound
 from cachesvc_client.wire.fork import keep_from_children
 
@@ -28,6 +28,8 @@ _EPOCH = struct.Struct("<Q")
 _TIMEVAL = struct.Struct("@ll")
 _GREETING_BYTES = len(LIFE_GREETING) + TOKEN_BYTES + _EPOCH.size
 _MESSAGE_BYTES = 4096
+BUSY_PAUSE_S = 0.02
+"""Before the daemon is asked again that was busy."""
 _FD_BYTES = struct.calcsize("i")
 NOBODY_LISTENS = (errno.ENOENT, errno.ECONNREFUSED)
 
@@ -100,6 +102,19 @@ class LifeConnection:
         return socket.socket(fileno=self._ask(LANE_QUESTION, "lane"))
 
     def _ask(self, question: bytes, what: str) -> int:
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            message, descriptors = self._question(question, what, deadline_s)
+            if message == b"OK" and len(descriptors) == 1:
+                return descriptors[0]
+            _close_all(descriptors)
+            if message != LIFE_BUSY:
+                raise NotFound.from_message(f"the daemon gives no {what}: {message[2:].decode(errors='replace')}")
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"the daemon passes no descriptors just now, and so no {what}; ask again")
+            self.lost.wait(BUSY_PAUSE_S)
+
+    def _question(self, question: bytes, what: str, deadline_s: float) -> tuple[bytes, list[int]]:
         with self._asking:
             connection = self._socket
             if connection is None or self.lost.is_set():
@@ -107,19 +122,14 @@ class LifeConnection:
             try:
                 connection.send(question)
                 self._unanswered += 1
-                answer = self._take_answer(time.monotonic() + self._timeout_s)
+                answer = self._take_answer(deadline_s)
             except OSError as error:
                 raise DaemonUnavailable(f"the daemon went away while it was asked for {what} ({error})") from error
             except queue.Empty:
                 raise DeadlineExceeded(f"no descriptor within {self._timeout_s} s for {what}") from None
         if answer is None:
             raise DaemonUnavailable(f"the daemon went away while it was asked for {what}")
-        message, descriptors = answer
-        if message == b"OK" and len(descriptors) == 1:
-            return descriptors[0]
-        _close_all(descriptors)
-        reason = message[2:].decode(errors="replace")
-        raise NotFound.from_message(f"the daemon gives no {what}: {reason}")
+        return answer
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher()`` when the daemon has ended the connection, before calls under way end. Whoever comes after
