@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
 import pytest
 
 from cachesvc.model.errors import LimitExceeded, QuotaExceeded
 from cachesvc.service.access.admission import Admission, Holder, Kind, Place
+from cachesvc.service.access.auth import EVERYONE, set_caller
 from cachesvc.service.access.quota import NO_QUOTA, Quota, Quotas
+from tests.fuzz.target import CallContext
+from tests.unit.dispatch_rig import Desk, turns
 from tests.unit.ledger_rig import one_group, rig_of
 
 
@@ -106,3 +114,46 @@ def test_a_quota_of_calls_in_flight_counts_those_that_wait_too() -> None:
         with pytest.raises(QuotaExceeded, match=told):
             admission.admit(Kind.WORK, holder, 1.0)
         place.leave()
+
+
+class From(CallContext):
+    """A call from somewhere."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def peer(self) -> str:
+        return self._where
+
+
+async def test_streams_on_which_nothing_comes_are_counted_and_one_caller_has_its_share_of_them() -> None:
+    ends = asyncio.Event()
+
+    async def silence() -> AsyncIterator[Any]:
+        await ends.wait()
+        empty: tuple[Any, ...] = ()
+        for nothing in empty:
+            yield nothing
+
+    async with Desk() as desk:
+        set_caller(EVERYONE)
+        desk.admission.streams.limit = 8
+
+        def open_one(where: str) -> tuple[From, asyncio.Task[Any]]:
+            context: Any = From(where)
+            stream = (
+                desk.cache.Step(silence(), context) if where == "steps" else desk.leases.KeepAlive(silence(), context)
+            )
+            return context, asyncio.ensure_future(anext(stream, None))
+
+        opened = [open_one("steps") for _ in range(9)]
+        await turns(3)
+        assert [context.code.name for context, _ in opened].count("OK") == 6, "three quarters alone"
+        assert opened[-1][0].code is grpc.StatusCode.OUT_OF_RANGE
+        other, _ = beat = open_one("beats")
+        await turns(3)
+        assert (other.code, desk.admission.streams.held) == (grpc.StatusCode.OK, 7)
+        ends.set()
+        await asyncio.gather(*(task for _, task in (*opened, beat)), return_exceptions=True)
+        assert desk.admission.streams.held == 0

@@ -8,6 +8,8 @@
 * **WAITS**: what waits for transfers, or for the first answer to its request_id. It costs memory and no time, so it is
   counted apart, and a call that begins to wait gives its place among WORK back.
 
+A stream costs memory for as long as it is open, though nothing comes: streams have places of their own.
+
 A process is known by the lease that a call names (the process that opened it), else by its life-socket token, else by
 its connection. What one process or tenant has under way keeps no other one out that stays below its share.
 """
@@ -22,6 +24,10 @@ from cachesvc.service.access.quota import Meter, Quotas
 
 CallerKey = bytes | str
 """Who calls, as far as can be told: a life-socket token, or the name of a connection."""
+
+
+MOST_STREAMS = 4096
+"""Step streams and heartbeats that are open at a time: an engine has one of each."""
 
 
 class Kind(Enum):
@@ -132,6 +138,7 @@ class Admission:
         """``calls``, ``waiting``: at a time in all; ``waiting_each``: of one process."""
         self.work = Places("calls in flight", calls)
         self.waits = Places("waiting calls", waiting, waiting_each)
+        self.streams = Places("open streams", MOST_STREAMS)
         self._quotas = quotas
 
     def holder(self, process: CallerKey, tenant: str) -> Holder:

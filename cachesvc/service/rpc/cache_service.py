@@ -94,18 +94,19 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[cache_pb2.StepRequest], context: Context
     ) -> AsyncIterator[cache_pb2.StepResponse]:
         """Steps of one stream are carried out one after another. A refused one is an answer, and the stream goes on."""
-        parent = self._edge.parent(context)
-        async for request in request_iterator:
-            await self._edge.require_read(self.step, context)
-            served = self._edge.serve(self.step, request, context, parent)
-            # Where the stream breaks the step goes on: sent again it must find its answer.
-            outcome = await asyncio.shield(served) if isinstance(served, asyncio.Future) else served
-            if not isinstance(outcome, OperationError):
-                yield outcome
-            elif outcome.code in ENDS_STREAM:
-                await end_with(context, outcome)
-            else:
-                yield cache_pb2.StepResponse(request_id=request.request_id, error=outcome)
+        async with self._edge.stream(self.step.name, context):
+            parent = self._edge.parent(context)
+            async for request in request_iterator:
+                await self._edge.require_read(self.step, context)
+                served = self._edge.serve(self.step, request, context, parent)
+                # Where the stream breaks the step goes on: sent again it must find its answer.
+                outcome = await asyncio.shield(served) if isinstance(served, asyncio.Future) else served
+                if not isinstance(outcome, OperationError):
+                    yield outcome
+                elif outcome.code in ENDS_STREAM:
+                    await end_with(context, outcome)
+                else:
+                    yield cache_pb2.StepResponse(request_id=request.request_id, error=outcome)
 
     # -- what they do ------------------------------------------------------------------------------------------
 

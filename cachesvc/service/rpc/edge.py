@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.model.errors import CacheError
+from cachesvc.model.errors import CacheError, LimitExceeded
 from cachesvc.service.access.admission import CallerKey, Kind
 from cachesvc.service.access.auth import caller, credentials_of
 from cachesvc.service.access.undecodable import unread
@@ -42,6 +43,21 @@ class Edge:
         if isinstance(outcome, OperationError):
             await end_with(context, outcome)
         return outcome
+
+    @asynccontextmanager
+    async def stream(self, name: str, context: Context) -> AsyncIterator[None]:
+        """A place among the open streams; ends the call where its caller has its share of them."""
+        admission = self.dispatcher.admission
+        holder = admission.holder(self._process(context), caller().acts_for)
+        try:
+            admission.streams.require(holder)
+        except LimitExceeded as error:
+            await end_with(context, self.dispatcher.refuse(name, error))
+        admission.streams.count(holder, 1)
+        try:
+            yield
+        finally:
+            admission.streams.count(holder, -1)
 
     async def ask(self, context: Context, name: str, request: Q, call: Callable[[], Awaitable[R]]) -> R:
         """A call under no lease that is no Method: an operator's, of any length, carried out as WORK."""

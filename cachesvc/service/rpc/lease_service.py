@@ -38,13 +38,14 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
     ) -> AsyncIterator[lease_pb2.KeepAliveResponse]:
         parent = self._edge.parent(context)
-        async for request in request_iterator:
-            await self._edge.require_read(self.keep_alive, context)
-            served = self._edge.serve(self.keep_alive, request, context, parent)
-            assert not isinstance(served, asyncio.Future), "a heartbeat never waits"
-            if isinstance(served, OperationError):
-                await end_with(context, served)
-            yield served
+        async with self._edge.stream(self.keep_alive.name, context):
+            async for request in request_iterator:
+                await self._edge.require_read(self.keep_alive, context)
+                served = self._edge.serve(self.keep_alive, request, context, parent)
+                assert not isinstance(served, asyncio.Future), "a heartbeat never waits"
+                if isinstance(served, OperationError):
+                    await end_with(context, served)
+                yield served
 
     async def Close(self, request: lease_pb2.CloseRequest, context: Context) -> lease_pb2.CloseResponse:
         return await self._edge.answer(self.close, request, context)
