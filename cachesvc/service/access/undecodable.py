@@ -46,7 +46,7 @@ def _careful(from_string: Any, charge: Callable[[int], None]) -> Callable[[bytes
             charge(len(raw))
             return parse(kind, raw)
         except CacheError as error:
-            _UNREAD.set(error)
+            _UNREAD.set(error.with_traceback(None))  # whose frames would keep the bytes
             return kind()
 
     return careful
