@@ -323,6 +323,9 @@ def _counts(model: Model, place: Place) -> Iterator[str]:
     pinned = sum(pins * (depth[row] + 1) for row, pins in enumerate(place.pins) if pins)
     if pinned != place.counts.pinned:
         yield f"model {model.id} {place.name}: {pinned} blocks are pinned, {place.counts.pinned} are counted"
+    protected = {above for row, pins in enumerate(place.pins) if pins for above in model.blocks.index.path(row)}
+    if len(protected) != place.protected.blocks:
+        yield f"{place.name}: pins protect {len(protected)} blocks, {place.protected.blocks} are counted"
 
 
 def _computing(ledger: Ledger, model: Model) -> list[str]:
