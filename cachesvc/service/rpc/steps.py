@@ -24,6 +24,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.call import Call
 from cachesvc.flows.room import room_left
 from cachesvc.flows.stock import check_stock, refill_stock
+from cachesvc.ledger.leases import member_of
 from cachesvc.ledger.place import Place as DevicePlace
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
@@ -297,7 +298,8 @@ class StepRun:
             call = self._dispatcher.resolve(self._ask)
             allowed = targets if quotas is None else quotas.cap_stock(call, targets)
             node = self._dispatcher.node
-            return node.run_of(call.model.id, refill_stock, node.core, call, allowed)
+            member = member_of(self._request.request_id)
+            return node.run_of(call.model.id, refill_stock, node.core, call, allowed, member)
         except CacheError:
             return ()
         except Exception:  # noqa: BLE001 - the root of the refill: the operations have their results
