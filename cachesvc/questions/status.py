@@ -22,7 +22,7 @@ SILENT_SHARE = 0.5
 
 
 class PoolLine(NamedTuple):
-    """One page-id space: counts by state."""
+    """One page-id space: counts by state. ``capacity`` leaves out the ``reserved`` pages, the engines' own."""
 
     model: int
     place: str
@@ -30,6 +30,7 @@ class PoolLine(NamedTuple):
     capacity: int
     counts: dict[PageState, int]
     page_bytes: int
+    reserved: int = 0
 
     @property
     def held(self) -> int:
@@ -50,6 +51,7 @@ class LeaseLine(NamedTuple):
     private_pages: int
     process_ids: tuple[int, ...]
     pinned_blocks: int
+    instance_id: str
 
 
 class HitLine(NamedTuple):
@@ -134,6 +136,7 @@ def lease_lines(view: View) -> list[LeaseLine]:
             private_pages(lease),
             view.process_ids(lease),
             sum(sequence.sealed for sequence in lease.sequences.values() if not sequence.swapped_out),
+            lease.instance[:SHOWN_LETTERS],
         )
         out.append(line)
     return out
@@ -147,7 +150,8 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
             for group, pool in enumerate(place.pools):
                 counts = {state: pool.counts[state] for state in PageState}
                 name = model.layout.groups[group].name
-                out.append(PoolLine(model.id, place.name, name, pool.capacity, counts, model.layout.page_bytes(group)))
+                page_bytes = model.layout.page_bytes(group)
+                out.append(PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld))
     return out
 
 

@@ -116,14 +116,17 @@ class ClientCalls:
         device_share: float | None = None,
         host_pages: Seq[int] | None = None,
         host_share: float | None = None,
+        reserved_pages: int = 0,
     ) -> Registration:
         """Make or find the pools of a model.
 
         ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
         rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
-        pools that are there already stay as they are. Raises PoolExhausted with the numbers, InvalidRequest,
-        LimitExceeded, DaemonUnavailable, DeadlineExceeded.
+        pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
+        device are the engines' own and never granted; all engines of a model share them, and name the same number.
+        Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
+        pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
         request = build_register(
             model,
@@ -134,12 +137,18 @@ class ClientCalls:
             device_share=device_share,
             host_pages=host_pages,
             host_share=host_share,
+            reserved_pages=reserved_pages,
         )
         return await self._register(request, layout)
 
-    def open_lease(self, registration: Registration) -> Opening[AsyncLease]:
-        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
-        return Opening(self._open_lease(registration))
+    def open_lease(self, registration: Registration, *, instance: str = "") -> Opening[AsyncLease]:
+        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
+
+        ``instance``: a name of at most 64 characters that the processes of one engine share, such as a uuid. They get
+        one lease, whichever opens it first (``Lease.joined``), for as long as one of them lives; each has sequences of
+        its own, and one of them, which takes the steps, has the stock. Asked again, this client gives the same handle.
+        """
+        return Opening(self._open_lease(registration, instance))
 
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> Opening[AttachedPool]:
         """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
@@ -167,7 +176,8 @@ class ClientCalls:
             self._connection, self._leases, self._registered = connection, [], {}
             try:
                 renewed = {key: await self._register(*wish) for key, wish in registered.items()}
-                opened = tuple([await self._open_lease(renewed[lease.registration.key]) for lease in lost])
+                wanted = [(renewed[lease.registration.key], lease.instance) for lease in lost]
+                opened = tuple([await self._open_lease(*wish) for wish in wanted])
             except (CacheClientError, *INTERRUPTS):
                 self._connection, self._leases, self._registered = before, lost, registered
                 await connection.close()
@@ -210,8 +220,13 @@ class ClientCalls:
     ) -> None:
         await self.close(quiesced=None if kind is None else False)
 
-    async def _open_lease(self, registration: Registration) -> AsyncLease:
-        lease = await open_lease(self._require_connection(), registration, self.engine, next(self._open_ids))
+    async def _open_lease(self, registration: Registration, instance: str) -> AsyncLease:
+        connection = self._require_connection()
+        for known in self._leases if instance else ():
+            is_open = not known.is_lost and not known.record.is_closed
+            if is_open and (known.instance, known.registration.key) == (instance, registration.key):
+                return known
+        lease = await open_lease(connection, registration, self.engine, next(self._open_ids), instance)
         self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
         return lease
 
@@ -222,7 +237,7 @@ class ClientCalls:
 
     async def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         answer = await self._require_connection().ask(REGISTER, request, self._timeouts.register_s)
-        registration = parse_registration(answer, layout)
+        registration = parse_registration(answer, layout, request.reserved_pages)
         self._registered[registration.key] = (request, layout)
         return registration
 
