@@ -29,11 +29,12 @@ from cachesvc.wire.status import (
 
 
 class Scope(Enum):
-    """What a caller may do. ADMIN includes the others."""
+    """What a caller may do. ADMIN includes the others, but for METRICS: the page of metrics, and no call at all."""
 
     ENGINE = "engine"
     READ = "read-only"
     ADMIN = "admin"
+    METRICS = "metrics"
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,7 @@ class Caller:
             raise Unauthenticated(f"the token {self.name!r} has expired; ask the operator for a new one")
 
 
-EVERYONE = Caller("everyone", frozenset(Scope))
+EVERYONE = Caller("everyone", frozenset((Scope.ENGINE, Scope.READ, Scope.ADMIN)))
 """Who calls where no tokens are configured: whoever may open the socket is an engine and an operator."""
 
 LOOPBACK = Caller("loopback", frozenset({Scope.READ}))
