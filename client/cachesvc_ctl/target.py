@@ -34,7 +34,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     one("--address", metavar="HOST:PORT", help="over TCP instead (else CACHESVC_ADDRESS)")
     add = group.add_argument
     add("--token-file", metavar="FILE", help="file with the token (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
-    add("--tls-ca", default="", metavar="FILE", help="PEM roots that sign the daemon's certificate: TLS for TCP")
+    roots = "TLS for TCP: PEM roots that sign the daemon's certificate, or system (else CACHESVC_TLS_CA)"
+    add("--tls-ca", default="", metavar="FILE", help=roots)
     add("--tls-certificate", default="", metavar="FILE", help="PEM certificate of one's own")
     add("--tls-key", default="", metavar="FILE", help="its key")
 
@@ -42,7 +43,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def target_of(arguments: argparse.Namespace) -> Target:
     """What those flags, or the environment, say. Raises InvalidRequest for files that do not go together."""
     found = credentials_from(None, arguments.token_file)
-    proof = replace(found, root_ca=arguments.tls_ca, certificate=arguments.tls_certificate, key=arguments.tls_key)
+    roots = arguments.tls_ca or found.root_ca
+    proof = replace(found, root_ca=roots, certificate=arguments.tls_certificate, key=arguments.tls_key)
     return Target(address_of(arguments), proof)
 
 

@@ -207,7 +207,7 @@ def test_only_groups_that_may_attach_are_greeted() -> None:
     ("text", "message"),
     [
         ("[[token]]\nname = 'a'\nscopes = ['engine']\n", "sha256 must be 64 hexadecimal digits"),
-        (entry("a", "a", '["root"]'), "scopes are a list of admin, engine, read-only"),
+        (entry("a", "a", '["root"]'), "scopes are a list of admin, engine, metrics, read-only"),
         (entry("a", "a", '["engine"]') * 2, "the same token is there twice"),
         ("[[peer]]\nscopes = ['engine']\n", "needs a uid or a gid"),
         ("[quota.default]\nleases = -1\n", "leases: -1 is no whole number"),
