@@ -245,8 +245,9 @@ def credentials_of(metadata: Any) -> tuple[str, bytes]:
 
 
 def names_of(auth_context: Any) -> list[str]:
-    """Names that a checked client certificate carries: the common name and the alternative ones."""
-    keys = ("x509_common_name", "x509_subject_alternative_name")
+    """Names that a checked client certificate carries: its DNS names and URIs. The common name counts for one without
+    alternative names alone, and those of other kinds (mail, addresses) not at all: they are checked by other rules."""
+    keys = ("peer_dns", "peer_uri") if auth_context.get("x509_subject_alternative_name") else ("x509_common_name",)
     return [value.decode(errors="replace") for key in keys for value in auth_context.get(key, ())]
 
 

@@ -16,8 +16,8 @@ where the name ends in ``.json``::
     tenant = "team-b"
 
     [[certificate]]              # a client certificate that --tls-client-ca vouches for
-    name = "router.example.org"  # its common name or one of its alternative names
-    scopes = ["read-only"]
+    name = "router.example.org"  # a DNS name or a URI that it carries; its common name where it carries none
+    scopes = ["read-only"]       # which it has where nothing is said
 
     [quota.default]              # for every tenant without its own
     leases = 16
@@ -58,6 +58,10 @@ _FIELDS = {
     "peer": {"name", "uid", "gid", "scopes", "tenant", "expires"},
     "certificate": {"name", "scopes", "tenant", "expires"},
 }
+
+
+_UNSAID = {"certificate": [Scope.READ.value]}
+"""Scopes where an entry has none: a certificate may have been signed for something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +257,7 @@ def _proof(where: str, kind: str, entry: dict[str, Any]) -> tuple[str, Any]:
         return "token", digest
     if kind == "certificate":
         if not isinstance(entry.get("name"), str) or not entry["name"]:
-            raise InvalidRequest(f"{where}: name is the certificate's common or alternative name")
+            raise InvalidRequest(f"{where}: name is a DNS name, a URI or else the common name of the certificate")
         return "certificate", entry["name"]
     given = [name for name in ("uid", "gid") if name in entry]
     number = entry.get(given[0]) if len(given) == 1 else None
@@ -263,7 +267,8 @@ def _proof(where: str, kind: str, entry: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _caller(where: str, entry: dict[str, Any], how: tuple[str, Any]) -> Caller:
-    scopes, tenant = entry.get("scopes"), entry.get("tenant")
+    tenant = entry.get("tenant")
+    scopes = entry.get("scopes", _UNSAID.get(how[0]))
     known = {scope.value for scope in Scope}
     if not isinstance(scopes, list) or not scopes or not all(isinstance(s, str) and s in known for s in scopes):
         raise InvalidRequest(f"{where}: scopes are a list of {', '.join(sorted(known))}")
