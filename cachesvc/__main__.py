@@ -207,9 +207,16 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _add_looks(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("what is told, and checked"))
-    add("--metrics-listen", metavar="HOST:PORT", help="serve /metrics for Prometheus (default: not)")
+    metrics = (
+        "serve /metrics for Prometheus, to all who reach it; with --tokens, to tokens of scope metrics (default: not)"
+    )
+    add("--metrics-listen", metavar="HOST:PORT", help=metrics)
     add("--otlp-endpoint", metavar="URL", help="push metrics and traces to an OTLP collector (default: not)")
-    add("--web-listen", metavar="HOST:PORT", help="serve a read-only page on loopback (default: none)")
+    add(
+        "--web-listen",
+        metavar="HOST:PORT",
+        help="serve a read-only page on loopback; not with --tokens (default: none)",
+    )
     add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
     add("--checksums", choices=CHECKSUMS, help="of sealed pages, for `cachesvc verify --checksums` (default off)")
     add("--checksum-limit", metavar="SIZE", help="bytes per second read for checksums (default 256MiB)")

@@ -53,10 +53,10 @@ class Config:
     metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
     falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
     empty: its own user and root. ``tokens``: file that says who may call and what; empty: all who may open the socket.
-    ``tls_client_ca``: clients on TCP need a certificate that it signed. ``checksums``: of which sealed pages they are
-    taken, for Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the
-    read-only page on loopback, or empty. ``fault_copies``: share of copies that are made to fail, for tests; a flag
-    that no file may set, for the shm backend alone.
+    ``tls_client_ca``: clients on TCP need a certificate that it signed; ``tokens`` say what they may. ``checksums``: of
+    which sealed pages they are taken, for Verify; ``checksum_limit``: bytes per second that are read for them.
+    ``web_listen``: HOST:PORT of the read-only page on loopback, or empty. ``fault_copies``: share of copies that are
+    made to fail, for tests; a flag that no file may set, for the shm backend alone.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -238,10 +238,13 @@ def _check_listen(config: Config) -> None:
     host = _host_of("listen", config.listen)
     if bool(config.tls_certificate) != bool(config.tls_key):
         raise InvalidRequest("tls_certificate and tls_key go together")
-    if config.tls_key and not (config.tls_client_ca or config.tokens):
-        raise InvalidRequest("TLS alone lets anybody in: name tls_client_ca (their certificates) or tokens too")
     if config.tls_client_ca and not config.tls_key:
         raise InvalidRequest("tls_client_ca needs tls_certificate and tls_key")
+    if config.tls_key and not config.tokens:
+        raise InvalidRequest(
+            "TLS says who calls, not who may: name tokens too. A [[certificate]] of that file lets in who shows one "
+            "that tls_client_ca has signed, read-only unless its scopes say otherwise"
+        )
     if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise InvalidRequest(
             f"listen: {host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost or [::1]"

@@ -146,6 +146,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
     """What is started, in this order, and closed in the reverse one."""
     config, (hardware, telemetry, engine, node, host_pool, vault) = parts.config, parts.base
     grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
+    admit = next((keyring.admit_scraper for keyring in parts.keyrings), None)
     return (
         Step(parts.claim.take, parts.claim.release),
         Step(partial(check_memory, config, hardware), _nothing),  # an ending daemon has given its memory back by now
@@ -164,7 +165,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(_nothing, parts.dispatcher.stop),
         Step(parts.following.start, parts.following.close),
         Step(parts.health.start, parts.health.close),
-        Step(partial(telemetry.start_metrics, parts.metrics), _nothing),
+        Step(partial(telemetry.start_metrics, parts.metrics, admit), _nothing),
         Step(parts.web.start, parts.web.close),
         # Engines are told that the daemon is gone before it lets go of its socket: else a call could reach the next
         # daemon under a lease of this one.

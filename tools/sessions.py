@@ -18,7 +18,7 @@ from tools.lively import lively_daemon
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "inspecting.md"
-BUF = ROOT / ".tools" / "node_modules" / ".bin" / "buf"
+BUF = ROOT / ".tools" / "buf" / "node_modules" / ".bin" / "buf"
 SESSION = re.compile(r"<!-- session: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 KEY = re.compile(r'"keyHex": "([0-9a-f]{12})|^([0-9a-f]{12})[0-9a-f]{4}  ', re.MULTILINE)
 """Of an answer in JSON, or of a line of ``cachesvc blocks``."""

@@ -10,7 +10,8 @@ from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 from cachesvc.service.watch import CallWatch
 from cachesvc.telemetry.metric_reader import Reader, Reading
 from cachesvc.telemetry.otlp import Otlp
-from cachesvc.telemetry.prometheus import MetricsServer
+from cachesvc.telemetry.prometheus import metrics_page
+from cachesvc.telemetry.scrape_server import Admit, ScrapeServer
 from cachesvc.telemetry.tracing import Tracer
 
 _MODULES = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
@@ -26,7 +27,7 @@ class Telemetry:
     def __init__(self, metrics_listen: str, otlp_endpoint: str, version: str, environment: Mapping[str, str]) -> None:
         self._metrics_listen = metrics_listen
         self._otlp = Otlp(otlp_endpoint, version, environment) if otlp_endpoint else None
-        self._server: MetricsServer | None = None
+        self._server: ScrapeServer | None = None
         self.tracer = Tracer()
         self.watch = _watch(self.tracer)
         self.metrics_port = 0
@@ -41,13 +42,14 @@ class Telemetry:
         if self._otlp is not None:
             self._otlp.start_tracing(self.tracer)
 
-    def start_metrics(self, gather: Callable[[Reading], None]) -> None:
-        """Serve and push readings from now on, where they are wanted. Raises Unavailable."""
+    def start_metrics(self, gather: Callable[[Reading], None], admit: Admit | None) -> None:
+        """Serve and push readings from now on, where they are wanted. ``admit``: to whom they are served; None: to
+        all. Raises Unavailable."""
         reader = Reader(asyncio.get_running_loop(), gather)
         if self._otlp is not None:
             self._otlp.start_metrics(reader)
         if self._metrics_listen:
-            self._server = MetricsServer(self._metrics_listen, reader)
+            self._server = ScrapeServer(self._metrics_listen, metrics_page(reader), admit)
             self.metrics_port = self._server.start()
 
     async def close(self) -> None:

@@ -1,60 +1,51 @@
-"""The scrape endpoint: prometheus-client's server and format over readings of our own.
+"""The page of metrics in prometheus-client's format, over readings of our own.
 
-Its threads only format; the reading itself is taken on the event loop (``reading.py`` says why).
+The server's thread only formats; the reading itself is taken on the event loop (``metric_reader.py`` says why).
 """
 
 from __future__ import annotations
 
-import threading
+import gzip
 from collections.abc import Iterator
+from http import HTTPStatus
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Kind, Metric
 from cachesvc.telemetry.metric_reader import Buckets, Reader, Reading, Series
+from cachesvc.telemetry.scrape_server import Answer, Page
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 
-class MetricsServer:
-    """Serves ``/metrics`` on one address, in threads of its own."""
+def metrics_page(reader: Reader) -> Page:
+    """What is served at each scrape. Raises Unavailable where prometheus-client is missing."""
+    try:
+        from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+        from prometheus_client.exposition import choose_encoder
+    except ImportError as missing:
+        raise Unavailable(
+            "metrics_listen needs prometheus-client: install cachesvc[prometheus], or leave --metrics-listen out"
+        ) from missing
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(_Collector(reader))
 
-    def __init__(self, address: str, reader: Reader) -> None:
-        self._address = address
-        self._reader = reader
-        self._server: Any = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> int:
-        """Listen and serve; returns the port. Raises Unavailable (no prometheus-client, address in use)."""
+    def page(headers: dict[str, str]) -> Answer:
+        encode, content_type = choose_encoder(headers.get("accept", ""))
         try:
-            from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, start_http_server
-        except ImportError as missing:
-            raise Unavailable(
-                "metrics_listen needs prometheus-client: install cachesvc[prometheus], or leave --metrics-listen out"
-            ) from missing
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        GCCollector(registry=registry)
-        registry.register(_Collector(self._reader))
-        host, _, port = self._address.rpartition(":")
-        try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
-        except OSError as error:
-            raise Unavailable(f"cannot serve metrics on {self._address}: {error}; choose another address") from error
-        return int(self._server.server_port)
+            body = encode(registry)
+        except (TimeoutError, RuntimeError) as stuck:
+            return Answer(HTTPStatus.SERVICE_UNAVAILABLE, {}, f"the daemon does not answer: {stuck!r}\n".encode())
+        answered = {"Content-Type": content_type}
+        if "gzip" in headers.get("accept-encoding", ""):
+            answered["Content-Encoding"], body = "gzip", gzip.compress(body, compresslevel=1)
+        return Answer(HTTPStatus.OK, answered, body)
 
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        if self._server is None:
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        assert self._thread is not None
-        self._thread.join()
-        self._server = None
+    return page
 
 
 class _Collector:

@@ -128,6 +128,7 @@ VOCABULARY: dict[str, Event] = {
     "model_trusted": Event("info", "The model was found sound and is served again.", ("model",)),
     # telemetry itself
     "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),
+    "scrape_failed": Event("error", "A defect: the page of metrics could not be made; the scraper got none."),
     "log_lines_lost": Event("warning", "Lines that standard error did not take: it was full or closed.", ("lines",)),
     "library_log": Event("info", "A library's own words, at its level.", ("logger", "text")),
 }

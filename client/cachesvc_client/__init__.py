@@ -44,6 +44,7 @@ from cachesvc_client.errors import (
     StockEmpty,
     SubscriberTooSlow,
     Unauthenticated,
+    UntrustedDaemon,
     UsedAfterFork,
 )
 from cachesvc_client.events import BlockMirror, EventSubscriber
@@ -140,6 +141,7 @@ __all__ = [
     "Timeouts",
     "Transport",
     "Unauthenticated",
+    "UntrustedDaemon",
     "UsedAfterFork",
     "block_keys",
     "default_socket",

@@ -25,7 +25,8 @@ CacheClientError              the same class as CacheError
 ├── DeadlineExceeded          no answer in time; the call may or may not have taken effect
 ├── Unavailable               (the daemon's own: here it is a DaemonUnavailable)
 │   └── DaemonUnavailable     not there, or connection lost: go on without the cache, and reconnect later
-│       └── DaemonDraining    it wants to go: finish what runs, open nothing, wait for the loss
+│       ├── DaemonDraining    it wants to go: finish what runs, open nothing, wait for the loss
+│       └── UntrustedDaemon   another user serves its socket: no token was sent; name the daemon's user
 ├── GpuFailed                 a call of the GPU's driver failed: end the process if it goes on
 └── DaemonFault               the daemon failed in a way that it has no name for: a bug, tell its operators
 
@@ -89,6 +90,7 @@ __all__ = [
     "StockEmpty",
     "SubscriberTooSlow",
     "Unauthenticated",
+    "UntrustedDaemon",
     "UsedAfterFork",
     "error_of",
     "is_refusal",
@@ -108,6 +110,10 @@ class UsedAfterFork(AlreadyClosed):
 
 class StockEmpty(PoolExhausted):
     """The client's own stock has no page left for some group."""
+
+
+class UntrustedDaemon(DaemonUnavailable):
+    """Another user than the daemon's serves its socket, so no token was sent there."""
 
 
 class GpuFailed(CacheError):

@@ -22,10 +22,11 @@ from kvcache.v1 import event_pb2
 from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
-from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
 from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.methods import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
+from cachesvc_client.wire.trust import may_show
 
 DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
 """A subscriber is in no hurry."""
@@ -130,13 +131,15 @@ class EventSubscriber:
         with self._lock:
             if self._is_closed:
                 return None
-            self._used = self._credentials.metadata()
+            self._used = used = self._credentials.metadata()
+            if has_token(used) and not may_show(self._path):
+                used = ()
             if self._channel is None:
                 self._channel = self._make_channel(self._path, self._options)
             call = self._channel.unary_stream(
                 SUBSCRIBE.path,
                 request_serializer=SUBSCRIBE.request.SerializeToString,
                 response_deserializer=SUBSCRIBE.response.FromString,
-            )(request, metadata=self._used)
+            )(request, metadata=used)
             self._calls.add(call)
             return call

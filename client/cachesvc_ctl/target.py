@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass, replace
 
 import grpc
 from cachesvc_client.wire.credentials import PATIENT_OPTIONS, Credentials, credentials_from, open_remote
 from cachesvc_client.wire.settings import DEFAULT_SOCKET, ChannelOptions, as_path, default_target
+
+STDIN = "-"
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,24 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     one("--socket", metavar="PATH", help=f"its unix socket (else CACHESVC_SOCKET, else {DEFAULT_SOCKET})")
     one("--address", metavar="HOST:PORT", help="over TCP instead (else CACHESVC_ADDRESS)")
     add = group.add_argument
-    add("--token-file", metavar="FILE", help="file with the token (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
-    add("--tls-ca", default="", metavar="FILE", help="PEM roots that sign the daemon's certificate: TLS for TCP")
+    add("--token-file", metavar="FILE", help="file with the token, or - (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
+    roots = "TLS for TCP: PEM roots that sign the daemon's certificate, or system (else CACHESVC_TLS_CA)"
+    add("--tls-ca", default="", metavar="FILE", help=roots)
     add("--tls-certificate", default="", metavar="FILE", help="PEM certificate of one's own")
     add("--tls-key", default="", metavar="FILE", help="its key")
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
     """What those flags, or the environment, say. Raises InvalidRequest for files that do not go together."""
-    found = credentials_from(None, arguments.token_file)
-    proof = replace(found, root_ca=arguments.tls_ca, certificate=arguments.tls_certificate, key=arguments.tls_key)
+    found = credentials_from(*_said(arguments.token_file))
+    roots = arguments.tls_ca or found.root_ca
+    proof = replace(found, root_ca=roots, certificate=arguments.tls_certificate, key=arguments.tls_key)
     return Target(address_of(arguments), proof)
+
+
+def _said(token_file: str | None) -> tuple[str | None, str | None]:
+    """A token and a token file; one that comes by standard input is read here, since it can be read but once."""
+    return (sys.stdin.read().strip(), None) if token_file == STDIN else (None, token_file)
 
 
 def address_of(arguments: argparse.Namespace) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
-from cachesvc_client.wire.credentials import Credentials, open_remote
+from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import ChannelOptions
 
 from cachesvc_ctl.command import DaemonCommand, flag, seconds
@@ -36,7 +37,7 @@ class Wait(DaemonCommand):
     def run(self) -> int:
         """0 as soon as it is ready, 1 when the time is over."""
         said, target = self.arguments, self.target
-        proof = Credentials(root_ca=said.tls_ca, certificate=said.tls_certificate, key=said.tls_key)
+        proof = replace(target.credentials, token="", token_file="")
         until = time.monotonic() + said.timeout
         pause = threading.Event()
         with open_remote(target.address, proof, OPTIONS) as channel:

@@ -26,6 +26,8 @@ CLOSE_SECONDS = 10
 """What the daemon may take to close everything once it has drained."""
 CAPABILITIES = {"own-the-folder": ["CHOWN"], "cachesvcd": ["SYS_NICE"]}
 """All that any container may have; why stands beside each in the manifests."""
+SECRET_MODE = 0o440
+"""Of a Secret's files, which are root's and of the pod's fsGroup."""
 NETWORK_PORTS = {"cachesvc": set(), "cachesvc-tls": {7443}, "cachesvc-metrics": {9464}}
 
 
@@ -226,6 +228,44 @@ def shared(documents: list[Doc]) -> Iterator[str]:
                     yield f"{container['name']} looks for {setting['value']}"
 
 
+def proven(documents: list[Doc]) -> Iterator[str]:
+    """Nobody is let in for what he reached: the daemon has tokens, and whoever asks it has a Secret with one."""
+    for pod in pods(documents):
+        is_daemon = pod.owner["kind"] == "DaemonSet"
+        for container in pod.spec["containers"]:
+            named = {setting["name"]: setting.get("value", "") for setting in container.get("env", ())}
+            path = _config(documents, pod).tokens if is_daemon else named.get("CACHESVC_TOKEN_FILE", "")
+            if "CACHESVC_TOKEN" in named:
+                yield f"{container['name']} has its token in the environment, where every child and a crash dump has it"
+            if not path:
+                yield "everybody may do everything" if is_daemon else f"{container['name']} proves nothing"
+            elif why := _unreadable(pod, container, path):
+                yield f"{container['name']} cannot read {path}: {why}"
+    for monitor in of_kind(documents, "PodMonitor"):
+        for end in monitor["spec"]["podMetricsEndpoints"]:
+            if set(end.get("authorization", {}).get("credentials", ())) != {"name", "key"}:
+                yield f"PodMonitor scrapes {end['port']} without a token"
+
+
+def _unreadable(pod: Pod, container: Doc, path: str) -> str:
+    """Why a container's user cannot read a file of a Secret; empty where he can."""
+    mount = mounts(container).get(str(Path(path).parent))
+    volume: Doc = next(
+        (each for each in pod.spec["volumes"] if mount is not None and each["name"] == mount["name"]), {}
+    )
+    secret = volume.get("secret")
+    if mount is None or secret is None:
+        return "no Secret is mounted there"
+    if not mount.get("readOnly"):
+        return "it is not mounted read-only"
+    if Path(path).name not in [each["path"] for each in secret.get("items", [{"path": "token"}])]:
+        return "the Secret has another key"
+    context = pod.spec["securityContext"]
+    if secret.get("defaultMode") != SECRET_MODE or context.get("fsGroup") != context["runAsGroup"]:
+        return "its mode or its group"
+    return ""
+
+
 def _engine(pod: Pod) -> Iterator[str]:
     if [source["type"] for _, source in host_paths(pod)] != ["Directory"]:
         yield "an engine that comes first would make the folder as root's"
@@ -280,7 +320,7 @@ def unclaimed(documents: list[Doc]) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[list[Doc]], Iterator[str]], ...] = (
-    confined, powerless, pinned, selected, probed, fenced, patient, sized, shared, waiting, live, unclaimed,
+    confined, powerless, pinned, selected, probed, fenced, patient, sized, shared, proven, waiting, live, unclaimed,
 )  # fmt: skip
 
 

@@ -12,16 +12,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from cachesvc_ctl.main import parse
 from cachesvc_ctl.wait import Wait
 
 from tests.deploy.manifests import daemon_pod, load
 from tests.style.tree import ROOT, list_files
-from tools.pins import unlocked
 
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
-LOCK = (ROOT / "requirements/lock.txt").read_text(encoding="utf-8")
 
 
 class Step(NamedTuple):
@@ -98,16 +95,21 @@ def test_the_wheel_gets_every_package_that_it_is_made_of() -> None:
         assert name in copied.split()
 
 
-def test_extras_are_real_and_in_the_lock() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (default,) = [step.text.removeprefix("EXTRAS=") for step in of("ARG") if step.text.startswith("EXTRAS=")]
-    told = re.findall(r"--build-arg EXTRAS=([\w,]+)", DOCKERFILE.read_text(encoding="utf-8"))
-    pins = {re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r"^([\w.-]+)==", LOCK, re.MULTILINE)}
+def test_packages_are_installed_by_hash_and_nothing_else_comes_along() -> None:
+    commands = [
+        each.strip() for step in of("RUN") for each in step.text.split("&&") if "pip" in each and "install" in each
+    ]
+    own = [each for each in commands if "/wheels/" in each]
+    assert len(own) == 1
+    assert len(commands) == 3
+    for command in commands:
+        assert "--no-deps" in command
+        assert "--require-hashes" in command or command in own
+    (default,) = [step.text.removeprefix("PACKAGES=") for step in of("ARG") if step.text.startswith("PACKAGES=")]
+    told = re.findall(r"--build-arg PACKAGES=([\w-]+)", DOCKERFILE.read_text(encoding="utf-8"))
+    copied = {word for step in of("COPY") for word in step.text.split()}
     assert told
-    for extra in {extra for extras in (default, *told) for extra in extras.split(",")}:
-        requirements = project["optional-dependencies"][extra] + project["dependencies"]
-        names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
-        assert {re.sub(r"[-_.]+", "-", name).lower() for name in names} <= pins
+    assert {f"requirements/{name}.txt" for name in ("build", default, *told)} <= copied
 
 
 def test_the_user_is_the_manifests_user_and_the_programs_are_those_that_they_start() -> None:
@@ -128,16 +130,3 @@ def test_the_health_check_is_a_command_that_ends_in_time() -> None:
     assert arguments.command is Wait
     (limit,) = re.findall(r"--timeout=(\d+)s", text)
     assert arguments.timeout < int(limit)
-
-
-@pytest.mark.parametrize(
-    ("installed", "found"),
-    [
-        ([("numpy", "2.4.6"), ("cachesvc", "0.1.0")], []),
-        ([("Types_PyYAML", "6.0"), ("grpcio", "1.0.0")], ["grpcio==1.0.0"]),
-        ([("stranger", "1")], ["stranger==1"]),
-    ],
-)
-def test_packages_beside_the_lock_are_found(installed: list[tuple[str, str]], found: list[str]) -> None:
-    lock = "numpy==2.4.6\ntypes-pyyaml==6.0 ; sys_platform == 'linux'\ngrpcio==1.85.1\n"
-    assert unlocked(installed, lock) == found

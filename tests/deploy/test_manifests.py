@@ -46,6 +46,12 @@ def named(documents: list[Doc], kind: str, name: str) -> Doc:
     return next(doc["spec"] for doc in of_kind(documents, kind) if doc["metadata"]["name"] == name)
 
 
+def named_volume(pod: Doc, name: str) -> Doc:
+    """One volume of a pod's spec."""
+    found: Doc = next(each for each in pod["volumes"] if each["name"] == name)
+    return found
+
+
 def configure(old: str, new: str) -> Change:
     """A change of the daemon's settings."""
 
@@ -145,13 +151,40 @@ BREAKS: dict[str, tuple[str, Change, str]] = {
     ),
     "first": (
         "engine",
-        lambda docs: engine(docs)["volumes"][0]["hostPath"].update(type="DirectoryOrCreate"),
+        lambda docs: named_volume(engine(docs), "sockets")["hostPath"].update(type="DirectoryOrCreate"),
         "would make the folder",
     ),
     "status": (
         "trial",
         lambda docs: engine(docs)["initContainers"][0].update(command=["cachesvc", "status"]),
         "runs cachesvc status, which wants a token",
+    ),
+    "no tokens": ("gpu", configure("tokens = ", "# tokens = "), "everybody may do everything"),
+    "no secret": (
+        "trial",
+        lambda docs: named_volume(spec(docs), "tokens").update(secret={"secretName": "x", "defaultMode": 0o440}),
+        "cachesvcd cannot read /etc/cachesvc/tokens/tokens.toml: the Secret has another key",
+    ),
+    "unreadable": ("gpu", lambda docs: spec(docs)["securityContext"].pop("fsGroup"), "its mode or its group"),
+    "nobody": (
+        "trial",
+        lambda docs: engine(docs)["containers"][0]["env"].pop(1),
+        "engine proves nothing",
+    ),
+    "in the environment": (
+        "engine",
+        lambda docs: engine(docs)["containers"][0]["env"].append({"name": "CACHESVC_TOKEN", "value": "x"}),
+        "has its token in the environment",
+    ),
+    "no secret's folder": (
+        "engine",
+        lambda docs: named_volume(engine(docs), "token").update(emptyDir={}, secret=None),
+        "no Secret is mounted there",
+    ),
+    "scraped by anybody": (
+        "monitored",
+        lambda docs: named(docs, "PodMonitor", "cachesvc")["podMetricsEndpoints"][0].pop("authorization"),
+        "PodMonitor scrapes metrics without a token",
     ),
     "no gate": ("engine", lambda docs: engine(docs).pop("initContainers"), "does not wait for the daemon"),
     "a file alone": (

@@ -211,7 +211,7 @@ def test_only_groups_that_may_attach_are_greeted() -> None:
     ("text", "message"),
     [
         ("[[token]]\nname = 'a'\nscopes = ['engine']\n", "sha256 must be 64 hexadecimal digits"),
-        (entry("a", "a", '["root"]'), "scopes are a list of admin, engine, read-only"),
+        (entry("a", "a", '["root"]'), "scopes are a list of admin, engine, metrics, read-only"),
         (entry("a", "a", '["engine"]') * 2, "the same token is there twice"),
         ("[[peer]]\nscopes = ['engine']\n", "needs a uid or a gid"),
         ("[quota.default]\nleases = -1\n", "leases: -1 is no whole number"),
@@ -242,9 +242,11 @@ class Authority:
         self.folder = folder
         self._run("req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=root -keyout root.key -out root.pem")
 
-    def sign(self, name: str, serial: int) -> tuple[str, str]:
-        """Paths of a certificate for ``name`` (also for localhost) and of its key."""
-        (self.folder / "names").write_text(f"subjectAltName=DNS:localhost,DNS:{name}", encoding="utf-8")
+    def sign(self, name: str, serial: int, alternative: str = "") -> tuple[str, str]:
+        """Paths of a certificate for ``name`` (also for localhost, unless ``alternative`` names are given) and of its
+        key."""
+        names = alternative or f"DNS:localhost,DNS:{name}"
+        (self.folder / "names").write_text(f"subjectAltName={names}", encoding="utf-8")
         self._run(f"req -newkey rsa:2048 -nodes -subj /CN={name} -keyout {name}.key -out {name}.csr")
         self._run(
             f"x509 -req -in {name}.csr -CA root.pem -CAkey root.key -set_serial {serial} -days 2 -extfile names "
@@ -278,12 +280,13 @@ def ask_status(admin: Any) -> str:
 
 
 def test_a_client_certificate_says_who_calls_and_a_new_certificate_is_served_without_a_restart() -> None:
-    text = PLAIN_FILE + '[[certificate]]\nname = "client"\nscopes = ["read-only"]\n'
+    text = PLAIN_FILE + '[[certificate]]\nname = "client"\n'  # read-only, as it does not say more
     with short_folder() as folder:
         made = Authority(folder)
         certificate, key = made.sign("server", 17)
         mine, my_key = made.sign("client", 18)
         strange, strange_key = made.sign("stranger", 19)
+        mailed, mailed_key = made.sign("mailed", 20, "email:client")
         root = str(folder / "root.pem")
         tls = ("--listen", "localhost:0", "--tls-certificate", certificate, "--tls-key", key, "--tls-client-ca", root)
         with guarded(folder, text, *tls) as daemon:
@@ -294,6 +297,8 @@ def test_a_client_certificate_says_who_calls_and_a_new_certificate_is_served_wit
                 assert serial_of(address, folder) == "serial=11"
                 with operator(address, root_ca=root, certificate=strange, key=strange_key) as admin:
                     assert isinstance(refusal(lambda: ask_status(admin)), Unauthenticated), "signed, but not named"
+                with operator(address, root_ca=root, certificate=mailed, key=mailed_key) as admin:
+                    assert isinstance(refusal(lambda: ask_status(admin)), Unauthenticated), "a name of another kind"
                 with operator(address, OPERATOR, root_ca=root, certificate=strange, key=strange_key) as admin:
                     assert ask_status(admin) == "operator", "a token counts before the certificate"
                 with operator(address, OPERATOR, root_ca=root) as admin:
@@ -318,8 +323,9 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
             assert isinstance(refusal(lambda: admin.Drain(admin_pb2.DrainRequest())), PermissionDenied)
         certificate, key = Authority(folder).sign("server", 1)
         tls = ["--listen", "localhost:0", "--tls-certificate", certificate, "--tls-key", key]
-        with pytest.raises(Exception, match="TLS alone lets anybody in"):
-            DaemonProcess([*FLAGS, *tls], folder=str(folder)).start()
+        for roots in ((), ("--tls-client-ca", str(folder / "root.pem"))):
+            with pytest.raises(Exception, match="TLS says who calls, not who may"):
+                DaemonProcess([*FLAGS, *tls, *roots], folder=str(folder)).start()
         with guarded(folder, PLAIN_FILE, *tls) as daemon:
             address = f"localhost:{port_of(daemon)}"
             with operator(address, READER, root_ca=str(folder / "root.pem")) as admin:
@@ -344,14 +350,15 @@ def test_every_command_proves_who_asks(command: list[str], shown: str) -> None:
     with short_folder() as folder, guarded(folder, PLAIN_FILE, "--listen", "127.0.0.1:0") as daemon:
         (folder / "operator.token").write_text(OPERATOR, encoding="utf-8")
 
-        def say(*flags: str) -> str:
+        def say(*flags: str, typed: str = "") -> str:
             line = [sys.executable, "-m", "cachesvc_ctl.main", *command, *flags]
-            ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=folder)
+            ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=folder, input=typed)
             assert "Traceback" not in ended.stderr
             return ended.stdout + ended.stderr
 
         proof = ("--token-file", "operator.token")
         assert shown in say("--socket", daemon.socket, *proof)
         assert shown in say("--socket", "cachesvc.sock", *proof), "a path without a slash in it"
+        assert shown in say("--socket", daemon.socket, "--token-file", "-", typed=f"{OPERATOR}\n")
         assert shown in say("--address", f"127.0.0.1:{port_of(daemon)}", *proof)
         assert "needs a token" in say("--socket", daemon.socket)

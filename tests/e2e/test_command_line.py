@@ -210,18 +210,21 @@ def test_a_configuration_is_checked_without_a_start(folder: Path, node: Node) ->
         "leases = 7",
     ]
     assert run("cachesvc", "--check-config").stdout.endswith("differs from the defaults by\nnothing\n")
-    listen = "listen = '127.0.0.1:0'\n"
+    tls = "listen = '127.0.0.1:0'\ntls_certificate = '/a'\ntls_key = '/b'\n"
+    tokens = folder / "tokens.toml"
+    tokens.touch(0o600)
     for text, words in (
         ("leases = 0\n", "leases must be positive"),
         ("socket_group = 'nobody-is-in-it'\n", "there is no group 'nobody-is-in-it' here"),
         ("tokens = '/no/such/file'\n", "cannot read the tokens' file /no/such/file"),
-        (f"{listen}tls_certificate = '/a'\ntls_key = '/b'\ntls_client_ca = '/c'\n", "the certificate cannot be used"),
+        (f"{tls}tls_client_ca = '/c'\n", "TLS says who calls, not who may: name tokens too"),
+        (f"{tls}tokens = '{tokens}'\n", "the certificate cannot be used"),
     ):
         config.write_text(text, encoding="utf-8")
         ended = run("cachesvc", "--check-config", "--config", str(config))
         assert (ended.returncode, ended.stdout) == (BAD_START, "")
         assert words in ended.stderr
-    assert [path.name for path in folder.iterdir()] == ["cachesvc.toml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["cachesvc.toml", "tokens.toml"]
 
 
 def test_too_few_files_are_said_before_anything_breaks(folder: Path) -> None:

@@ -144,7 +144,9 @@ def test_mistakes_with_tls_are_told_as_such_and_the_log_stays_json(folder: Path)
     tls = ("--tls-certificate", certificate, "--tls-key", key, "--tls-client-ca", root)
     own = ("--tls-certificate", mine, "--tls-key", my_key)
 
-    with DaemonProcess([*FLAGS, "--listen", "localhost:0", *tls], folder=str(folder)) as daemon:
+    (folder / "tokens.toml").write_text('[[certificate]]\nname = "client"\n')
+    tokens = ("--tokens", str(folder / "tokens.toml"))
+    with DaemonProcess([*FLAGS, "--listen", "localhost:0", *tls, *tokens], folder=str(folder)) as daemon:
         port = port_of(daemon)
         for flags, hint in (
             ((), "it hung up: a TLS port wants --tls-ca, and where it asks for them --tls-certificate and --tls-key"),

@@ -24,7 +24,7 @@ from tests.e2e.engine import BLOCK_TOKENS, LAYERS, Engine, prompt
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import Node, running_node, wait_until
 
-BUF = ROOT / ".tools" / "node_modules" / ".bin" / "buf"
+BUF = ROOT / ".tools" / "buf" / "node_modules" / ".bin" / "buf"
 OWN_SERVICES = ("AdminService", "CacheService", "EngineService", "EventService", "LeaseService")
 
 Run = Callable[..., tuple[int, str]]

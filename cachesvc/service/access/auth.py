@@ -29,11 +29,12 @@ from cachesvc.wire.status import (
 
 
 class Scope(Enum):
-    """What a caller may do. ADMIN includes the others."""
+    """What a caller may do. ADMIN includes the others, but for METRICS: the page of metrics, and no call at all."""
 
     ENGINE = "engine"
     READ = "read-only"
     ADMIN = "admin"
+    METRICS = "metrics"
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,7 @@ class Caller:
             raise Unauthenticated(f"the token {self.name!r} has expired; ask the operator for a new one")
 
 
-EVERYONE = Caller("everyone", frozenset(Scope))
+EVERYONE = Caller("everyone", frozenset((Scope.ENGINE, Scope.READ, Scope.ADMIN)))
 """Who calls where no tokens are configured: whoever may open the socket is an engine and an operator."""
 
 LOOPBACK = Caller("loopback", frozenset({Scope.READ}))
@@ -121,7 +122,7 @@ def scopes_of(method: str) -> tuple[Scope, ...]:
     """Who may call ``/package.Service/Method``: one of these scopes is enough. Nothing is for who has none: whatever
     such a caller sent would be held for it."""
     if method.startswith(_FOR_ALL):
-        return tuple(Scope)
+        return (Scope.ENGINE, Scope.READ, Scope.ADMIN)
     if not method.startswith(_PREFIX):
         return _OPERATORS
     service, _, name = method.removeprefix(_PREFIX).partition("/")
@@ -258,8 +259,9 @@ def credentials_of(metadata: Any) -> tuple[str, bytes]:
 
 
 def names_of(auth_context: Any) -> list[str]:
-    """Names that a checked client certificate carries: the common name and the alternative ones."""
-    keys = ("x509_common_name", "x509_subject_alternative_name")
+    """Names that a checked client certificate carries: its DNS names and URIs. The common name counts for one without
+    alternative names alone, and those of other kinds (mail, addresses) not at all: they are checked by other rules."""
+    keys = ("peer_dns", "peer_uri") if auth_context.get("x509_subject_alternative_name") else ("x509_common_name",)
     return [value.decode(errors="replace") for key in keys for value in auth_context.get(key, ())]
 
 

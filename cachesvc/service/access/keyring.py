@@ -6,7 +6,7 @@ where the name ends in ``.json``::
     [[token]]                    # metadata "authorization: Bearer TOKEN"
     name = "engines of team a"
     sha256 = "..."               # printf %s "$TOKEN" | sha256sum
-    scopes = ["engine"]          # engine, read-only, admin
+    scopes = ["engine"]          # engine, read-only, admin; or metrics alone
     tenant = "team-a"
     expires = 2027-01-01T00:00:00Z
 
@@ -16,8 +16,8 @@ where the name ends in ``.json``::
     tenant = "team-b"
 
     [[certificate]]              # a client certificate that --tls-client-ca vouches for
-    name = "router.example.org"  # its common name or one of its alternative names
-    scopes = ["read-only"]
+    name = "router.example.org"  # a DNS name or a URI that it carries; its common name where it carries none
+    scopes = ["read-only"]       # which it has where nothing is said
 
     [quota.default]              # for every tenant without its own
     leases = 16
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc.ledger.leases import Process
-from cachesvc.model.errors import InvalidRequest, Unauthenticated
+from cachesvc.model.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.quota import NO_QUOTA, Quota, parse_quota
 from cachesvc.telemetry import events
@@ -58,6 +58,10 @@ _FIELDS = {
     "peer": {"name", "uid", "gid", "scopes", "tenant", "expires"},
     "certificate": {"name", "scopes", "tenant", "expires"},
 }
+
+
+_UNSAID = {"certificate": [Scope.READ.value]}
+"""Scopes where an entry has none: a certificate may have been signed for something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,25 @@ class Keyring:
                 return found
         known = self._process_of(process) if process else None
         return None if known is None else _peer(callers, known)
+
+    def admit_scraper(self, token: str) -> None:
+        """Whether the page of metrics is for who shows this token. Safe to call from another thread.
+
+        The page goes over plain HTTP, so what opens it must open nothing else. Raises Unauthenticated,
+        PermissionDenied.
+        """
+        found = self.find(token, b"", ())
+        if found is None:
+            raise Unauthenticated(
+                "the page needs a token of scope metrics, as 'Authorization: Bearer TOKEN' (Prometheus: "
+                "authorization.credentials_file)"
+            )
+        found.check()
+        if Scope.METRICS not in found.scopes:
+            raise PermissionDenied(
+                f"{found.name!r} may not read metrics: that takes a token of scope metrics alone. Replace this one: it "
+                "has come over plain HTTP"
+            )
 
     def quota_of(self, tenant: str) -> Quota:
         """A tenant's quota."""
@@ -234,7 +257,7 @@ def _proof(where: str, kind: str, entry: dict[str, Any]) -> tuple[str, Any]:
         return "token", digest
     if kind == "certificate":
         if not isinstance(entry.get("name"), str) or not entry["name"]:
-            raise InvalidRequest(f"{where}: name is the certificate's common or alternative name")
+            raise InvalidRequest(f"{where}: name is a DNS name, a URI or else the common name of the certificate")
         return "certificate", entry["name"]
     given = [name for name in ("uid", "gid") if name in entry]
     number = entry.get(given[0]) if len(given) == 1 else None
@@ -244,13 +267,19 @@ def _proof(where: str, kind: str, entry: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _caller(where: str, entry: dict[str, Any], how: tuple[str, Any]) -> Caller:
-    scopes, tenant = entry.get("scopes"), entry.get("tenant")
+    tenant = entry.get("tenant")
+    scopes = entry.get("scopes", _UNSAID.get(how[0]))
     known = {scope.value for scope in Scope}
     if not isinstance(scopes, list) or not scopes or not all(isinstance(s, str) and s in known for s in scopes):
         raise InvalidRequest(f"{where}: scopes are a list of {', '.join(sorted(known))}")
     if tenant is not None and (not isinstance(tenant, str) or not 0 < len(tenant.encode()) <= MAX_TENANT_BYTES):
         raise InvalidRequest(f"{where}: tenant is a name of 1 to {MAX_TENANT_BYTES} bytes")
     held = frozenset(Scope(scope) for scope in scopes)
+    if Scope.METRICS in held and (len(held) > 1 or tenant is not None or how[0] != "token"):
+        raise InvalidRequest(
+            f"{where}: scope metrics is for a token of its own, without another scope and a tenant: it goes over plain "
+            "HTTP, and the page shows all tenants"
+        )
     if tenant is None and Scope.ENGINE in held:
         tenant = ""  # an engine of the shared tenant sees no other
     digest = how[1] if how[0] == "token" else ""

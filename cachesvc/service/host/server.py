@@ -26,7 +26,7 @@ from kvcache.v1 import (
 )
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
+from cachesvc.service.access.auth import LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
 from cachesvc.service.access.connections import Option, Ways, local_options, tcp_options
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
@@ -121,7 +121,7 @@ class Server:
         listening = self._listening
         if not listening.tcp:
             return
-        otherwise = None if self._keeper is not None else EVERYONE if listening.client_ca else LOOPBACK
+        otherwise = LOOPBACK if self._keeper is None else None
         by_certificate = bool(listening.client_ca)
         guard = Guard(
             self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused, charge=self._charge

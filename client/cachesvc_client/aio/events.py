@@ -16,10 +16,11 @@ from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.events import DEFAULT_OPTIONS, subscription
 from cachesvc_client.records.event_batch import Batch, parse_batch
 from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.wire.credentials import Metadata, credentials_from
+from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
 from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.methods import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
+from cachesvc_client.wire.trust import may_show
 
 
 class AsyncEventSubscriber:
@@ -106,11 +107,13 @@ class AsyncEventSubscriber:
         self._maker.check()
         if self._is_closed:
             return None
-        self._used = self._credentials.metadata()
+        self._used = used = self._credentials.metadata()
+        if has_token(used) and not may_show(self._path):
+            used = ()
         if self._channel is None:
             self._channel = self._make_channel(self._path, self._options)
         return self._channel.unary_stream(
             SUBSCRIBE.path,
             request_serializer=SUBSCRIBE.request.SerializeToString,
             response_deserializer=SUBSCRIBE.response.FromString,
-        )(request, metadata=self._used)
+        )(request, metadata=used)

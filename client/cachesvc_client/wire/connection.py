@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 from kvcache.v1 import lease_pb2
@@ -31,6 +32,7 @@ from cachesvc_client.wire.methods import Method, Q, R
 from cachesvc_client.wire.port import Line, Port, StepLine
 from cachesvc_client.wire.settings import Retries, Timeouts, Transport
 from cachesvc_client.wire.trace import trace_headers
+from cachesvc_client.wire.trust import may_show, require_daemon
 
 NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
@@ -87,11 +89,14 @@ class Connection:
         return self.life.process_token
 
     async def start(self) -> None:
-        """Connect. Raises DaemonUnavailable."""
+        """Connect. Raises DaemonUnavailable; UntrustedDaemon before a token has been shown to anybody."""
         try:
             self.port.connect(self.socket_path)
             await self.port.in_thread(self.life.start)
             self.proof.start(self.life.process_token)
+            if self.proof.has_token:
+                require_daemon(self.life.path, self.life.daemon_uid)
+                await self.port.in_thread(partial(may_show, self.socket_path))
             await self.keep_lane()
         except BaseException:
             await self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,13 @@ import grpc.aio
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
 from cachesvc_client.errors import InvalidRequest
 from cachesvc_client.wire.settings import ChannelOptions, default_target
+from cachesvc_client.wire.trust import may_show, require_private
 
 TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
 TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105
+ROOTS_VARIABLE = "CACHESVC_TLS_CA"
+SYSTEM_ROOTS = "system"
+"""In place of a file of roots: those that this machine trusts."""
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 log = logging.getLogger(__name__)
@@ -28,7 +33,8 @@ log = logging.getLogger(__name__)
 class Credentials:
     """A token, or a file that holds one and may be replaced at any time. Never shown in a repr or a log.
 
-    ``root_ca``, ``certificate``, ``key``: PEM files for TLS, for channels that ``open_remote`` makes.
+    ``root_ca``, ``certificate``, ``key``: PEM files for TLS, for channels that ``open_remote`` makes. ``root_ca`` may
+    be ``system``, and is where there is a certificate alone: the roots that this machine trusts.
     """
 
     token: str = ""
@@ -69,10 +75,11 @@ class Credentials:
 def credentials_from(
     token: str | None, token_file: str | None, environment: Mapping[str, str] = os.environ
 ) -> Credentials:
-    """What was given, else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE. Raises InvalidRequest for both at once."""
+    """What was given, else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE; and the roots of CACHESVC_TLS_CA. Raises
+    InvalidRequest for both at once."""
     if token is None and token_file is None:
-        return Credentials(environment.get(TOKEN_VARIABLE, ""), environment.get(TOKEN_FILE_VARIABLE, ""))
-    return Credentials(token or "", token_file or "")
+        token, token_file = environment.get(TOKEN_VARIABLE, ""), environment.get(TOKEN_FILE_VARIABLE, "")
+    return Credentials(token or "", token_file or "", root_ca=environment.get(ROOTS_VARIABLE, ""))
 
 
 PATIENT_OPTIONS = ChannelOptions(connect_ms=5000, first_reconnect_ms=5000, longest_reconnect_ms=20_000)
@@ -89,6 +96,11 @@ class Proof:
         self._credentials = credentials
         self._process_token = b""
         self.metadata: Metadata = ()
+
+    @property
+    def has_token(self) -> bool:
+        """True where calls show a token."""
+        return has_token(self.metadata)
 
     def start(self, process_token: bytes) -> None:
         """The connection is there. Raises InvalidRequest for a token file that cannot be read."""
@@ -119,6 +131,11 @@ class Proof:
             return False
 
 
+def has_token(metadata: Metadata) -> bool:
+    """True for metadata that shows a token."""
+    return any(key == AUTHORIZATION_METADATA_KEY for key, _ in metadata)
+
+
 class _Details(
     collections.namedtuple(
         "_Details", ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression")
@@ -134,10 +151,11 @@ class _WithMetadata(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the token to every call of a channel that is not hot."""
+    """Adds the token to every call of a channel that is not hot, once it is known who would read it."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Metadata, address: str) -> None:
         self._metadata = metadata
+        self._address = address
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         """With the token."""
@@ -156,7 +174,8 @@ class _WithMetadata(
         return continuation(self._proven(client_call_details), request_iterator)
 
     def _proven(self, details: Any) -> _Details:
-        metadata = (*(details.metadata or ()), *self._metadata)
+        shown = self._metadata if may_show(self._address) else ()
+        metadata = (*(details.metadata or ()), *shown)
         known = (details.method, details.timeout, metadata, details.credentials)
         return _Details(*known, details.wait_for_ready, details.compression)
 
@@ -167,35 +186,34 @@ def open_remote(
     """A channel for operators and routers that proves itself with every call.
 
     ``address``: HOST:PORT, with TLS where the credentials have a root or a certificate; or the path of the unix socket;
-    left out, what CACHESVC_ADDRESS or CACHESVC_SOCKET say. ``credentials`` left out: the environment's token. Raises
-    InvalidRequest for files that cannot be read.
+    left out, what CACHESVC_ADDRESS or CACHESVC_SOCKET say. ``credentials`` left out: the environment's. Raises
+    InvalidRequest for files that cannot be read, and for a token that would leave this machine in plain text; calls
+    raise UntrustedDaemon where another user serves the socket.
     """
     address = default_target() if address is None else address
     credentials = credentials_from(None, None) if credentials is None else credentials
+    metadata = credentials.metadata()
     if address.startswith(("/", ".")):
         channel = grpc.insecure_channel(f"unix:{address}", options=options.as_grpc())
     elif credentials.root_ca or credentials.certificate:
         channel = grpc.secure_channel(address, _tls(credentials), options=options.as_grpc())
     else:
-        channel = grpc.insecure_channel(address, options=options.as_grpc())
-    metadata = credentials.metadata()
-    return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
-
-
-def open_local(socket_path: str) -> grpc.Channel:
-    """A channel to the unix socket, which proves itself by what the environment names. Raises InvalidRequest."""
-    metadata = credentials_from(None, None).metadata()
-    channel = grpc.insecure_channel(f"unix:{socket_path}")
-    return grpc.intercept_channel(channel, _WithMetadata(metadata)) if metadata else channel
+        if metadata:
+            require_private(address)
+        direct = [*options.as_grpc(), ("grpc.enable_http_proxy", 0)]  # the environment's proxy is not this machine
+        channel = grpc.insecure_channel(address, options=direct)
+    return grpc.intercept_channel(channel, _WithMetadata(metadata, address)) if metadata else channel
 
 
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
-    def read(path: str) -> bytes | None:
+    """Without roots of the machine's own, gRPC's: what Python would take has a file on all usual systems."""
+
+    def read(path: str | None) -> bytes | None:
         return Path(path).read_bytes() if path else None
 
+    named = credentials.root_ca
+    roots = ssl.get_default_verify_paths().cafile if named in ("", SYSTEM_ROOTS) else named
     try:
-        return grpc.ssl_channel_credentials(
-            read(credentials.root_ca), read(credentials.key), read(credentials.certificate)
-        )
+        return grpc.ssl_channel_credentials(read(roots), read(credentials.key), read(credentials.certificate))
     except OSError as error:
         raise InvalidRequest(f"cannot read {error.filename}: {error.strerror}") from error

@@ -25,6 +25,7 @@ from cachesvc_client.wire.fork import keep_from_children
 
 TOKEN_BYTES = 16
 _EPOCH = struct.Struct("<Q")
+_PEER = struct.Struct("iII")
 _TIMEVAL = struct.Struct("@ll")
 _GREETING_BYTES = len(LIFE_GREETING) + TOKEN_BYTES + _EPOCH.size
 _MESSAGE_BYTES = 4096
@@ -41,12 +42,14 @@ class LifeConnection:
 
     The daemon's end is what waits on its memory go by, for only then does nobody else write there: those who ``watch``
     are told of that alone. While one of them watches, giving up keeps the connection open to hear of it.
+    ``daemon_uid``: the user whose process listens.
     """
 
     def __init__(self, socket_path: str, timeout_s: float, on_lost: Callable[[], None]) -> None:
         """``on_lost`` is called once, at the daemon's end or at ``give_up``; never after ``close``."""
         self.process_token = b""
         self.epoch = 0
+        self.daemon_uid = -1
         self.lost = threading.Event()
         self._path = socket_path
         self._timeout_s = timeout_s
@@ -61,7 +64,7 @@ class LifeConnection:
 
     def start(self) -> None:
         """Connect and take the greeting. Raises DaemonUnavailable."""
-        path = self._path + LIFE_SUFFIX
+        path = self.path
         try:
             connection, greeting = _greeted(path, self._timeout_s)
         except OSError as error:
@@ -73,8 +76,14 @@ class LifeConnection:
             raise DaemonUnavailable(f"{path} greets like no daemon that this client knows")
         self.process_token, self.epoch = greeting
         self._socket = connection
+        self.daemon_uid = listener_uid(connection)
         keep_from_children(self)
         self._reader.start()
+
+    @property
+    def path(self) -> str:
+        """Of the life socket."""
+        return self._path + LIFE_SUFFIX
 
     def is_replaced(self) -> bool:
         """True when the daemon of this connection serves no more: nobody listens at its sockets, or another life of it
@@ -84,7 +93,7 @@ class LifeConnection:
                 probe.setblocking(False)
                 if probe.connect_ex(self._path) in NOBODY_LISTENS:
                     return True
-            connection, greeting = _greeted(self._path + LIFE_SUFFIX, self._timeout_s)
+            connection, greeting = _greeted(self.path, self._timeout_s)
         except OSError as error:
             return error.errno in NOBODY_LISTENS
         connection.close()
@@ -230,7 +239,7 @@ def _greeted(path: str, timeout_s: float) -> tuple[socket.socket, tuple[bytes, i
     """A connection and its greeting, process token and epoch; None for what greets otherwise. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        _connect(connection, path, timeout_s)
+        connect(connection, path, timeout_s)
         connection.settimeout(timeout_s)
         greeting = connection.recv(_MESSAGE_BYTES)
         connection.settimeout(None)
@@ -243,12 +252,19 @@ def _greeted(path: str, timeout_s: float) -> tuple[socket.socket, tuple[bytes, i
     return connection, (greeting[len(LIFE_GREETING) : -_EPOCH.size], epoch)
 
 
-def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
-    """Connect, waiting where many do at once: on a unix socket Python's own timeout would fail at a full queue."""
+def connect(connection: socket.socket, path: str, timeout_s: float) -> None:
+    """Connect, waiting where many do at once: on a unix socket Python's own timeout would fail at a full queue. Raises
+    OSError."""
     seconds, rest = divmod(timeout_s, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
     connection.connect(path)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
+
+
+def listener_uid(connection: socket.socket) -> int:
+    """The user whose process made the socket that ``connection`` reached."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return int(_PEER.unpack(raw)[1])
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from cachesvc_client.wire.credentials import open_local
+from cachesvc_client.wire.credentials import open_remote
+from cachesvc_client.wire.settings import as_path
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc_ctl.lab.histogram import LatencyHistogram
@@ -231,7 +232,7 @@ class ReplayRun:
         """Serve every request; the report. Raises ReplayFailed."""
         self._began = time.monotonic()
         slots = [EngineSlot(number, self) for number in range(self.plan.engines)]
-        with open_local(self.settings.socket) as channel:
+        with open_remote(as_path(self.settings.socket)) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             status = admin.GetStatus(admin_pb2.GetStatusRequest())
             self._backend, before = status.backend, dict(status.counters)
