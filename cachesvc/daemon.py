@@ -54,6 +54,7 @@ from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.service.telemetry import Telemetry
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
+from cachesvc.swap.transfer_ends import TransferEnds
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
@@ -110,7 +111,7 @@ def build(
     administration = Administration(node, health, config.drain_seconds)
     checksums = Checksums(node, base.engine.page_bytes, config.checksums, config.checksum_limit)
     calls = _calls(config, base, keyring)
-    facts = _facts(config, base, health, calls)
+    facts = _facts(config, base, health, calls, keyring)
     following = EventService(node, config.event_subscribers)
     reloader = _reloader(config, base, calls, administration, facts, reread)
     inspection = Inspection(node, checksums)
@@ -227,22 +228,6 @@ class Calls(NamedTuple):
         return Transports(self.lanes.count, self.lanes.calls, self.edge.calls)
 
 
-class TransferEnds:
-    """The way from the swap engine to the node, which is made after it: ``connect`` them before either starts."""
-
-    def __init__(self) -> None:
-        self._told: list[Callable[[int, Exception | None], None]] = []
-
-    def connect(self, told: Callable[[int, Exception | None], None]) -> None:
-        """Tell this one too."""
-        self._told.append(told)
-
-    def tell(self, ticket: int, error: Exception | None) -> None:
-        """A transfer has ended; from any thread."""
-        for told in self._told:
-            told(ticket, error)
-
-
 def _base(config: Config, hardware: Hardware) -> Base:
     telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
     ended, epoch = TransferEnds(), secrets.randbits(63)
@@ -323,7 +308,7 @@ def _listening(config: Config) -> Listening:
     )
 
 
-def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls) -> Facts:
+def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyring: Keyring | None) -> Facts:
     return Facts(
         version=__version__,
         backend=base.hardware.backend.name,
@@ -342,6 +327,7 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls) -> Fa
     )
 
 
+        tokens_stale_seconds=lambda: 0.0 if keyring is None else keyring.stale_seconds,
 def _reloader(
     config: Config,
     base: Base,

@@ -18,9 +18,9 @@ from cachesvc.telemetry.scrape_server import MOST_CONNECTIONS
 from tests.e2e.engine import PLAIN
 from tests.e2e.rig import FLAGS, short_folder
 from tests.e2e.scraping import LISTEN
-from tests.e2e.test_access import ENGINE, OPERATOR, PLAIN_FILE, READER, entry, guarded, operator, refusal
+from tests.e2e.test_access import ENGINE, GUESS, OPERATOR, PLAIN_FILE, READER, entry, guarded, operator, refusal
 
-SCRAPER = "scraper-secret"
+SCRAPER = "scraper-secret-of-enough-letters"
 FILE = PLAIN_FILE + entry(SCRAPER, "prometheus", '["metrics"]')
 
 
@@ -51,7 +51,7 @@ def test_with_tokens_the_page_is_for_a_token_of_its_own() -> None:
         client.register("secret-model", PLAIN, device_pages=[4], host_pages=[0])
         status, text = page(daemon)
         assert (status, "secret-model" in text) == (401, False), "nobody learns what a tenant hits"
-        assert page(daemon, "guess")[0] == 401
+        assert page(daemon, GUESS)[0] == 401
         for other in (READER, OPERATOR, ENGINE):
             status, text = page(daemon, other)
             assert (status, "secret-model" in text) == (403, False), "a token that opens more came in clear"
