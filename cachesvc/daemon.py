@@ -28,6 +28,7 @@ from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
+from cachesvc.service.access.shares import SharedQuotas
 from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.collector import Collector, collector_between_calls
@@ -53,8 +54,8 @@ from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.service.telemetry import Telemetry
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.vault import Vault
 from cachesvc.swap.transfer_ends import TransferEnds
+from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
@@ -281,7 +282,9 @@ def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
 
 def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     node = base.node
-    quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
+    quotas = None
+    if keyring is not None:
+        quotas = SharedQuotas(node.core, keyring.quota_of, keyring.tenants, keyring.working_tenants)
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
     dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
     edge = Edge(dispatcher, base.telemetry.tracer)
@@ -324,10 +327,10 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyri
         host_pool=base.host_pool,
         health=health,
         transports=calls.transports,
+        tokens_stale_seconds=lambda: 0.0 if keyring is None else keyring.stale_seconds,
     )
 
 
-        tokens_stale_seconds=lambda: 0.0 if keyring is None else keyring.stale_seconds,
 def _reloader(
     config: Config,
     base: Base,
