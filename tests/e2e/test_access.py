@@ -137,6 +137,8 @@ def test_a_new_file_counts_at_once_and_a_revoked_token_ends_open_streams() -> No
         wait_until(lambda: "tokens_not_read" in daemon.log.read_text(encoding="utf-8"), "a bad file is told")
         with CacheClient(daemon.socket, token=FRESH) as client:
             assert client.register("m", PLAIN).existed, "and changes nothing"
+        log = daemon.log.read_text(encoding="utf-8")
+        assert (lease.id[:12] in log, lease.id in log) == (True, False), "a whole lease id would be a way in"
 
 
 def test_a_client_reads_its_token_file_again_when_it_is_refused() -> None:
