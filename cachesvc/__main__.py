@@ -76,7 +76,7 @@ def check(config: Config) -> str:
 
     Raises a CacheError that says what cannot be. Memory, GPUs, sockets and ports are looked at by a start alone.
     """
-    from cachesvc.service.access.keyring import read_keys
+    from cachesvc.service.access.tokens_file import read_keys
     from cachesvc.service.host.socket_files import group_number
     from cachesvc.service.host.tls import Certificates
 

@@ -29,6 +29,7 @@ from cachesvc.service.access.connections import ways_in
 from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
+from cachesvc.service.access.shares import SharedQuotas
 from cachesvc.service.administration import Administration
 from cachesvc.service.checksums import Checksums
 from cachesvc.service.collector import Collector, collector_between_calls
@@ -54,6 +55,7 @@ from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.service.telemetry import Telemetry
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.transfer_ends import TransferEnds
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
@@ -111,7 +113,7 @@ def build(
     administration = Administration(node, health, config.drain_seconds)
     checksums = Checksums(node, base.engine.page_bytes, config.checksums, config.checksum_limit)
     calls = _calls(config, base, keyring)
-    facts = _facts(config, base, health, calls)
+    facts = _facts(config, base, health, calls, keyring)
     following = EventService(node, config.event_subscribers)
     reloader = _reloader(config, base, calls, administration, facts, reread)
     inspection = Inspection(node, checksums)
@@ -230,22 +232,6 @@ class Calls(NamedTuple):
         return Transports(self.lanes.count, self.lanes.calls, self.edge.calls)
 
 
-class TransferEnds:
-    """The way from the swap engine to the node, which is made after it: ``connect`` them before either starts."""
-
-    def __init__(self) -> None:
-        self._told: list[Callable[[int, Exception | None], None]] = []
-
-    def connect(self, told: Callable[[int, Exception | None], None]) -> None:
-        """Tell this one too."""
-        self._told.append(told)
-
-    def tell(self, ticket: int, error: Exception | None) -> None:
-        """A transfer has ended; from any thread."""
-        for told in self._told:
-            told(ticket, error)
-
-
 def _base(config: Config, hardware: Hardware) -> Base:
     telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
     ended, epoch = TransferEnds(), secrets.randbits(63)
@@ -297,7 +283,9 @@ def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
 
 def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     node = base.node
-    quotas = None if keyring is None else Quotas(node.core, keyring.quota_of, keyring.tenants)
+    quotas = None
+    if keyring is not None:
+        quotas = SharedQuotas(node.core, keyring.quota_of, keyring.tenants, keyring.working_tenants)
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
     dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
     edge = Edge(dispatcher, base.telemetry.tracer)
@@ -324,7 +312,7 @@ def _listening(config: Config) -> Listening:
     )
 
 
-def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls) -> Facts:
+def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyring: Keyring | None) -> Facts:
     return Facts(
         version=__version__,
         backend=base.hardware.backend.name,
@@ -340,6 +328,7 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls) -> Fa
         host_pool=base.host_pool,
         health=health,
         transports=calls.transports,
+        tokens_stale_seconds=lambda: 0.0 if keyring is None else keyring.stale_seconds,
     )
 
 

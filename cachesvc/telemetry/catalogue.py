@@ -186,6 +186,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             ("event",),
             "What flows count: evictions, peer loads, pauses and so on, by the names that GetStatus tells too.",
         ),
+        _gauge(
+            "tokens_stale_seconds",
+            (),
+            "How long the tokens' file could not be read, so that entries taken out of it are accepted; 0: it is read.",
+        ),
         _counter("log_lines_lost", (), "Log lines that could not be written: standard error was full or closed."),
     ),
 }

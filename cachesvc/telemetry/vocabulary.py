@@ -85,7 +85,11 @@ VOCABULARY: dict[str, Event] = {
     "lane_refused": Event("warning", "What came on a lane is none of its protocol, or proves nobody.", ("reason",)),
     "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
-    "tokens_not_read": Event("warning", "The tokens' file cannot be used; those read before hold.", ("reason",)),
+    "tokens_not_read": Event(
+        "warning",
+        "The tokens' file cannot be used, or is gone; what was read before holds, for so long. Told every minute.",
+        ("reason", "seconds"),
+    ),
     "certificate_read": Event("info", "A certificate is served from now on.", ("certificate",)),
     "certificate_not_read": Event("warning", "The certificate cannot be read; the one before is served.", ("reason",)),
     "reloaded": Event("info", "Settings changed while running, one field each.", ("...",)),

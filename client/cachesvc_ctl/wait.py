@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import grpc
 from cachesvc_client.wire.credentials import open_remote
@@ -24,7 +23,7 @@ OPTIONS = ChannelOptions(first_reconnect_ms=1000, longest_reconnect_ms=1000)
 
 
 class Wait(DaemonCommand):
-    """Health checks are open to everybody: no token and no scope is needed, and none is sent."""
+    """Asks for health, with whatever the caller proves itself by: any scope is enough."""
 
     name = "wait"
     about = "wait until the daemon takes new work, or fail in time"
@@ -36,11 +35,10 @@ class Wait(DaemonCommand):
 
     def run(self) -> int:
         """0 as soon as it is ready, 1 when the time is over."""
-        said, target = self.arguments, self.target
-        proof = replace(target.credentials, token="", token_file="")
-        until = time.monotonic() + said.timeout
+        target, timeout = self.target, self.arguments.timeout
+        until = time.monotonic() + timeout
         pause = threading.Event()
-        with open_remote(target.address, proof, OPTIONS) as channel:
+        with open_remote(target.address, target.credentials, OPTIONS) as channel:
             check: Callable[..., bytes] = channel.unary_unary(
                 METHOD, request_serializer=bytes, response_deserializer=bytes
             )
@@ -51,7 +49,7 @@ class Wait(DaemonCommand):
                     print("ready")
                     return 0
                 if left <= LOOK_SECONDS:
-                    print(f"not ready after {said.timeout:g} s: {why}")
+                    print(f"not ready after {timeout:g} s: {why}")
                     return 1
                 pause.wait(LOOK_SECONDS)
 

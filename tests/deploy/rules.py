@@ -232,7 +232,7 @@ def proven(documents: list[Doc]) -> Iterator[str]:
     """Nobody is let in for what he reached: the daemon has tokens, and whoever asks it has a Secret with one."""
     for pod in pods(documents):
         is_daemon = pod.owner["kind"] == "DaemonSet"
-        for container in pod.spec["containers"]:
+        for container in pod.spec["containers"] if is_daemon else pod.containers:
             named = {setting["name"]: setting.get("value", "") for setting in container.get("env", ())}
             path = _config(documents, pod).tokens if is_daemon else named.get("CACHESVC_TOKEN_FILE", "")
             if "CACHESVC_TOKEN" in named:

@@ -171,6 +171,11 @@ BREAKS: dict[str, tuple[str, Change, str]] = {
         lambda docs: engine(docs)["containers"][0]["env"].pop(1),
         "engine proves nothing",
     ),
+    "nobody waits": (
+        "engine",
+        lambda docs: engine(docs)["initContainers"][0]["env"].pop(1),
+        "await-cache proves nothing",
+    ),
     "in the environment": (
         "engine",
         lambda docs: engine(docs)["containers"][0]["env"].append({"name": "CACHESVC_TOKEN", "value": "x"}),

@@ -25,7 +25,9 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc
 from tests.e2e.engine import PLAIN
 from tests.e2e.rig import FLAGS, short_folder, wait_until
 
-ENGINE, READER, OPERATOR, OLD = "engine-secret", "reader-secret", "operator-secret", "old-secret"
+ENGINE, READER, OPERATOR, OLD, FRESH, SECOND, GUESS = (
+    f"{name}-secret-of-enough-letters" for name in ("engine", "reader", "operator", "old", "fresh", "second", "guess")
+)
 
 
 def entry(token: str, name: str, scopes: str, more: str = "") -> str:
@@ -88,7 +90,7 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
     with short_folder() as folder, guarded(folder) as daemon:
         with pytest.raises(Unauthenticated, match="needs a token"), CacheClient(daemon.socket) as client:
             client.register("m", PLAIN)
-        with pytest.raises(Unauthenticated, match="not known"), CacheClient(daemon.socket, token="guess") as client:
+        with pytest.raises(Unauthenticated, match="not known"), CacheClient(daemon.socket, token=GUESS) as client:
             client.register("m", PLAIN)
         with pytest.raises(Unauthenticated, match="expired"), CacheClient(daemon.socket, token=OLD) as client:
             client.register("m", PLAIN)
@@ -117,7 +119,7 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
             stream = event_pb2_grpc.EventServiceStub(channel).Subscribe(event_pb2.SubscribeRequest())
             assert isinstance(refusal(lambda: next(stream)), Unauthenticated), "streams too"
         log = daemon.log.read_text(encoding="utf-8")
-        assert not [token for token in (ENGINE, READER, OPERATOR, OLD, "guess") if token in log]
+        assert not [token for token in (ENGINE, READER, OPERATOR, OLD, GUESS) if token in log]
 
 
 def test_a_new_file_counts_at_once_and_a_revoked_token_ends_open_streams() -> None:
@@ -126,19 +128,21 @@ def test_a_new_file_counts_at_once_and_a_revoked_token_ends_open_streams() -> No
         with CacheClient(daemon.socket, token=ENGINE) as client:
             registration = client.register("m", PLAIN, device_pages=[4], host_pages=[0])
             lease = client.open_lease(registration)
-            write_tokens(path, entry("fresh-secret", "engines", '["engine"]', 'tenant = "team-a"'))
+            write_tokens(path, entry(FRESH, "engines", '["engine"]', 'tenant = "team-a"'))
             daemon.process.send_signal(signal.SIGHUP)
             wait_until(lambda: "tokens_read" in daemon.log.read_text(encoding="utf-8"), "the file was read again")
             with pytest.raises(Unauthenticated):
                 lease.match(b"")
             wait_until(lambda: lease.is_lost or "Unauthenticated" in str(lease.record.loss), "its beats are refused")
-        with CacheClient(daemon.socket, token="fresh-secret") as client:
+        with CacheClient(daemon.socket, token=FRESH) as client:
             assert client.register("m", PLAIN).existed
         write_tokens(path, "[[token]]\nname = 1\n")
         daemon.process.send_signal(signal.SIGHUP)
         wait_until(lambda: "tokens_not_read" in daemon.log.read_text(encoding="utf-8"), "a bad file is told")
-        with CacheClient(daemon.socket, token="fresh-secret") as client:
+        with CacheClient(daemon.socket, token=FRESH) as client:
             assert client.register("m", PLAIN).existed, "and changes nothing"
+        log = daemon.log.read_text(encoding="utf-8")
+        assert (lease.id[:12] in log, lease.id in log) == (True, False), "a whole lease id would be a way in"
 
 
 def test_a_client_reads_its_token_file_again_when_it_is_refused() -> None:
@@ -147,10 +151,10 @@ def test_a_client_reads_its_token_file_again_when_it_is_refused() -> None:
         mine.write_text(f"{ENGINE}\n", encoding="utf-8")
         with CacheClient(daemon.socket, token_file=str(mine)) as client:
             client.register("m", PLAIN, device_pages=[4], host_pages=[0])
-            write_tokens(folder / "tokens.toml", entry("second", "engines", '["engine"]', 'tenant = "team-a"'))
+            write_tokens(folder / "tokens.toml", entry(SECOND, "engines", '["engine"]', 'tenant = "team-a"'))
             daemon.process.send_signal(signal.SIGHUP)
             wait_until(lambda: "tokens_read" in daemon.log.read_text(encoding="utf-8"), "the file was read again")
-            mine.write_text("second\n", encoding="utf-8")
+            mine.write_text(f"{SECOND}\n", encoding="utf-8")
             assert client.register("m", PLAIN).existed
 
 
@@ -167,8 +171,8 @@ def test_a_subscriber_proves_itself_and_reads_its_token_file_again(capsys: pytes
             assert next(batches).part is Part.FIRST
             assert next(batches).part is Part.LAST
             engines = entry(ENGINE, "engines", '["engine"]', 'tenant = "team-a"')
-            write_tokens(folder / "tokens.toml", engines + entry("second", "router", '["read-only"]'))
-            mine.write_text("second", encoding="utf-8")
+            write_tokens(folder / "tokens.toml", engines + entry(SECOND, "router", '["read-only"]'))
+            mine.write_text(SECOND, encoding="utf-8")
             daemon.process.send_signal(signal.SIGHUP)
             wait_until(lambda: "tokens_read" in daemon.log.read_text(encoding="utf-8"), "the file was read again")
             with client.open_lease(registration) as lease, lease.match(b"k" * 32) as sequence:
@@ -177,7 +181,7 @@ def test_a_subscriber_proves_itself_and_reads_its_token_file_again(capsys: pytes
             parts = [next(batches).part for _ in range(2)]
             assert parts == [Part.FIRST, Part.LAST], "the old token is told nothing any more, the new one all anew"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CACHESVC_TOKEN", "second")
+            patch.setenv("CACHESVC_TOKEN", SECOND)
             patch.setattr("sys.argv", ["cachesvc", "events", "--socket", daemon.socket, "--model", "9"])
             with pytest.raises(SystemExit):
                 main()

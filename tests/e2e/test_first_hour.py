@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -124,12 +125,14 @@ def test_wait_says_why_it_was_in_vain(folder: Path) -> None:
             )
 
 
-def test_wait_needs_no_token(folder: Path) -> None:
-    (folder / "tokens.toml").write_text(f'[[token]]\nname = "x"\nsha256 = "{"0" * 64}"\nscopes = ["engine"]\n')
+def test_wait_shows_what_it_has_and_any_scope_is_enough(folder: Path) -> None:
+    token = "an engine's own, of enough letters"
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    (folder / "tokens.toml").write_text(f'[[token]]\nname = "x"\nsha256 = "{digest}"\nscopes = ["engine"]\n')
     (folder / "tokens.toml").chmod(0o600)
     with DaemonProcess([*FLAGS, "--tokens", str(folder / "tokens.toml")], folder=str(folder)) as daemon:
-        assert cachesvc("status", "--socket", daemon.socket).returncode == 2
-        ready = cachesvc("wait", "--socket", daemon.socket, CACHESVC_TOKEN_FILE="/no/such/file")
+        assert cachesvc("status", "--socket", daemon.socket, CACHESVC_TOKEN=token).returncode == 2
+        ready = cachesvc("wait", "--socket", daemon.socket, CACHESVC_TOKEN=token)
         assert (ready.returncode, ready.stdout) == (0, "ready\n")
 
 

@@ -16,11 +16,11 @@ from kvcache.v1 import admin_pb2
 
 from cachesvc.telemetry.scrape_server import MOST_CONNECTIONS
 from tests.e2e.engine import PLAIN
-from tests.e2e.rig import FLAGS, short_folder
+from tests.e2e.rig import FLAGS, short_folder, wait_until
 from tests.e2e.scraping import LISTEN
-from tests.e2e.test_access import ENGINE, OPERATOR, PLAIN_FILE, READER, entry, guarded, operator, refusal
+from tests.e2e.test_access import ENGINE, GUESS, OPERATOR, PLAIN_FILE, READER, entry, guarded, operator, refusal
 
-SCRAPER = "scraper-secret"
+SCRAPER = "scraper-secret-of-enough-letters"
 FILE = PLAIN_FILE + entry(SCRAPER, "prometheus", '["metrics"]')
 
 
@@ -51,7 +51,7 @@ def test_with_tokens_the_page_is_for_a_token_of_its_own() -> None:
         client.register("secret-model", PLAIN, device_pages=[4], host_pages=[0])
         status, text = page(daemon)
         assert (status, "secret-model" in text) == (401, False), "nobody learns what a tenant hits"
-        assert page(daemon, "guess")[0] == 401
+        assert page(daemon, GUESS)[0] == 401
         for other in (READER, OPERATOR, ENGINE):
             status, text = page(daemon, other)
             assert (status, "secret-model" in text) == (403, False), "a token that opens more came in clear"
@@ -85,6 +85,20 @@ def test_half_requests_are_neither_threads_nor_descriptors_without_end() -> None
         threads, descriptors = of_process(daemon)
         assert threads <= before[0] + 1
         assert descriptors <= before[1] + MOST_CONNECTIONS + 1
+
+
+def test_a_tokens_file_that_is_gone_is_told_wherever_an_operator_looks() -> None:
+    with (
+        short_folder() as folder,
+        guarded(folder, FILE, *LISTEN) as daemon,
+        operator(daemon.socket, OPERATOR) as admin,
+    ):
+        assert "cachesvc_tokens_stale_seconds 0.0\n" in page(daemon, SCRAPER)[1]
+        (folder / "tokens.toml").unlink()
+        wait_until(lambda: "tokens_not_read" in daemon.log.read_text(encoding="utf-8"), "the log has it")
+        [attention] = admin.GetStatus(admin_pb2.GetStatusRequest()).attention
+        assert "the tokens' file has not been readable" in attention
+        assert "cachesvc_tokens_stale_seconds 0.0\n" not in page(daemon, SCRAPER)[1], "who was known goes on"
 
 
 def of_process(daemon: DaemonProcess) -> tuple[int, int]:

@@ -28,7 +28,12 @@ from tests.e2e.test_access import entry, guarded
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
-TOKENS = {"a": "secret-of-a", "b": "secret-of-b", "viewer of a": "sees-a", "operator": "sees-all"}
+TOKENS = {
+    "a": "secret-of-a-with-enough-letters",
+    "b": "secret-of-b-with-enough-letters",
+    "viewer of a": "sees-a-with-enough-letters",
+    "operator": "sees-all-with-enough-letters",
+}
 TWO_TENANTS = (
     entry(TOKENS["a"], "engines of a", '["engine"]', 'tenant = "a"')
     + entry(TOKENS["b"], "engines of b", '["engine"]', 'tenant = "b"')

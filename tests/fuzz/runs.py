@@ -31,7 +31,8 @@ FLAGS = (
 )
 
 
-TENANTS, VIEWER, OPERATOR = ("secret of a", "secret of b"), "sees a", "sees all"
+TENANTS = ("secret of a with enough letters", "secret of b with enough letters")
+VIEWER, OPERATOR = "sees a and has enough letters", "sees all and has enough letters"
 TOKENS_FILE = (
     entry(TENANTS[0], "engines of a", '["engine"]', 'tenant = "a"')
     + entry(TENANTS[1], "engines of b", '["engine"]', 'tenant = "b"')

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unauthenticated
 from cachesvc.service.access.auth import Scope, names_of
-from cachesvc.service.access.keyring import Keyring, read_keys
+from cachesvc.service.access.keyring import MIN_TOKEN_CHARACTERS, Keyring
+from cachesvc.service.access.tokens_file import read_keys
 
-DIGEST = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
+TOKEN = "a secret of enough letters"
+DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
 GOOD = json.dumps({"token": [{"name": "a", "sha256": DIGEST, "scopes": ["admin"]}]})
+
+
+class Watched:
+    """A tokens' file, a keyring that looks at it when it is told to, and what the log had."""
+
+    def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.path = folder / "tokens.json"
+        self.seconds = 1000.0
+        self.ring = Keyring(str(self.path), lambda _: None, lambda: self.seconds)
+        self._caplog = caplog
+        self.write(GOOD)
+        self.ring.load()
+
+    def write(self, text: str) -> None:
+        """Replace the file."""
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.chmod(0o600)
+        fresh.replace(self.path)
+
+    def looks(self, seconds: int) -> list[str]:
+        """What the log has of so many looks, one a second."""
+        self._caplog.clear()
+        for _ in range(seconds):
+            self.seconds += 1
+            self.ring.look()
+        return [record.getMessage() for record in self._caplog.records]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
+    caplog.set_level(logging.INFO)
+    return Watched(tmp_path, caplog)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +73,11 @@ def test_a_file_that_is_wrong_changes_nothing_and_is_told_by_name(tmp_path: Path
     with pytest.raises(InvalidRequest, match=r"tokens\.json"):
         read_keys(path)
     ring.reload()
-    found = ring.find("secret", b"", ())
+    found = ring.find(TOKEN, b"", ())
     assert found is not None
     assert (found.name, found.revoked) == ("a", False)
     with pytest.raises(Unauthenticated):
-        ring.find("guess", b"", ())
+        ring.find("guess" * 8, b"", ())
 
 
 @pytest.mark.parametrize(
@@ -84,3 +122,62 @@ def test_which_names_of_a_certificate_count() -> None:
     mail = {"x509_common_name": [b"boss"], alternative: [b"boss@example.org"], "peer_email": [b"boss@example.org"]}
     assert names_of(mail) == []
     assert names_of({"x509_common_name": [b"boss"]}) == ["boss"]
+
+
+def test_a_file_that_is_gone_is_told_until_it_is_back_and_revokes_nobody_meanwhile(watched: Watched) -> None:
+    assert watched.looks(5) == []
+    watched.path.unlink()
+    assert watched.looks(1) == [], "it may be on its way"
+    assert watched.looks(1) == ["tokens_not_read"]
+    assert watched.ring.stale_seconds > 0
+    assert watched.ring.find(TOKEN, b"", ()) is not None, "a slip stops nobody"
+    assert watched.looks(180) == ["tokens_not_read"] * 3, "once a minute"
+    assert watched.ring.stale_seconds == 180
+    watched.ring.reload()
+    watched.write(json.dumps({"token": []}))
+    assert watched.looks(1) == ["tokens_read"]
+    assert watched.ring.stale_seconds == 0
+    with pytest.raises(Unauthenticated):
+        watched.ring.find(TOKEN, b"", ())
+    assert watched.looks(100) == []
+
+
+def test_a_file_that_is_wrong_is_told_again_too(watched: Watched) -> None:
+    watched.write("{")
+    assert watched.looks(61) == ["tokens_not_read"] * 2
+    assert watched.ring.stale_seconds == 60
+    watched.write(GOOD)
+    assert watched.looks(1) == ["tokens_read"]
+    assert watched.ring.stale_seconds == 0
+
+
+def test_a_file_that_is_replaced_is_read_and_nothing_is_said_of_a_gap(watched: Watched) -> None:
+    watched.path.unlink()
+    assert watched.looks(1) == []
+    watched.write(GOOD)
+    assert watched.looks(1) == ["tokens_read"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_file_of_another_user_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(GOOD, encoding="utf-8")
+    path.chmod(0o600)
+    os.chown(path, 12345, 0)
+    with pytest.raises(InvalidRequest, match="belongs to user 12345; chown it"):
+        read_keys(path)
+    os.chown(path, 0, 0)
+    assert read_keys(path).callers
+
+
+def test_a_token_that_can_be_guessed_opens_nothing(watched: Watched) -> None:
+    short = "x" * (MIN_TOKEN_CHARACTERS - 1)
+    known = [
+        {"name": token, "sha256": hashlib.sha256(token.encode()).hexdigest(), "scopes": ["admin"]}
+        for token in (short, short + "x")
+    ]
+    watched.write(json.dumps({"token": known}))
+    watched.ring.load()
+    with pytest.raises(Unauthenticated, match="openssl rand -base64 32"):
+        watched.ring.find(short, b"", ())
+    assert watched.ring.find(short + "x", b"", ()) is not None

@@ -18,6 +18,8 @@ from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from tests.unit.dispatch_rig import allocate, step, turns
 from tests.unit.lane_rig import LaneSite, Peer, call, greeted, hello, matching
 
+A, B = "a" * 32, "b" * 32
+"""Tokens, and their tenants."""
 PUBLISH = METHODS["Publish"]
 WRONG: dict[str, tuple[bytes, tuple[int, str]]] = {
     "a call before hello": (encode(PUBLISH, 0, 0, 7, b""), (7, "INVALID")),
@@ -140,9 +142,9 @@ def write_tokens(path: Path, *tokens: str, scope: str = "engine") -> None:
     path.chmod(0o600)
 
 
-@pytest.mark.parametrize("token", ["", "guess"])
+@pytest.mark.parametrize("token", ["", "guess", "guess" * 8])
 async def test_a_lane_without_a_good_token_is_refused(tmp_path: Path, token: str) -> None:
-    async with LaneSite(keeper=keyring(tmp_path / "tokens.json", "a")) as site:
+    async with LaneSite(keeper=keyring(tmp_path / "tokens.json", A)) as site:
         peer = site.connect()
         await peer.send(hello(token))
         assert await peer.refusal() == (1, "UNAUTHENTICATED")
@@ -150,25 +152,25 @@ async def test_a_lane_without_a_good_token_is_refused(tmp_path: Path, token: str
 
 
 async def test_a_token_that_is_good_for_something_else_opens_no_lane(tmp_path: Path) -> None:
-    ring = keyring(tmp_path / "tokens.json", "a")
-    write_tokens(tmp_path / "tokens.json", "reader", scope="read-only")
+    ring = keyring(tmp_path / "tokens.json", A)
+    write_tokens(tmp_path / "tokens.json", B, scope="read-only")
     ring.load()
     async with LaneSite(keeper=ring) as site:
         peer = site.connect()
-        await peer.send(hello("reader"))
+        await peer.send(hello(B))
         assert await peer.refusal() == (1, "PERMISSION_DENIED")
         assert await peer.frame() is None
 
 
 async def test_a_token_that_is_revoked_ends_its_lane_with_the_next_frame(tmp_path: Path) -> None:
-    ring = keyring(tmp_path / "tokens.json", "a", "b")
+    ring = keyring(tmp_path / "tokens.json", A, B)
     async with LaneSite(keeper=ring) as site:
         lease, first, second = site.desk.lease(), site.connect(), site.connect()
-        await first.hello("a")
-        await second.hello("b")
+        await first.hello(A)
+        await second.hello(B)
         unseen = await first.ask("Match", matching(lease, 1, "ab"), cache_pb2.MatchResponse)
         assert unseen.code == "NOT_FOUND", "the lease is another tenant's"
-        write_tokens(tmp_path / "tokens.json", "b")
+        write_tokens(tmp_path / "tokens.json", B)
         ring.reload()
         revoked = await first.ask("Match", matching(lease, 1, "ab"), cache_pb2.MatchResponse)
         assert revoked.code == "UNAUTHENTICATED"

@@ -45,6 +45,11 @@ class Holder(NamedTuple):
     meter: Meter | None
 
 
+def share_of(limit: int, busy: int) -> int:
+    """The most that one of ``busy`` may hold: three quarters alone, so that the next one gets in; else its part."""
+    return max(1, limit * 3 // 4 if busy == 1 else limit // busy)
+
+
 class Counts:
     """How many places each of several callers holds."""
 
@@ -56,9 +61,8 @@ class Counts:
         return self._held.get(key, 0)
 
     def share(self, key: CallerKey, limit: int) -> int:
-        """The most that one caller may hold now: three quarters alone, so that the next one gets in; else its part."""
-        busy = len(self._held) + (key not in self._held)
-        return max(1, limit * 3 // 4 if busy == 1 else limit // busy)
+        """The most that one caller may hold now."""
+        return share_of(limit, len(self._held) + (key not in self._held))
 
     def add(self, key: CallerKey, count: int) -> None:
         """One place more or less. A caller that holds none is not remembered."""

@@ -1,90 +1,54 @@
-"""The tokens' file: who is accepted, as what, and under which quotas. Read at the start and again whenever it changes.
+"""Who is known: the tokens' file as it was read last. Read at the start and again whenever it changes.
 
-It holds SHA-256 digests, never tokens, and nothing of what callers send is ever logged. TOML, or JSON of the same shape
-where the name ends in ``.json``::
-
-    [[token]]                    # metadata "authorization: Bearer TOKEN"
-    name = "engines of team a"
-    sha256 = "..."               # printf %s "$TOKEN" | sha256sum
-    scopes = ["engine"]          # engine, read-only, admin; or metrics alone
-    tenant = "team-a"
-    expires = 2027-01-01T00:00:00Z
-
-    [[peer]]                     # a process of this node, by what the kernel says at the life socket
-    uid = 1001                   # or gid
-    scopes = ["engine"]
-    tenant = "team-b"
-
-    [[certificate]]              # a client certificate that --tls-client-ca vouches for
-    name = "router.example.org"  # a DNS name or a URI that it carries; its common name where it carries none
-    scopes = ["read-only"]       # which it has where nothing is said
-
-    [quota.default]              # for every tenant without its own
-    leases = 16
-    [quota.tenants.team-a]
-    device_bytes = "32GiB"
+Nothing of what callers send is ever logged.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import hashlib
 import hmac
-import json
-import math
-import os
-import re
-import stat
-import tomllib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from cachesvc.ledger.leases import Process
 from cachesvc.model.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from cachesvc.service.access.auth import Caller, Scope
-from cachesvc.service.access.quota import NO_QUOTA, Quota, parse_quota
+from cachesvc.service.access.quota import Quota
+from cachesvc.service.access.tokens_file import Keys, read_keys
 from cachesvc.telemetry import events
 
 LOOK_SECONDS = 1.0
-MAX_ENTRIES = 4096
-MAX_FILE_BYTES = 4 << 20
+REMIND_SECONDS = 60.0
 MAX_TOKEN_BYTES = 4096
-MAX_TENANT_BYTES = 64
-_FIELDS = {
-    "token": {"name", "sha256", "scopes", "tenant", "expires"},
-    "peer": {"name", "uid", "gid", "scopes", "tenant", "expires"},
-    "certificate": {"name", "scopes", "tenant", "expires"},
-}
+MIN_TOKEN_CHARACTERS = 22
+"""128 bits in base64. The file has digests alone, so a short token can be told only when somebody shows it."""
 
-
-_UNSAID = {"certificate": [Scope.READ.value]}
-"""Scopes where an entry has none: a certificate may have been signed for something else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """One reading of the file. ``callers`` by what they prove: (kind, digest, uid, gid or name)."""
-
-    callers: dict[tuple[str, Any], Caller] = field(default_factory=dict)
-    quotas: dict[str, Quota] = field(default_factory=dict)
-    default_quota: Quota = NO_QUOTA
-
-    def tenants(self) -> set[str]:
-        """Every tenant that the file names; the empty name is the shared one."""
-        return {each.acts_for for each in self.callers.values()} | set(self.quotas)
+Signature = tuple[int, int, int]
+"""By which a file that has changed is known."""
 
 
 class Keyring:
-    """The current reading. ``process_of`` finds the process behind a token of the life socket."""
+    """The current reading. ``process_of`` finds the process behind a token of the life socket; ``now``: monotonic
+    seconds.
 
-    def __init__(self, path: str, process_of: Callable[[bytes], Process | None]) -> None:
+    A file that cannot be read, or is gone, changes nothing: nobody who works is stopped by a slip of an operator's.
+    So it does not revoke anything either, and is told until it is mended: in the log, as attention and as a metric.
+    """
+
+    def __init__(
+        self, path: str, process_of: Callable[[bytes], Process | None], now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._path = Path(path)
         self._process_of = process_of
+        self._now = now
         self._keys = Keys()
-        self._seen: tuple[int, int, int] = (0, 0, 0)
+        self._seen: Signature | None = None
+        self._stale_since: float | None = None
+        self._remind_at = 0.0
+        self._why = ""
         self._watcher: asyncio.Task[None] | None = None
 
     def load(self) -> None:
@@ -96,7 +60,7 @@ class Keyring:
                 keys.callers[how] = old  # open streams go on
             else:
                 old.revoked = True
-        self._keys, self._seen = keys, seen
+        self._keys, self._seen, self._stale_since = keys, seen, None
 
     def start(self) -> None:
         """Read the file, and begin to look for changes on the running loop. Raises InvalidRequest."""
@@ -114,9 +78,38 @@ class Keyring:
         try:
             self.load()
         except InvalidRequest as error:
-            events.warning("tokens_not_read", reason=str(error))
+            self._remind_at = 0.0
+            self._tell_stale(str(error))
             return
         events.event("tokens_read", entries=len(self._keys.callers), tenants=len(self._keys.tenants()))
+
+    def look(self) -> None:
+        """Read the file again where it has changed; say now and again that it cannot be read, while that is so."""
+        try:
+            seen = _signature(self._path)
+        except InvalidRequest as error:
+            if self._seen is None:
+                self._tell_stale(str(error))
+            self._seen = None  # it may be on its way, as when it is replaced: told of with the next look
+            return
+        if seen != self._seen:
+            self._seen = seen
+            self.reload()
+        elif self._stale_since is not None:
+            self._tell_stale(self._why)
+
+    def _tell_stale(self, why: str) -> None:
+        now, self._why = self._now(), why
+        if self._stale_since is None:
+            self._stale_since, self._remind_at = now, 0.0
+        if now >= self._remind_at:
+            self._remind_at = now + REMIND_SECONDS
+            events.warning("tokens_not_read", reason=why, seconds=round(self.stale_seconds))
+
+    @property
+    def stale_seconds(self) -> float:
+        """How long the file has not been readable, so that what was in it before holds; 0 while it is read."""
+        return 0.0 if self._stale_since is None else max(self._now() - self._stale_since, 0.001)
 
     def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller | None:
         """The caller behind a token, a certificate or a local process, in that order; None for nothing of the kind.
@@ -125,6 +118,11 @@ class Keyring:
         """
         callers = self._keys.callers
         if token:
+            if len(token) < MIN_TOKEN_CHARACTERS:
+                raise Unauthenticated(
+                    f"a token has at least {MIN_TOKEN_CHARACTERS} characters, drawn by chance: make one by `openssl "
+                    "rand -base64 32`, and put its digest into the tokens' file"
+                )
             digest = hashlib.sha256(token[:MAX_TOKEN_BYTES].encode(errors="replace")).hexdigest()
             found = callers.get(("token", digest))
             # The look-up compares digests, which nobody can steer; this one leaves no doubt.
@@ -164,19 +162,17 @@ class Keyring:
         """Every tenant that the file names."""
         return self._keys.tenants()
 
+    def working_tenants(self) -> set[str]:
+        """Those that may hold leases and models."""
+        return self._keys.working_tenants()
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                seen = _signature(self._path)
-            except InvalidRequest:  # it is being replaced: looked at again in a second
-                continue
-            if seen != self._seen:
-                self._seen = seen  # a bad file is told once, not every second
-                try:
-                    self.reload()
-                except Exception:  # noqa: BLE001 - the root of a task: without it no token would be revoked again
-                    events.failure("tokens_watch_broke")
+                self.look()
+            except Exception:  # noqa: BLE001 - the root of a task: without it no token would be revoked again
+                events.failure("tokens_watch_broke")
 
 
 def _peer(callers: dict[tuple[str, Any], Caller], process: Process) -> Caller | None:
@@ -186,7 +182,7 @@ def _peer(callers: dict[tuple[str, Any], Caller], process: Process) -> Caller | 
     return next((callers["gid", gid] for gid in sorted(process.gids) if ("gid", gid) in callers), None)
 
 
-def _signature(path: Path) -> tuple[int, int, int]:
+def _signature(path: Path) -> Signature:
     try:
         status = path.stat()
     except OSError as error:
@@ -197,116 +193,3 @@ def _signature(path: Path) -> tuple[int, int, int]:
 def _is_same(old: Caller, new: Caller) -> bool:
     same = (old.name, old.scopes, old.tenant, old.expires) == (new.name, new.scopes, new.tenant, new.expires)
     return same and not old.revoked
-
-
-def read_keys(path: Path) -> Keys:
-    """Read and check a tokens' file. Raises InvalidRequest, whatever is wrong with it."""
-    try:
-        return _read_keys(path)
-    except (ValueError, RecursionError) as error:  # of decoders and of texts that are none; they quote a position
-        raise InvalidRequest(f"{path} cannot be read: {error}") from error
-
-
-def _read_keys(path: Path) -> Keys:
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InvalidRequest(f"cannot read the tokens' file {path}: {error.strerror}") from error
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InvalidRequest(f"{path} can be written by others than its owner; chmod go-w it")
-    if len(raw) > MAX_FILE_BYTES:
-        raise InvalidRequest(f"{path} has more than {MAX_FILE_BYTES} bytes")
-    text = raw.decode()
-    if path.suffix == ".json":
-        table = json.loads(text)
-        json.dumps(table, ensure_ascii=False).encode()  # it can hold halves of letters, which no answer can
-    else:
-        table = tomllib.loads(text)
-    if not isinstance(table, dict) or not set(table) <= {*_FIELDS, "quota"}:
-        raise InvalidRequest(f"{path}: known tables are token, peer, certificate and quota")
-    keys = Keys(dict(_callers(path, table)), *_quotas(path, table.get("quota", {})))
-    if len(keys.callers) > MAX_ENTRIES:
-        raise InvalidRequest(f"{path}: more than {MAX_ENTRIES} entries")
-    return keys
-
-
-def _callers(path: Path, table: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], Caller]]:
-    seen: set[tuple[str, Any]] = set()
-    for kind, known in _FIELDS.items():
-        entries = table.get(kind, [])
-        if not isinstance(entries, list):
-            raise InvalidRequest(f"{path}: {kind} is a list of tables: [[{kind}]]")
-        for number, entry in enumerate(entries, start=1):
-            where = f"{path}: {kind} {number}"
-            if not isinstance(entry, dict) or not set(entry) <= known:
-                raise InvalidRequest(f"{where}: known keys are {', '.join(sorted(known))}")
-            how = _proof(where, kind, entry)
-            if how in seen:
-                raise InvalidRequest(f"{where}: the same {how[0]} is there twice")
-            seen.add(how)
-            yield how, _caller(where, entry, how)
-
-
-def _proof(where: str, kind: str, entry: dict[str, Any]) -> tuple[str, Any]:
-    if kind == "token":
-        digest = entry.get("sha256")
-        if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
-            raise InvalidRequest(f"{where}: sha256 must be 64 hexadecimal digits in lower case")
-        return "token", digest
-    if kind == "certificate":
-        if not isinstance(entry.get("name"), str) or not entry["name"]:
-            raise InvalidRequest(f"{where}: name is a DNS name, a URI or else the common name of the certificate")
-        return "certificate", entry["name"]
-    given = [name for name in ("uid", "gid") if name in entry]
-    number = entry.get(given[0]) if len(given) == 1 else None
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise InvalidRequest(f"{where}: needs a uid or a gid, as a number")
-    return given[0], number
-
-
-def _caller(where: str, entry: dict[str, Any], how: tuple[str, Any]) -> Caller:
-    tenant = entry.get("tenant")
-    scopes = entry.get("scopes", _UNSAID.get(how[0]))
-    known = {scope.value for scope in Scope}
-    if not isinstance(scopes, list) or not scopes or not all(isinstance(s, str) and s in known for s in scopes):
-        raise InvalidRequest(f"{where}: scopes are a list of {', '.join(sorted(known))}")
-    if tenant is not None and (not isinstance(tenant, str) or not 0 < len(tenant.encode()) <= MAX_TENANT_BYTES):
-        raise InvalidRequest(f"{where}: tenant is a name of 1 to {MAX_TENANT_BYTES} bytes")
-    held = frozenset(Scope(scope) for scope in scopes)
-    if Scope.METRICS in held and (len(held) > 1 or tenant is not None or how[0] != "token"):
-        raise InvalidRequest(
-            f"{where}: scope metrics is for a token of its own, without another scope and a tenant: it goes over plain "
-            "HTTP, and the page shows all tenants"
-        )
-    if tenant is None and Scope.ENGINE in held:
-        tenant = ""  # an engine of the shared tenant sees no other
-    digest = how[1] if how[0] == "token" else ""
-    name = entry.get("name", f"{how[0]} {how[1]}")
-    if not isinstance(name, str) or not 0 < len(name) <= 128:
-        raise InvalidRequest(f"{where}: name is a text of 1 to 128 letters")
-    return Caller(name, held, tenant, _expiry(where, entry.get("expires")), digest=digest)
-
-
-def _expiry(where: str, value: Any) -> float:
-    if value is None:
-        return math.inf
-    try:
-        when = datetime.datetime.fromisoformat(value) if isinstance(value, str) else value
-    except ValueError:
-        when = None
-    if not isinstance(when, datetime.datetime) or when.tzinfo is None:
-        raise InvalidRequest(f"{where}: expires is a time with its zone, e.g. 2027-01-01T00:00:00Z")
-    return when.timestamp()
-
-
-def _quotas(path: Path, table: Any) -> tuple[dict[str, Quota], Quota]:
-    if not isinstance(table, dict) or not set(table) <= {"default", "tenants"}:
-        raise InvalidRequest(f"{path}: quota has the tables default and tenants")
-    tenants = table.get("tenants", {})
-    if not isinstance(tenants, dict):
-        raise InvalidRequest(f"{path}: quota.tenants has a table for each tenant")
-    named = {name: parse_quota(each, f"{path}: quota.tenants.{name}") for name, each in tenants.items()}
-    default = parse_quota(table["default"], f"{path}: quota.default") if "default" in table else NO_QUOTA
-    return named, default

@@ -24,7 +24,7 @@ class Transports(NamedTuple):
 class Facts:
     """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
     after which a lease is lost. ``settings``: as operators see them, kept up to date. ``devices``: those that were
-    measured."""
+    measured. ``tokens_stale_seconds``: how long the tokens' file could not be read; 0 where it is, or there is none."""
 
     version: str
     backend: str
@@ -40,6 +40,7 @@ class Facts:
     host_pool: HostPool
     health: DeviceHealth
     transports: Callable[[], Transports]
+    tokens_stale_seconds: Callable[[], float]
 
     @property
     def uptime_seconds(self) -> float:
@@ -56,4 +57,8 @@ class Facts:
         out = [f"device {uuid} is broken: {fault}" for uuid, fault in self.health.faults().items()]
         if self.host_pool.failure is not None:
             out.append(f"the host pool stays at {self.host_pool_ready_bytes} bytes: {self.host_pool.failure}")
+        if stale := self.tokens_stale_seconds():
+            out.append(
+                f"the tokens' file has not been readable for {stale:.0f} s: nothing that was taken out is revoked"
+            )
         return out
