@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
-FEW_BLOCKS, RUN_ROWS = 32, 512
-"""Below so many blocks rows are looked at one by one; others so many at a time."""
+FEW_BLOCKS, RUN_ROWS = 16, 512
+"""Of rows that came together so many are looked at one by one; those above so many at a time."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows that are added at a time."""
 
@@ -206,20 +207,32 @@ class BlockIndex:
         for order, row in moved:
             order.update(row)
 
+    def by_segment(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The segments that ``rows`` belong to one after another, each with where in ``rows`` it begins and ends."""
+        if len(rows) == 1:
+            return [(self.segments[rows[0]], 0, 1)]
+        mine = [self.segments[row] for row in rows]
+        starts = [at for at, segment in enumerate(mine) if not at or segment != mine[at - 1]]
+        return [(mine[first], first, end) for first, end in pairwise([*starts, len(rows)])]
+
+    def belong_to(self, segment: int, rows: Sequence[int]) -> None:
+        """Rows belong to ``segment`` from now on."""
+        for row in rows:
+            self.segments[row] = segment
+
     def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
         """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
         that came together mostly are."""
         parent = self.parent
         row = tip
         while row != NO_ROW:
-            first = row
-            if self.depth[row] < FEW_BLOCKS:
-                while parent[first] == first - 1 and first:
-                    first -= 1
-            else:
-                low = max(row - RUN_ROWS, 0)
-                above = np.frombuffer(parent, np.int32, row - low + 1, 4 * low)
-                ends = np.flatnonzero(above != np.arange(low - 1, row, dtype=np.int32))
+            first, few = row, max(row - FEW_BLOCKS, 0)
+            while parent[first] == first - 1 and first > few:
+                first -= 1
+            if first == few and first:
+                low = max(first - RUN_ROWS, 0)
+                above = np.frombuffer(parent, np.int32, first - low + 1, 4 * low)
+                ends = np.flatnonzero(above != np.arange(low - 1, first, dtype=np.int32))
                 first = low + int(ends[-1]) if len(ends) else low
             yield first, row + 1
             row = parent[first]

@@ -22,6 +22,7 @@ from cachesvc.model.requests import Ended, Parts, Worth
 from cachesvc.policy.hazard.ages import BINS, bin_of
 from cachesvc.policy.hazard.asked import Heads, Path
 from cachesvc.policy.hazard.classes import Classes, Features, features, output_class
+from cachesvc.policy.hazard.landmarks import Landmarks
 from cachesvc.policy.hazard.lines import Line, Lines
 from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 from cachesvc.policy.hazard.segments import (
@@ -81,8 +82,7 @@ class History:
         self._lines = Lines(REMEMBERED)
         self._remembered: deque[Parts] = deque()
         self._unsettled: deque[Parts] = deque()
-        self._landmarks: dict[bytes, int] = {}
-        self._landmark_keys: dict[int, list[bytes]] = {}
+        self._landmarks = Landmarks()
         self._running: dict[int, _Running] = {}
         self._ending: list[tuple[float, int]] = []
         self._ends: dict[int, _End] = {}
@@ -164,17 +164,17 @@ class History:
             segments.grew(segment, segments.top[segment], max(segments.bottom[segment], position + 1))
         return is_younger
 
-    def left(self, segment: int, position: int, key: bytes) -> None:
-        """A block of the segment, its deepest, has left the cache."""
+    def left(self, segment: int, bottom: int, keys: Sequence[bytes]) -> None:
+        """The deepest blocks of the segment, which ends before ``bottom``, have left the cache; deepest first."""
         segments = self.segments
-        segments.bottom[segment] = position
+        top = segments.bottom[segment] = bottom - len(keys)
         flags = segments.flags[segment]
-        is_last = flags & LAST_OPEN and position == segments.last[segment] - 1
-        is_first = flags & FIRST_OPEN and position == segments.first[segment]
-        if flags & IS_REMEMBERED and (is_last or is_first):
-            self._landmarks[key] = segment
-            self._landmark_keys.setdefault(segment, []).append(key)
-        elif position <= segments.top[segment]:
+        if flags & IS_REMEMBERED:
+            if flags & LAST_OPEN and bottom == segments.last[segment]:
+                self._landmarks.remember(segment, keys[0])
+            if flags & FIRST_OPEN and top == segments.first[segment]:
+                self._landmarks.remember(segment, keys[-1])
+        elif top <= segments.top[segment]:
             segments.release(segment)
 
     def ended(self, parts: Parts, blocks: int, key: bytes, ended: Ended, now: float) -> None:
@@ -210,10 +210,10 @@ class History:
             self._refit = None
         return self._refit is None
 
-    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
-        """A block of the segment leaves the host, or a device."""
+    def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
+        """Blocks of the segment leave the host, or a device."""
         if segment != NOBODY:
-            self.uses.let_go(now - self.segments.arrived[segment], is_host=is_host)
+            self.uses.let_go(now - self.segments.arrived[segment], blocks, is_host=is_host)
 
     def is_worth_saving(self, segment: int, share: float) -> bool:
         """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
@@ -273,12 +273,13 @@ class History:
         blocks there are down to the deepest that has several known children."""
         segments, lines, key = self.segments, self._lines, path.key
         known, resident = path.known, path.resident
+        landmark_of = self._landmarks.segment_of.get
         since, shared = -1.0, 0
         if 0 < known < path.blocks and lines.children(key(known - 1)) > 1:
             shared = known
         for at in range(known - 1, max(resident, known - GHOSTS_LOOKED) - 1, -1):
             each = key(at)
-            slot = self._landmarks.get(each, NOBODY)
+            slot = landmark_of(each, NOBODY)
             if slot:
                 self._touched(slot, now, is_first=segments.first[slot] == at, is_last=segments.last[slot] == at + 1)
                 since = max(since, segments.arrived[slot])
@@ -363,9 +364,7 @@ class History:
                 if segments.queue_after[slot]:
                     self.rates.forgotten(segments.queue_after[slot], now - segments.ended[slot], weight)
             segments.flags[slot] = flags & ~(LANDMARKS | IS_REMEMBERED)
-            for key in self._landmark_keys.pop(slot, ()):
-                if self._landmarks.get(key) == slot:
-                    del self._landmarks[key]
+            self._landmarks.forget(slot)
             segments.release(slot)
 
     def _end(self, number: int, at: float) -> None:
