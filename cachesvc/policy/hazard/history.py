@@ -40,6 +40,7 @@ from cachesvc.policy.hazard.uses import HostUses
 
 REMEMBERED = 8192
 """Requests whose landmarks are followed."""
+ENDS_AT_ONCE = 64
 GHOSTS_LOOKED = 1024
 """Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
 FIRST_FIT, LONGEST_PERIOD = 20, 400
@@ -179,17 +180,19 @@ class History:
 
     def ended(self, parts: Parts, blocks: int, key: bytes, ended: Ended, now: float) -> None:
         """The request holds nothing any more: ``blocks`` blocks of its path were sealed, the last under ``key``. An end
-        that lies ahead is waited for."""
-        at = now if ended.at is None else ended.at
+        that lies ahead is waited for, as long as few are; none lies before the request came."""
+        at = now if ended.at is None else max(ended.at, self.segments.arrived[parts.own])
         self._ends[parts.number] = _End(blocks, key, ended)
-        if at > now:
+        if at > now and len(self._ending) < REMEMBERED:
             heapq.heappush(self._ending, (at, parts.number))
         else:
-            self._end(parts.number, at)
+            self._end(parts.number, min(at, now))
 
     def advance(self, now: float) -> None:
-        """It is ``now``: what is due by then is done."""
-        while self._ending and self._ending[0][0] <= now:
+        """It is ``now``: what is due by then is done, but for ends beyond ``ENDS_AT_ONCE``, which wait for the next."""
+        for _ in range(ENDS_AT_ONCE):
+            if not self._ending or self._ending[0][0] > now:
+                break
             at, number = heapq.heappop(self._ending)
             self._end(number, at)
         if self._refit is None and self.requests >= self._next_fit:
