@@ -7,7 +7,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.peers import Sharing, share
-from cachesvc.flows.turns import NO_MODEL, Chore
+from cachesvc.flows.turns import NO_MODEL, TURN, Chore
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
@@ -52,6 +52,8 @@ def match(
         raise InvalidRequest(
             "clock_seconds: other requests of this model go by the daemon's time; replay another model"
         )
+    if not model.blocks.index.take_over():
+        return TURN
     hit = find_hit(core, call, keys, max_blocks, sharing)
     if isinstance(hit, Wait):
         return hit
@@ -92,6 +94,8 @@ def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: 
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
         sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
+        if blocks.index.taking is not None:
+            core.chores.append(Chore(NO_MODEL, blocks.index.take_over))
         if (lesson := blocks.chooser.lesson()) is not None:
             core.chores.append(Chore(NO_MODEL, lesson))
 

@@ -81,6 +81,10 @@ class Chooser(Protocol):
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
         """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
 
+    def taken(self, parts: Parts, owners: Ints, bottom: int) -> None:
+        """The request has taken over blocks of its path, the deepest before ``bottom``, of which ``owners`` were the
+        segments, deepest first."""
+
     def takes(self, segment: int, other: int, position: int) -> bool:
         """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
         now on; False where it stays."""

@@ -16,15 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from cachesvc.model.requests import Ended, Parts, Worth
-from cachesvc.policy.hazard.ages import BINS, bin_of
+from cachesvc.policy.hazard.ages import bin_of
 from cachesvc.policy.hazard.asked import Heads, Path
 from cachesvc.policy.hazard.classes import Classes, Features, features, output_class
 from cachesvc.policy.hazard.landmarks import Landmarks
 from cachesvc.policy.hazard.lines import Line, Lines
-from cachesvc.policy.hazard.rates import Floats, Ints, Rates
+from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, TABLES, Ints, Rates
 from cachesvc.policy.hazard.segments import (
     FIRST_OPEN,
     IS_REMEMBERED,
@@ -37,19 +35,20 @@ from cachesvc.policy.hazard.segments import (
     Segments,
 )
 from cachesvc.policy.hazard.uses import HostUses
+from cachesvc.policy.hazard.worth import NO_RANK, worth_of
 
 REMEMBERED = 8192
 """Requests whose landmarks are followed."""
 ENDS_AT_ONCE = 64
 GHOSTS_LOOKED = 1024
 """Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
+SEGMENTS_LOOKED = 32
+"""Segments of which a prompt is the next to use blocks: from the deepest so many it learns."""
+SHARED_LOOKED = 512
+"""Blocks of one segment among which the deepest with several children is looked for."""
 FIRST_FIT, LONGEST_PERIOD = 20, 400
 MARGIN = 0.4
 """How much less than the oldest a head must be worth before it goes first: this share, where all uses are younger."""
-NO_RANK = (1 << 63) - 1
-"""Of a queue without candidates."""
-LINEAR_TOKENS = 30_500
-"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
@@ -153,6 +152,11 @@ class History:
         if blocks > shared:
             segments.grew(parts.own, max(new_from, shared), blocks)
 
+    def taken(self, parts: Parts, owners: Ints, bottom: int) -> None:
+        """The request has taken over blocks of its path, the deepest before ``bottom``, of which ``owners`` were the
+        segments, deepest first."""
+        self.segments.sweep(owners, bottom, parts)
+
     def takes(self, segment: int, other: int, position: int) -> bool:
         """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
         now on; False where it stays, because the other request is the younger one."""
@@ -197,7 +201,7 @@ class History:
             self._end(number, at)
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            self._refit = self.rates.refit(self.segments.open_landmarks(now))
+            self._refit = self.rates.refit(self.segments.open_landmarks(now, LANDMARKS_A_STEP // TABLES))
             self._has_lesson = True
 
     def lesson(self) -> Callable[[], bool] | None:
@@ -241,7 +245,7 @@ class History:
             return -1
         if not self.decides:
             return oldest
-        worth = self._worth(heads, now)
+        worth = worth_of(heads, self.rates, now, self._block_tokens if self.weighs_cost else 0)
         least = int(worth.argmin())
         segment = heads.segments[oldest]
         segments = self.segments
@@ -249,18 +253,6 @@ class History:
             return oldest
         margin = 1 - MARGIN * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
         return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
-
-    def _worth(self, heads: Heads, now: float) -> Floats:
-        queues = min(len(heads.ranks), self.rates.rows)
-        bins = np.log2(np.maximum(now + 1.0 - heads.since[:queues], 1.0))
-        bins += bins
-        at = np.minimum(bins, BINS - 1).astype(np.int64)
-        at += _ROW_STARTS[:queues] if queues <= len(_ROW_STARTS) else np.arange(queues) * BINS
-        worth: Floats = self.rates.density.ravel()[at]
-        if self.weighs_cost:
-            worth *= 1 + heads.depths[:queues] * (self._block_tokens / LINEAR_TOKENS)
-        worth[heads.ranks[:queues] == NO_RANK] = np.inf
-        return worth
 
     def worth(self, segment: int, now: float) -> Worth | None:
         """What is known of blocks of the segment; None of one that is nobody's."""
@@ -290,8 +282,11 @@ class History:
                     self._used(slot, now, at + 1 - max(segments.top[slot], segments.bottom[slot]))
             if not shared and lines.children(each) > 1:
                 shared = at + 1
-        at = resident
+        at, looks = resident, 0
         while at > 0:
+            looks += 1
+            if looks > SEGMENTS_LOOKED:
+                break
             slot = path.segment(at - 1)
             top = segments.top[slot]
             if slot == NOBODY or at <= top:
@@ -318,7 +313,8 @@ class History:
         if segments.flags[slot] & IS_SHARED:
             if at == segments.last[slot]:
                 return at
-            return next((each + 1 for each in range(at - 1, top - 1, -1) if children(key(each)) > 1), 0)
+            last = max(top, at - SHARED_LOOKED)
+            return next((each + 1 for each in range(at - 1, last - 1, -1) if children(key(each)) > 1), 0)
         return 0
 
     def _touched(self, slot: int, now: float, *, is_first: bool, is_last: bool) -> None:
@@ -392,6 +388,3 @@ class History:
                     self.rates.touched(after, 0.0, segments.early[slot])
                 self.on_moved(slot)
             segments.release(slot)
-
-
-_ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS
