@@ -3,7 +3,7 @@
 ``python -m benchmarks.simulation TRACE... --json OUT``
 
 Each trace is simulated with device pools of several shares of its distinct blocks and no host, in one process, under
-least recently used, hazard and the optimum.
+least recently used, hazard, with and without cost, and the optimum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
 
 PERCENTS = (1, 2, 5, 10, 20, 50)
-POLICIES = ("lru", "hazard", OPTIMUM)
+POLICIES = ("lru", "hazard", "hazard_cost", OPTIMUM)
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def measure(prompts: Prompts) -> dict[str, Any]:
         for policy, row in found.items():
             seconds[policy] += row.seconds
         hits = {policy: row.device_hits for policy, row in found.items()}
-        rows.append({"percent": percent, "device_blocks": device, "hits": hits})
+        saved = {policy: round(row.compute_saved, 5) for policy, row in found.items()}
+        rows.append({"percent": percent, "device_blocks": device, "hits": hits, "compute_saved": saved})
         print(prompts.trace, rows[-1], flush=True)
     pace = {policy: round(len(prompts) * len(PERCENTS) / each * 60) for policy, each in seconds.items()}
     print(prompts.trace, "requests a minute:", pace, flush=True)
