@@ -3,20 +3,23 @@
 ``python -m benchmarks.learning --json OUT``
 
 One model of prompts of 2,048 blocks (128k tokens at 64 a block). The least of some repetitions each, of a refit that of
-its longest step: what a machine does beside is not the policy's.
+its longest step: what a machine does beside is not the policy's. And by number of resident blocks what Match, Publish
+and evictions of 16 blocks at a time cost, with least recently used beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
-from benchmarks.ledger import LAYOUT, PROMPT_BLOCKS, block_key
+from benchmarks.ledger import LAYOUT, PROMPT_BLOCKS, block_key, fill, open_sequence, partly_known
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
 from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_RANK, Heads
@@ -29,18 +32,44 @@ from cachesvc.policy.hazard.classes import Features
 from cachesvc.policy.hazard.history import REMEMBERED, History
 
 QUEUES, CLASSES, REPEATS = 300, 500, 5
+EVICTED_AT_ONCE = 16
+"""As in a turn of the daemon."""
 
 
 def main() -> None:
     """Print the figures, in microseconds, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     arguments = parser.parse_args()
     figures = {name: measure() for name, measure in FIGURES.items()}
     for name, value in figures.items():
         print(f"{name:70}{value:10.1f}", flush=True)
+    by_size = {str(size): {name: moves(size, name) for name in ("lru", "hazard")} for size in arguments.sizes}
+    for size, found in by_size.items():
+        print(f"{int(size):,}", found, flush=True)
     if arguments.json:
-        write_result(arguments.json, {"us": figures, "machine": describe_machine()})
+        write_result(arguments.json, {"us": figures, "by_size": by_size, "machine": describe_machine()})
+
+
+def moves(size: int, eviction: str) -> dict[str, float]:
+    """Microseconds (medians) of the ledger's moves, and bytes a block."""
+    bytes_per_block = fill(size, traced=True, eviction=eviction).bytes_per_block
+    filled = fill(size, traced=False, eviction=eviction)
+    ledger, place, rng = filled.ledger, filled.place, random.Random(1)
+    asked = (filled.prompts * (1 + 200 // len(filled.prompts)))[:300]
+    opened = [open_sequence(ledger, place, partly_known(prompt, rng)) for prompt in asked]
+    evictor = Evictor(ledger)
+    evicted = []
+    for _ in range(min(size // 2, 4096) // EVICTED_AT_ONCE):
+        evicted.append(_us(lambda: evictor.carry_out(evictor.plan_device(place, EVICTED_AT_ONCE, to_host=False)[0])))
+        ledger.dropped.clear()
+    return {
+        "match_us": statistics.median(opened),
+        "publish_us_per_block": filled.publish_us,
+        "evict_us_per_block": statistics.median(evicted) / EVICTED_AT_ONCE,
+        "bytes_per_block": bytes_per_block,
+    }
 
 
 def _us(call: Callable[[], object]) -> float:
