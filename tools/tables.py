@@ -315,7 +315,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "swap": swap,
     "replay": replay,
     "simulation": tables_eviction.simulation,
-    "compute-saved": tables_eviction.compute_saved,
     "stress": tables_eviction.stress,
     "stress-traces": tables_eviction.stress_traces,
     "learning": tables_eviction.learning,

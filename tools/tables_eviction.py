@@ -18,21 +18,6 @@ def simulation() -> str:
     return rows(["trace", "blocks a request", *_percents(found["traces"][0]), pace], body, found["machine"])
 
 
-def compute_saved() -> str:
-    """The prefill that hits spare, with and without weighing cost; and the hits that weighing it gives up."""
-    found = load("simulation.json")
-    body = []
-    for each in found["traces"]:
-        cells = []
-        for row in each["rows"]:
-            saved, hits = row["compute_saved"], row["hits"]
-            given_up = (hits["hazard"] - hits["hazard_cost"]) / each["blocks"]
-            shares = " / ".join(f"{saved[policy]:.1%}" for policy in ("lru", "hazard", "hazard_cost"))
-            cells.append(f"{shares} ({-given_up:+.1%})")
-        body.append([str(each["trace"]), *cells])
-    return rows(["trace", *_percents(found["traces"][0])], body, found["machine"])
-
-
 def stress() -> str:
     """What policies hit on traffic of other kinds."""
     return _stress(is_long=True)

@@ -68,6 +68,8 @@ def open_lease(
     model = core.ledger.model(model_id)
     model.require_trusted()
     model.replica(replica_id)
+    if not any(each.model == model_id for each in core.ledger.leases.values()):
+        model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups))
     lease.opened_by = (token, request_id)
     _bind(lease, process)

@@ -7,8 +7,8 @@ from cachesvc.ledger.journal import Moment
 
 class Clock:
     """The daemon's time; or, for as long as all engines of a model tell another one, theirs: that of a trace that they
-    replay, as fast as they can. It goes back for nobody, and once anybody has gone by the daemon's time nobody can tell
-    another one: no engine makes the blocks of others look old."""
+    replay, as fast as they can. It goes back for nobody who tells it, and nobody tells it beside others who go by the
+    daemon's: no engine makes the blocks of others look old."""
 
     __slots__ = ("_ahead", "_is_own", "_moment", "_told")
 
@@ -34,6 +34,10 @@ class Clock:
             return False
         self._told = seconds if self._told is None else max(self._told, seconds)
         return True
+
+    def begin_anew(self) -> None:
+        """Nobody is there who goes by it: whoever comes next may tell another time."""
+        self._is_own = False
 
     def keep_own(self) -> None:
         """Somebody goes by the daemon's time: from now on all do."""

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from cachesvc.flows.call import resolve
+from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import MOST_WAITED_SECONDS, match
 from cachesvc.flows.release import ended, release
 from cachesvc.ledger.clock import Clock
@@ -58,6 +59,19 @@ def test_nobody_tells_another_time_once_somebody_goes_by_the_daemons() -> None:
     assert 2 not in rig.core.ledger.leases[other].sequences
     call = resolve(rig.core.ledger, other, 0.0)
     assert ended(call, 7, 0.5, 1e9) == Ended(7, 52.5), "nor of the end"
+
+
+def test_whoever_is_alone_with_a_model_may_tell_the_time_anew() -> None:
+    rig = rig_of(one_group(), device=[4], eviction="hazard")
+    before = rig.lease()
+    rig.run(match, before, 1, chain("a"), 0)
+    beside = rig.lease()
+    with pytest.raises(InvalidRequest, match="daemon's time"):
+        rig.run(match, beside, 1, chain("b"), 0, None, 0.0, 5.0)
+    for lease in (before, beside):
+        close_lease(rig.core, lease, quiesced=True)
+    rig.run(match, rig.lease(), 1, chain("c"), 0, None, 0.0, 5.0)
+    assert rig.model.blocks.clock.seconds == 5.0
 
 
 def test_a_request_has_waited_ten_minutes_at_most_and_ends_after_it_came() -> None:

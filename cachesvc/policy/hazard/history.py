@@ -272,6 +272,7 @@ class History:
         since, shared = -1.0, 0
         if 0 < known < path.blocks and lines.children(key(known - 1)) > 1:
             shared = known
+        children_of = lines.children_of
         for at in range(known - 1, max(resident, known - GHOSTS_LOOKED) - 1, -1):
             each = key(at)
             slot = landmark_of(each, NOBODY)
@@ -280,7 +281,7 @@ class History:
                 since = max(since, segments.arrived[slot])
                 if segments.last[slot] == at + 1:
                     self._used(slot, now, at + 1 - max(segments.top[slot], segments.bottom[slot]))
-            if not shared and lines.children(each) > 1:
+            if not shared and children_of(each, 1) > 1:
                 shared = at + 1
         at, looks = resident, 0
         while at > 0:

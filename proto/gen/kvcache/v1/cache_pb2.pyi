@@ -85,7 +85,7 @@ class MatchRequest(_message.Message):
     """
     clock_seconds: _builtins.float
     """A replay's: what time it is in its trace, by which eviction goes from then on. It does not go back. INVALID_ARGUMENT
-    once any request of the model has come without: then all go by the daemon's time.
+    once a request of the model has come without: then all go by the daemon's time until the model has no leases.
     """
     def __init__(
         self,
