@@ -46,12 +46,7 @@ def match(
         raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
-    if clock is None:
-        model.blocks.clock.keep_own()
-    elif not model.blocks.clock.tell(require_clock(clock)):
-        raise InvalidRequest(
-            "clock_seconds: other requests of this model go by the daemon's time; replay another model"
-        )
+    _tell_time(model, clock)
     if not model.blocks.index.take_over():
         return TURN
     hit = find_hit(core, call, keys, max_blocks, sharing)
@@ -98,6 +93,16 @@ def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: 
             core.chores.append(Chore(NO_MODEL, blocks.index.take_over))
         if (lesson := blocks.chooser.lesson()) is not None:
             core.chores.append(Chore(NO_MODEL, lesson))
+
+
+def _tell_time(model: Model, clock: float | None) -> None:
+    """Raises InvalidRequest for what is not a time, and where others go by the daemon's."""
+    if clock is None:
+        model.blocks.clock.keep_own()
+    elif not model.blocks.clock.tell(require_clock(clock)):
+        raise InvalidRequest(
+            "clock_seconds: other requests of this model go by the daemon's time; replay another model"
+        )
 
 
 def require_clock(seconds: float) -> float:

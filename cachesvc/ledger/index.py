@@ -24,7 +24,7 @@ from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-FEW_ROWS, RUN_ROWS, ROWS_A_TURN = 16, 512, 1024
+FEW_ROWS, RUN_ROWS, ROWS_A_TURN = 16, 512, 512
 """Of a path's rows so many are looked at one by one, then so many at a time, as long as they lie in a row; and so many
 are taken over in a turn, 0.1 to 0.2 ms."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
