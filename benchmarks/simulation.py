@@ -3,16 +3,17 @@
 ``python -m benchmarks.simulation TRACE... --json OUT``
 
 Each trace is simulated with device pools of several shares of its distinct blocks and no host, in one process, under
-least recently used, hazard and the optimum.
+least recently used, hazard, with and without cost, and the optimum.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cachesvc_ctl.lab.grid import OPTIMUM, Cell, run_cell
+from cachesvc_ctl.lab.grid import OPTIMUM, Cell, run_grid
 from cachesvc_ctl.lab.prompts import Prompts, prompts_of
 from cachesvc_ctl.lab.trace import DEFAULT_BLOCK_TOKENS, read_trace
 
@@ -20,7 +21,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
 
 PERCENTS = (1, 2, 5, 10, 20, 50)
-POLICIES = ("lru", "hazard", OPTIMUM)
+POLICIES = ("lru", "hazard", "hazard_cost", OPTIMUM)
 
 
 def main() -> None:
@@ -39,19 +40,22 @@ def main() -> None:
         write_result(arguments.json, {"traces": traces, "machine": describe_machine()})
 
 
-def measure(prompts: Prompts) -> dict[str, Any]:
-    """Hits by share and policy, and the requests a minute of each policy over all shares."""
+def measure(
+    prompts: Prompts, percents: Sequence[int] = PERCENTS, policies: Sequence[str] = POLICIES, processes: int = 1
+) -> dict[str, Any]:
+    """Hits by share and policy, and the requests a minute of each policy over all shares, one process."""
+    sizes = [max(1, prompts.distinct_blocks * percent // 100) for percent in percents]
+    cells = [Cell(policy, "write_back", size, 0) for size in sizes for policy in policies]
+    found = {row.cell: row for row in run_grid(prompts, cells, processes, lambda *_: None)}
     rows = []
-    seconds = dict.fromkeys(POLICIES, 0.0)
-    for percent in PERCENTS:
-        device = max(1, prompts.distinct_blocks * percent // 100)
-        found = {policy: run_cell(prompts, Cell(policy, "write_back", device, 0)) for policy in POLICIES}
-        for policy, row in found.items():
-            seconds[policy] += row.seconds
-        hits = {policy: row.device_hits for policy, row in found.items()}
-        rows.append({"percent": percent, "device_blocks": device, "hits": hits})
+    for percent, size in zip(percents, sizes, strict=True):
+        of_size = {policy: found[Cell(policy, "write_back", size, 0)] for policy in policies}
+        hits = {policy: row.device_hits for policy, row in of_size.items()}
+        saved = {policy: round(row.compute_saved, 5) for policy, row in of_size.items()}
+        rows.append({"percent": percent, "device_blocks": size, "hits": hits, "compute_saved": saved})
         print(prompts.trace, rows[-1], flush=True)
-    pace = {policy: round(len(prompts) * len(PERCENTS) / each * 60) for policy, each in seconds.items()}
+    seconds = {policy: sum(row.seconds for row in found.values() if row.cell.policy == policy) for policy in policies}
+    pace = {policy: round(len(prompts) * len(sizes) / each * 60) for policy, each in seconds.items()}
     print(prompts.trace, "requests a minute:", pace, flush=True)
     return {
         "trace": prompts.trace,

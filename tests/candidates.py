@@ -49,7 +49,7 @@ def segments(model: Model) -> Iterator[str]:
     """The policy knows of each resident block whose it is, and of nothing that is gone."""
     blocks, index = model.blocks, model.blocks.index
     history = blocks.chooser
-    if not isinstance(history, History):
+    if not isinstance(history, History) or index.taking is not None:  # a request has not taken over its whole path yet
         return
     columns = history.segments
     held: dict[int, list[int]] = {}

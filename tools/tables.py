@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tools import tables_running
+from tools import tables_eviction, tables_running
 from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
@@ -135,6 +135,7 @@ def replay() -> str:
             [
                 str(found["trace"]).removesuffix(".jsonl.zst"),
                 str(found["settings"].get("backend", "shm")),
+                str(found["settings"].get("eviction", "lru")),
                 str(found["engines"]),
                 f"{found['pool_blocks']:,}",
                 f"{found['host_blocks']:,}",
@@ -150,6 +151,7 @@ def replay() -> str:
     head = [
         "trace",
         "backend",
+        "eviction",
         "engines",
         "device blocks",
         "host blocks",
@@ -159,22 +161,6 @@ def replay() -> str:
         "hit ratio",
     ]
     return _rows([*head, "kills", "corrupt pages", "conservation"], rows)
-
-
-def simulation() -> str:
-    """What policies hit on the real traces, by the device's share of their blocks."""
-    found = _load("simulation.json")
-    body = []
-    for each in found["traces"]:
-        shares = [
-            " / ".join(f"{row['hits'][policy] / each['blocks']:.1%}" for policy in ("lru", "hazard", "opt"))
-            for row in each["rows"]
-        ]
-        pace = " / ".join(f"{each['requests_per_minute'][policy]:,}" for policy in ("lru", "hazard"))
-        body.append([str(each["trace"]), f"{each['blocks'] / each['requests']:.0f}", *shares, pace])
-    head = [f"{row['percent']}%" for row in found["traces"][0]["rows"]]
-    pace = "requests a minute, lru / hazard"
-    return _rows(["trace", "blocks a request", *head, pace], body, found["machine"])
 
 
 def swap_cuda() -> str:
@@ -328,7 +314,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "rpc": rpc,
     "swap": swap,
     "replay": replay,
-    "simulation": simulation,
+    "simulation": tables_eviction.simulation,
+    "stress": tables_eviction.stress,
+    "stress-traces": tables_eviction.stress_traces,
+    "learning": tables_eviction.learning,
+    "learning-sizes": tables_eviction.learning_sizes,
     "swap-cuda": swap_cuda,
     "fairness-cuda": fairness_cuda,
     "interference": interference,

@@ -132,6 +132,8 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
     model = core.ledger.model(model_id)
     model.require_trusted()
     model.replica(replica_id)
+    if not any(each.model == model_id for each in core.ledger.leases.values()):
+        model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
     core.ledger.leases[lease.id] = lease
     model.last_used = now

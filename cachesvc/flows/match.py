@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.peers import Sharing, share
-from cachesvc.flows.turns import NO_MODEL, Chore
+from cachesvc.flows.turns import NO_MODEL, TURN, Chore
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.leases import member_of
 from cachesvc.ledger.ledger import Model, Replica
@@ -19,6 +17,11 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
+
+MOST_CLOCK_SECONDS = 1e10
+"""Three hundred years: sums of ages stay numbers."""
+MOST_WAITED_SECONDS = 600.0
+"""Whoever says that a request has waited longer is believed so much: what eviction learns is everybody's."""
 
 
 def match(
@@ -33,7 +36,8 @@ def match(
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
-    ``waited``: seconds since the request came to its engine. ``clock``: by which eviction goes from now on.
+    ``waited``: seconds since the request came to its engine, ``MOST_WAITED_SECONDS`` at most. ``clock``: by which
+    eviction goes from now on.
 
     With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys, an id of no
     process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
@@ -45,8 +49,9 @@ def match(
         raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
-    if clock is not None:
-        model.blocks.clock.tell(require_clock(clock))
+    _tell_time(model, clock)
+    if not model.blocks.index.take_over():
+        return TURN
     hit = find_hit(core, call, keys, max_blocks, sharing)
     if isinstance(hit, Wait):
         return hit
@@ -55,6 +60,7 @@ def match(
     lease.sequences[sequence_id] = sequence
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks
+    waited = min(waited, MOST_WAITED_SECONDS)
     came = call.now - waited if clock is None else clock
     sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
     core.count(Count.MATCH_REQUESTS)
@@ -86,14 +92,26 @@ def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: 
         resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
         path = PromptPath(blocks.index, keys, known, resident)
         sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
+        if blocks.index.taking is not None:
+            core.chores.append(Chore(NO_MODEL, blocks.index.take_over))
         if (lesson := blocks.chooser.lesson()) is not None:
             core.chores.append(Chore(NO_MODEL, lesson))
 
 
+def _tell_time(model: Model, clock: float | None) -> None:
+    """Raises InvalidRequest for what is not a time, and where others go by the daemon's."""
+    if clock is None:
+        model.blocks.clock.keep_own()
+    elif not model.blocks.clock.tell(require_clock(clock)):
+        raise InvalidRequest(
+            "clock_seconds: other requests of this model go by the daemon's time; replay another model"
+        )
+
+
 def require_clock(seconds: float) -> float:
     """Raises InvalidRequest for what is not a time."""
-    if not 0 <= seconds < math.inf:
-        raise InvalidRequest(f"clock_seconds is {seconds}; a clock counts seconds from 0 on")
+    if not 0 <= seconds <= MOST_CLOCK_SECONDS:
+        raise InvalidRequest(f"clock_seconds is {seconds}; a clock counts seconds, from 0 to {MOST_CLOCK_SECONDS:.0e}")
     return seconds
 
 

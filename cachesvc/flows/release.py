@@ -28,9 +28,15 @@ def release_many(
         told.append(freed)
 
 
-def release(core: Core, call: Call, sequence_id: int, ended: Ended | None = None) -> int | Wait:
-    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time). ``ended``: how
-    its request did, for the eviction policy.
+def ended(call: Call, tokens: int | None, ago: float, clock: float | None) -> Ended:
+    """What an engine says of a request that ended ``ago`` seconds ago, or at ``clock`` where it tells the time."""
+    now = call.model.blocks.clock
+    return Ended(tokens, now.seconds - ago if clock is None or not now.is_told else clock)
+
+
+def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) -> int | Wait:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time). ``end``: how its
+    request did, for the eviction policy.
 
     One that takes more turns than one is gone for other calls from the first on; a call that is given up half-way can
     be sent again.
@@ -38,8 +44,8 @@ def release(core: Core, call: Call, sequence_id: int, ended: Ended | None = None
     sequence = call.lease.sequences.get(sequence_id)
     if sequence is None:
         raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
-    if ended is not None:
-        sequence.tell_end(ended)
+    if end is not None:
+        sequence.tell_end(end)
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

@@ -282,8 +282,8 @@ class BlockLedger:
 
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
         """
-        place.counts.leave(self.ages.age(self.index.stamp[row]), place.used[row])
-        self.let_go(place, row)
+        place.counts.leave(self.ages.age(self.index.stamp[row]), 1, not place.used[row])
+        self.let_go(place, (row,))
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 place.drop(group, row, cause)
@@ -311,21 +311,26 @@ class BlockLedger:
             assert key is not None
             tier = Tier.HOST if place is self.host else Tier.DEVICE
             self.dropped.append(Dropped(key, index.reuses[row], tier.value))
-            self.leave_segment(row, key)
+            self.leave_segments((row,), (key,))
             index.remove(row)
         if parent != NO_ROW:
             place.leaves.update(parent)
 
-    def let_go(self, place: Place, row: int) -> None:
-        """A row's copies go from a place: a policy that follows requests is told."""
+    def let_go(self, place: Place, rows: Sequence[int]) -> None:
+        """The copies of ``rows``, each the parent of the one before, go from a place: a policy that follows requests is
+        told."""
         if self.chooser is not None:
-            self.chooser.let_go(self.index.segments[row], self.clock.seconds, is_host=place is self.host)
+            for segment, first, end in self.index.by_segment(rows):
+                self.chooser.let_go(segment, end - first, self.clock.seconds, is_host=place is self.host)
 
-    def leave_segment(self, row: int, key: bytes) -> None:
-        """A row, of which ``key`` was the key, leaves the index: a policy that follows requests is told."""
-        if self.chooser is not None and (segment := self.index.segments[row]) != NO_SEGMENT:
-            self.chooser.left(segment, self.index.depth[row], key)
-            self.index.segments[row] = NO_SEGMENT
+    def leave_segments(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Rows, each the parent of the one before, and of which ``keys`` were the keys, leave the index: a policy that
+        follows requests is told."""
+        if self.chooser is not None:
+            for segment, first, end in self.index.by_segment(rows):
+                if segment != NO_SEGMENT:
+                    self.chooser.left(segment, self.index.depth[rows[first]] + 1, keys[first:end])
+                    self.index.belong_to(NO_SEGMENT, rows[first:end])
 
     def begin_flight(self, row: int) -> None:
         """A transfer reads or writes this row's copies."""

@@ -6,19 +6,42 @@ from cachesvc.ledger.journal import Moment
 
 
 class Clock:
-    """The daemon's time, until engines tell another one: that of a trace that they replay, as fast as they can."""
+    """The daemon's time; or, for as long as all engines of a model tell another one, theirs: that of a trace that they
+    replay, as fast as they can. It goes back for nobody who tells it, and nobody tells it beside others who go by the
+    daemon's: no engine makes the blocks of others look old."""
 
-    __slots__ = ("_moment", "_told")
+    __slots__ = ("_ahead", "_is_own", "_moment", "_told")
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
         self._told: float | None = None
+        self._is_own = False
+        self._ahead = 0.0
+
+    @property
+    def is_told(self) -> bool:
+        """True while it is what engines tell."""
+        return self._told is not None
 
     @property
     def seconds(self) -> float:
         """Since whatever it counts from."""
-        return self._moment.seconds if self._told is None else self._told
+        return self._moment.seconds + self._ahead if self._told is None else self._told
 
-    def tell(self, seconds: float) -> None:
-        """It is ``seconds`` for those who tell; from now on it is what they tell, and goes back for nobody."""
+    def tell(self, seconds: float) -> bool:
+        """It is ``seconds`` for those who tell; False where others go by the daemon's time."""
+        if self._is_own:
+            return False
         self._told = seconds if self._told is None else max(self._told, seconds)
+        return True
+
+    def begin_anew(self) -> None:
+        """Nobody is there who goes by it: whoever comes next may tell another time."""
+        self._is_own = False
+
+    def keep_own(self) -> None:
+        """Somebody goes by the daemon's time: from now on all do."""
+        if not self._is_own:
+            self._is_own = True
+            self._ahead = 0.0 if self._told is None else max(0.0, self._told - self._moment.seconds)
+            self._told = None

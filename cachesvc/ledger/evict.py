@@ -92,6 +92,16 @@ class Evictor:
         while found < count and looks < most_looks and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone.get(row, 0)
+            if not to_host and not lasting_children:
+                run = walk.run(row, min(count - found, most_looks - looks + 1))
+                if len(run) > 1 and not any(map(itemgetter(row), others)):
+                    plan.drops += run
+                    walk.take_run(run)
+                    above = index.parent[run[-1]]
+                    gone[above] = gone.get(above, 0) + 1
+                    found += len(run)
+                    looks += len(run) - 1
+                    continue
             if IS_READY in map(itemgetter(row), others) and row not in host.walk.taken:
                 if row in lingering:
                     plan.drains.append(Drain(row, copied=False))

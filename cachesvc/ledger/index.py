@@ -9,7 +9,9 @@ What eviction ranks are made of changes here alone, so here the candidates are k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +23,21 @@ from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
-FEW_BLOCKS, RUN_ROWS = 32, 512
-"""Below so many blocks rows are looked at one by one; others so many at a time."""
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+FEW_ROWS, RUN_ROWS, ROWS_A_TURN = 16, 512, 512
+"""Of a path's rows so many are looked at one by one, then so many at a time, as long as they lie in a row; and so many
+are taken over in a turn, 0.1 to 0.2 ms."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows that are added at a time."""
+
+
+class Taking(NamedTuple):
+    """A request takes over the blocks from the row ``tip`` up: its segments are ``parts``, and ``told`` is told of each
+    turn whose they were, deepest first, and how many blocks there are down to the deepest."""
+
+    told: Callable[[Parts, Ints, int], None]
+    tip: int
+    parts: Parts
 
 
 class BlockIndex:
@@ -34,8 +47,8 @@ class BlockIndex:
     ``segments``: of which segment of a request it is, where the eviction policy follows requests (``queues.py``).
     ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
     child does so already (``continued``), and begins one of its own otherwise. So what a row's ancestors are is told
-    by a few chains and depths. ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all
-    places.
+    by a few chains and depths. ``taking``: of the request that came last, what is not in its segments yet.
+    ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all places.
     """
 
     def __init__(self) -> None:
@@ -57,6 +70,7 @@ class BlockIndex:
         self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
         self.follows_requests = False
+        self.taking: Taking | None = None
 
     def __len__(self) -> int:
         return len(self.keys) - len(self._spare_rows)
@@ -186,43 +200,65 @@ class BlockIndex:
             place.leaves = made(place)
             self.orders[self.orders.index(before)] = place.leaves
 
-    def take_over(self, tip: int, parts: Parts) -> None:
-        """A request was the last to use ``tip`` and all above it. Candidates among them wait anew."""
-        segments, shared = self.segments, parts.shared_blocks
-        orders = [(place.leaves, place.leaves.filed) for place in self.places if len(place.leaves)]
+    def take_over(self) -> bool:
+        """Go on with ``taking``, by ``ROWS_A_TURN`` rows; True when it is over. Candidates among them wait anew."""
+        taking, segments = self.taking, self.segments
+        if taking is None:
+            return True
+        told, tip, parts = taking
+        rows, above = self._rows_above(tip, ROWS_A_TURN)
+        bottom = self.depth[tip] + 1
         moved: list[tuple[LeafOrder, int]] = []
-        position = self.depth[tip] + 1
-        for first, last in self._runs(tip):
-            for order, filed in orders:
-                row = filed.find(1, first, last)
-                while row >= 0:
-                    order.remove(row)
-                    moved.append((order, row))
-                    row = filed.find(1, row + 1, last)
-            position -= last - first
-            middle = min(max(first + shared - position, first), last)
-            segments[first:middle] = array("i", (parts.shared,)) * (middle - first)
-            segments[middle:last] = array("i", (parts.own,)) * (last - middle)
+        for place in self.places:
+            order = place.leaves
+            if len(order):
+                filed = rows[np.frombuffer(order.filed, np.uint8)[rows] != 0].tolist()
+                moved += [(order, row) for row in filed]
+                order.remove_all(filed)
+        column = np.frombuffer(segments, np.int32)
+        told(parts, column[rows].astype(np.int64), bottom)
+        own = max(0, bottom - parts.shared_blocks)
+        column[rows[:own]] = parts.own
+        column[rows[own:]] = parts.shared
         for order, row in moved:
             order.update(row)
+        self.taking = None if above == NO_ROW else Taking(told, above, parts)
+        return above == NO_ROW
 
-    def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
-        """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
-        that came together mostly are."""
-        parent = self.parent
-        row = tip
-        while row != NO_ROW:
-            first = row
-            if self.depth[row] < FEW_BLOCKS:
-                while parent[first] == first - 1 and first:
-                    first -= 1
-            else:
-                low = max(row - RUN_ROWS, 0)
+    def by_segment(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The segments that ``rows`` belong to one after another, each with where in ``rows`` it begins and ends."""
+        if len(rows) == 1:
+            return [(self.segments[rows[0]], 0, 1)]
+        mine = [self.segments[row] for row in rows]
+        starts = [at for at, segment in enumerate(mine) if not at or segment != mine[at - 1]]
+        return [(mine[first], first, end) for first, end in pairwise([*starts, len(rows)])]
+
+    def belong_to(self, segment: int, rows: Sequence[int]) -> None:
+        """Rows belong to ``segment`` from now on."""
+        for row in rows:
+            self.segments[row] = segment
+
+    def _rows_above(self, tip: int, most: int) -> tuple[Ints, int]:
+        """Up to ``most`` rows from ``tip`` up, and the one above them. Rows that came together mostly lie in a row:
+        where some do, many are looked at in one go."""
+        parent, row = self.parent, tip
+        rows: list[int] = []
+        while row != NO_ROW and len(rows) < most:
+            straight = row - FEW_ROWS
+            for _ in range(min(FEW_ROWS, most - len(rows))):
+                rows.append(row)
+                row = parent[row]
+                if row == NO_ROW:
+                    break
+            left = min(RUN_ROWS, most - len(rows))
+            if row == straight and row > 0 and left:
+                low = max(row - left + 1, 0)
                 above = np.frombuffer(parent, np.int32, row - low + 1, 4 * low)
                 ends = np.flatnonzero(above != np.arange(low - 1, row, dtype=np.int32))
                 first = low + int(ends[-1]) if len(ends) else low
-            yield first, row + 1
-            row = parent[first]
+                rows.extend(range(row, first - 1, -1))
+                row = parent[first]
+        return np.array(rows, np.int64), row
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``,

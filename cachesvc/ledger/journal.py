@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import repeat
 from typing import NamedTuple
 
 from cachesvc.model.errors import EventsForgotten
@@ -132,19 +131,24 @@ class Journal:
         self._seconds[at] = self._moment.seconds
 
     def note_all(self, code: int, rows: Sequence[int]) -> None:
-        """``note`` for each of ``rows``, whose copies came."""
-        keys, index_keys, parents = self._keys, self._index_keys, self._index_parents
-        room = min(len(rows), max(self.keep - self.last, 0))
-        for row in rows[:room]:
-            above = parents[row]
-            keys.append(index_keys[row] or b"")
-            self._parents.append((index_keys[above] or b"") if above >= 0 else b"")
-        self._rows.extend(rows[:room])
-        self._codes.extend(repeat(code, room))
-        self._seconds.extend(repeat(self._moment.seconds, room))
-        self.last += room
-        for row in rows[room:]:
-            self.note(code, row)
+        """``note`` for each of ``rows``."""
+        index_keys, above, count = self._index_keys, self._index_parents, len(rows)
+        keys = [index_keys[row] or b"" for row in rows]
+        parents = [b""] * count
+        if code & PRESENT:
+            parents = [(index_keys[above[row]] or b"") if above[row] >= 0 else b"" for row in rows]
+        done = 0
+        while done < count:  # up to where the ring is whole, or begins anew
+            at = self.last % self.keep
+            some = slice(done, min(count, done + self.keep - at))
+            length = some.stop - done
+            where = slice(at, at + length) if self.last >= self.keep else slice(at, at)
+            self._keys[where], self._parents[where] = keys[some], parents[some]
+            self._rows[where] = array("i", rows[some])
+            self._codes[where] = array("I", (code,)) * length
+            self._seconds[where] = array("d", (self._moment.seconds,)) * length
+            self.last += length
+            done = some.stop
 
     def read(self, number: int, limit: int) -> list[Event]:
         """Up to ``limit`` changes from ``number`` on. Raises EventsForgotten."""

@@ -53,25 +53,19 @@ def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) ->
 
 
 def _drop_run(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Cause) -> None:
-    index, counts = ledger.index, place.counts
+    index = ledger.index
     above = index.parent[run[-1]]
-    stamp, age, used = -1, 0.0, 0
     passes_use = place is not ledger.host  # a hit used all blocks above it, but loads bring each block by itself
-    for row in run:
-        if index.stamp[row] > stamp:
-            stamp = index.stamp[row]
-            age = ledger.ages.age(stamp)
-        used = place.used[row] | (used if passes_use else 0)
-        counts.leave(age, used)
-        ledger.let_go(place, row)
+    stamp = _count(ledger, place, run, passes_use=passes_use)
+    used = any(map(place.used.__getitem__, run))
+    ledger.let_go(place, run)
     place.drop_last(run, cause)
     place.leaves.remove(run[0])
     tier = (Tier.DEVICE if passes_use else Tier.HOST).value
+    keys = [index.keys[row] or b"" for row in run]
+    ledger.dropped += [Dropped(key, index.reuses[row], tier) for key, row in zip(keys, run, strict=True)]
+    ledger.leave_segments(run, keys)
     for row in run:
-        key = index.keys[row]
-        assert key is not None
-        ledger.dropped.append(Dropped(key, index.reuses[row], tier))
-        ledger.leave_segment(row, key)
         place.children[row] = 0
     index.remove_run(run)
     if above != NO_ROW:
@@ -80,3 +74,20 @@ def _drop_run(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Caus
         if passes_use:
             place.used[above] |= used
         place.leaves.update(above)
+
+
+def _count(ledger: BlockLedger, place: Place, run: Sequence[int], *, passes_use: bool) -> int:
+    """Count how old what goes is, and what was never used; returns the last access to any of it."""
+    stamps, counts = [ledger.index.stamp[row] for row in run], place.counts
+    last = max(stamps)
+    used = bytes([place.used[row] for row in run])
+    if stamps[0] == last:
+        unused = (used.find(1) if 1 in used else len(run)) if passes_use else used.count(0)
+        counts.leave(ledger.ages.age(last), len(run), unused)
+        return last
+    stamp, has_use = -1, 0
+    for each, use in zip(stamps, used, strict=True):
+        stamp = max(stamp, each)
+        has_use = use | (has_use if passes_use else 0)
+        counts.leave(ledger.ages.age(stamp), 1, not has_use)
+    return last

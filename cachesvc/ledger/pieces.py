@@ -43,6 +43,13 @@ class TablePieces:
         """The copy of ``row`` goes."""
         self._kept.pop(row, None)
 
+    def forget_all(self, rows: Sequence[int]) -> None:
+        """``forget`` for each of ``rows``."""
+        kept = self._kept
+        if not kept.keys().isdisjoint(rows):
+            for row in rows:
+                kept.pop(row, None)
+
     def tables(self, row: int, blocks: int) -> list[array[int]]:
         """For each group without a window the pages of the ``blocks`` blocks down to ``row``, which has a whole copy
         here."""

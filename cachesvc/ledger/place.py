@@ -69,11 +69,11 @@ class PlaceCounts:
         self.windows_left = 0
         self.ages = Histogram(AGE_SECONDS)
 
-    def leave(self, age_seconds: float, used: int) -> None:
-        """A block is dropped ``age_seconds`` after its last access."""
-        self.ages.observe(age_seconds)
-        self.left += 1
-        self.left_unused += not used
+    def leave(self, age_seconds: float, blocks: int, unused: int) -> None:
+        """``blocks`` blocks are dropped ``age_seconds`` after their last access."""
+        self.ages.observe(age_seconds, blocks)
+        self.left += blocks
+        self.left_unused += unused
 
 
 class Place:
@@ -249,11 +249,10 @@ class Place:
             for row in rows:
                 states[row] = ABSENT
                 held[row] = NO_PAGE
-                self._journal.note(code | group << 9, row)
+            self._journal.note_all(code | group << 9, rows)
         self.counts.states[READY] -= len(rows)
         self.counts.states[ABSENT] += len(rows)
-        for row in rows:
-            self.pieces.forget(row)
+        self.pieces.forget_all(rows)
 
     def _move(
         self,

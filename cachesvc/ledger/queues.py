@@ -8,7 +8,7 @@ that one choice is a few operations on arrays of as many numbers as there are qu
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -81,12 +81,16 @@ class Chooser(Protocol):
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
         """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
 
+    def taken(self, parts: Parts, owners: Ints, bottom: int) -> None:
+        """The request has taken over blocks of its path, the deepest before ``bottom``, of which ``owners`` were the
+        segments, deepest first."""
+
     def takes(self, segment: int, other: int, position: int) -> bool:
         """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
         now on; False where it stays."""
 
-    def left(self, segment: int, position: int, key: bytes) -> None:
-        """A block of the segment, its deepest, has left the index."""
+    def left(self, segment: int, bottom: int, keys: Sequence[bytes]) -> None:
+        """The deepest blocks of the segment, which ends before ``bottom``, have left the index; deepest first."""
 
     def ended(self, parts: Parts, blocks: int, key: bytes, ended: Ended, now: float) -> None:
         """The request holds nothing any more; the last of its ``blocks`` sealed blocks has that key."""
@@ -97,8 +101,8 @@ class Chooser(Protocol):
     def since(self, segment: int) -> float:
         """When the age of the segment counts from, seconds."""
 
-    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
-        """A block of the segment leaves the host, or a device."""
+    def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
+        """Blocks of the segment leave the host, or a device."""
 
     def is_worth_saving(self, segment: int, share: float) -> bool:
         """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""

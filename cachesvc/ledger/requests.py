@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc.ledger.index import BlockIndex
+from cachesvc.ledger.index import BlockIndex, Taking
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.queues import NO_SEGMENT, Chooser
 from cachesvc.model.keys import KEY_BYTES
@@ -41,9 +41,12 @@ class Request:
         self._chooser = chooser
         self._index = index
         self.ended = Ended()
+        while not index.take_over():
+            """Flows let the request before have its turns first."""
         self.parts = chooser.arrived(path, now, waited)
         if path.resident:
-            index.take_over(path.row(path.resident - 1), self.parts)
+            index.taking = Taking(chooser.taken, path.row(path.resident - 1), self.parts)
+            index.take_over()
 
     def sealed(self, first: int, path: list[int]) -> None:
         """Its blocks from ``first`` on are the rows ``path``: new ones, or such as others sealed before it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from itertools import groupby
 
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.parted import PartedDict
@@ -83,15 +84,20 @@ class Reuse:
 
     def computed(self, key: bytes) -> None:
         """A block that is not in the index was published."""
-        known = self._young.get(key) or self._old.get(key)
-        if known is not None:
-            self.recomputed[known] = self.recomputed.get(known, 0) + 1
+        self.computed_all((key,))
 
     def computed_all(self, keys: Iterable[bytes]) -> None:
         """``computed`` for each of ``keys``."""
-        if self._knows_some:
-            for key in keys:
-                self.computed(key)
+        if not self._knows_some:
+            return
+        young, old = self._young.parts, self._old.parts
+        found: list[tuple[str, Miss]] = []
+        for key in keys:
+            known = young[key[-1]].get(key) or old[key[-1]].get(key)
+            if known is not None:
+                found.append(known)
+        for known, alike in groupby(found):
+            self.recomputed[known] = self.recomputed.get(known, 0) + sum(1 for _ in alike)
 
     def computed_again(self, tier: str, cause: Miss) -> None:
         """A block was published that the index has, on ``tier``."""
@@ -102,15 +108,20 @@ class Reuse:
         """Blocks left the index from a tier, children before parents. Remembers about ``limit`` at most."""
         half = max(limit, LEAST_REMEMBERED) // 2
         self._knows_some = True
+        young, forgotten, last, known = self._young.parts, self._forgotten, "", ("", cause)
         for key, tier in keys:
-            if self._forgotten:
-                self._forgotten.pop()  # a part for each key: no call frees a whole generation
-            part = self._young.parts[key[-1]]
-            self._young_keys += key not in part
-            part[key] = _KNOWN[tier, cause]
+            if forgotten:
+                forgotten.pop()  # a part for each key: no call frees a whole generation
+            part = young[key[-1]]
+            if key not in part:
+                self._young_keys += 1
+            if tier != last:
+                last, known = tier, _KNOWN[tier, cause]
+            part[key] = known
             if self._young_keys >= half:
-                self._forgotten = self._old.parts
+                self._forgotten = forgotten = self._old.parts
                 self._old, self._young, self._young_keys = self._young, PartedDict(), 0
+                young = self._young.parts
 
 
 _KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Miss}

@@ -225,6 +225,8 @@ class Sequence(BlockTables):
         running swap are settled when it has ended.
         """
         if self.is_open:
+            if self.request is not None and not self.ledger.index.take_over():
+                return False  # what it takes over is pinned until then
             self.is_open = False
             if self.room is not None:
                 self.room.release()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_SEGMENT, QueuedLeaves
 from cachesvc.model.words import READY
+
+IS_READY = int(READY)
 
 
 class Front:
@@ -51,6 +54,7 @@ class Walk:
         self._front = Front(place.leaves)
         self._children: dict[int, int] = {}
         self._stamps: dict[int, int] = {}
+        self._goes_by_use = ledger.rank(1, 0, 0) == ledger.rank(1, 1, 1)
 
     def next(self) -> int | None:
         """The next candidate, or None."""
@@ -72,6 +76,39 @@ class Walk:
             rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
             self._expose(rank << ROW_BITS | parent)
 
+    def run(self, row: int, most: int) -> list[int]:
+        """Up to ``most`` rows that come one after another, from ``row`` on, which has come last and can be dropped:
+        each the parent of the one before, its only child anywhere, and with no copy anywhere else."""
+        index, place = self.ledger.index, self.place
+        parent, children, flights, pins = index.parent, index.children, index.flights, place.pins
+        states = place.states[place.lead]
+        others = [
+            each.states[each.lead] for each in index.places if each is not place and each.pools[each.lead].capacity
+        ]
+        column, least, most_there = self._family(row)
+        run = [row]
+        while len(run) < most:
+            row = parent[row]
+            if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != IS_READY:
+                break
+            if not least <= column[row] <= most_there or any(map(itemgetter(row), others)):
+                break
+            run.append(row)
+        return run
+
+    def take_run(self, run: list[int]) -> None:
+        """``take`` for each row of a ``run``."""
+        top = run[-1]
+        self._stamps[top] = max(map(self._stamp, run))
+        self.taken.update(run)
+        self.take(top)
+
+    def _family(self, row: int) -> tuple[Sequence[int], int, int]:
+        """A column, and between what the blocks above have there that come next: none is younger than ``row``."""
+        stamp, following = self._stamp(row), self._front.first
+        is_alone = following is None or following >> ROW_BITS > self.ledger.rank(stamp, 0, 0)
+        return self.ledger.index.stamp, 0, stamp if self._goes_by_use and is_alone else -1
+
     def _expose(self, entry: int) -> None:
         self._front.push(entry)
 
@@ -80,7 +117,7 @@ class Walk:
 
     def _is_free(self, row: int) -> bool:
         place = self.place
-        ready = place.states[place.lead][row] == READY
+        ready = place.states[place.lead][row] == IS_READY
         return ready and not place.pins[row] and not self.ledger.index.flights[row]
 
 
@@ -116,6 +153,11 @@ class QueueWalk(Walk):
         """See ``Walk``."""
         self._segment = self._leaves.segments[row]
         super().take(row)
+
+    def _family(self, row: int) -> tuple[Sequence[int], int, int]:
+        """Those of the same segment."""
+        segments = self._leaves.segments
+        return segments, segments[row], segments[row]
 
     def _expose(self, entry: int) -> None:
         row = entry & ROW_MASK

@@ -12,6 +12,7 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor, evictable_pages, idle_windows
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.walk import walk_of
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -118,6 +119,22 @@ def test_a_plan_takes_them_in_the_order_in_which_one_after_another_would_go(name
             Evictor(ledger).carry_out(plan)
             one_by_one += plan.drops
         assert at_once.drops == one_by_one
+
+
+def test_runs_of_blocks_go_together_up_to_where_others_share_them() -> None:
+    ledger, place = ledger_of(one_group())
+    tip, rows = NO_ROW, []
+    for step in range(12):
+        tip = publish(ledger, place, f"old {step}", tip, step + 1)
+        rows.append(tip)
+    shared = rows[3]
+    young = publish(ledger, place, "young", shared, 50)
+    walk = walk_of(ledger, place)
+    assert walk.next() == tip
+    assert walk.run(tip, 100) == rows[:3:-1], "down to the block that has another child"
+    assert walk.run(tip, 5) == rows[:6:-1]
+    plan, _ = Evictor(ledger).plan_device(place, 100, to_host=False)
+    assert plan.drops == [*rows[:3:-1], young, *rows[3::-1]]
 
 
 def test_a_parent_is_as_young_as_the_child_that_has_left_it() -> None:

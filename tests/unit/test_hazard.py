@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from cachesvc.flows.allocate import allocate
@@ -14,12 +15,14 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
 from cachesvc.flows.turns import Turns, tidy
+from cachesvc.ledger.index import ROWS_A_TURN
 from cachesvc.ledger.queues import QueuedLeaves
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.requests import Ended
-from cachesvc.policy.hazard.history import REMEMBERED, History
+from cachesvc.policy.hazard.history import REMEMBERED, SEGMENTS_LOOKED, History
+from cachesvc.policy.hazard.segments import LANDMARKS
 from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.shadow import Shadow
 from tests.hazard_oracle import Oracle, Prompt
@@ -93,6 +96,68 @@ def test_it_hits_as_the_plain_telling_of_the_policy_does(seed: int, blocks: int)
     assert abs(mine - told) < 0.01 * asked
     assert mine > least + 0.25 * (told - least), "and what it gains over least recently used is most of that"
     cache.rig.check()
+
+
+def test_a_long_path_is_taken_over_in_turns_and_nobody_sees_it_half_done() -> None:
+    blocks = 2 * ROWS_A_TURN + 300
+    cache = Cache("hazard", blocks + 8)
+    long = tuple(range(1, blocks + 1))
+    cache.serve(Prompt(1.0, long, 10, 1.5))
+    core, index = cache.rig.core, cache.rig.model.blocks.index
+    keys = b"".join(block.to_bytes(KEY_BYTES, "little") for block in long)
+    call = resolve(core.ledger, cache.lease, 3.0)
+
+    def is_under_way() -> bool:
+        return index.taking is not None
+
+    assert not isinstance(match(core, call, 1, keys, 0), Wait)
+    assert is_under_way()
+    assert sum(segment == cache.history.running[-1].own for segment in index.segments) == ROWS_A_TURN
+    assert isinstance(match(core, call, 2, keys, 0), Wait), "whoever comes next has it go on first"
+    while isinstance(match(core, call, 2, keys, 0), Wait):
+        assert is_under_way()
+    core.turns = core.turns._replace(pages=16)
+    for sequence in (1, 2):
+        while isinstance(release(core, call, sequence), Wait):
+            pass
+    assert not is_under_way()
+    cache.rig.check()
+
+
+class OnePath:
+    """The first ``blocks`` blocks of a path whose segments are ``owners``; ``looks`` counts who asks for them."""
+
+    def __init__(self, owners: list[int], blocks: int) -> None:
+        self.blocks, self.known, self.resident = blocks, min(blocks, len(owners)), min(blocks, len(owners))
+        self.looks = 0
+        self._owners = owners
+
+    def key(self, position: int) -> bytes:
+        return position.to_bytes(KEY_BYTES, "little")
+
+    def segment(self, position: int) -> int:
+        self.looks += 1
+        return self._owners[position]
+
+
+def test_of_a_path_that_many_requests_used_last_only_the_deepest_are_looked_at() -> None:
+    history, owners, most = History(BLOCK_TOKENS), list[int](), 4 * SEGMENTS_LOOKED
+    path = OnePath(owners, most)
+    for now, blocks in enumerate([*range(most, 0, -1), most]):
+        path = OnePath(owners, blocks)
+        parts = history.arrived(path, float(now), 0.0)
+        history.taken(parts, np.array(owners[:blocks][::-1], np.int64), len(owners[:blocks]))
+        history.grew(parts, len(owners), max(blocks, len(owners)))
+        owners.extend([parts.own] * (blocks - len(owners)))
+        owners[:blocks] = [parts.shared] * parts.shared_blocks + [parts.own] * (blocks - parts.shared_blocks)
+        history.ended(parts, blocks, path.key(blocks - 1), Ended(5), float(now))
+    columns = history.segments
+    assert path.looks == SEGMENTS_LOOKED
+    mine = {owner: owners.count(owner) for owner in owners}
+    for slot in range(1, len(columns.flags)):
+        held = max(0, columns.bottom[slot] - columns.top[slot])
+        assert held == mine.get(slot, 0), "all that is above them is taken over too"
+        assert bool(columns.flags[slot] & LANDMARKS) == (slot in mine)
 
 
 def test_until_it_has_learned_it_is_least_recently_used() -> None:

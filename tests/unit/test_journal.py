@@ -38,6 +38,24 @@ def told(rig: Rig, key: bytes) -> list[tuple[Kind, Cause, bool, int, int]]:
     return [(e.kind, e.cause, e.present, e.place, e.group) for e in all_events(rig) if e.key == key]
 
 
+def test_many_changes_are_kept_as_each_by_itself_would_be() -> None:
+    keys: list[bytes | None] = [bytes([i]) * KEY_BYTES for i in range(20)]
+    parents = array("i", range(-1, 19))
+    for before in range(12):
+        for present in (True, False):
+            code = packed(Kind.STORED, Cause.LOADED, present=present)
+            at_once, one_by_one = (Journal(keys, parents, Moment(), keep=7) for _ in range(2))
+            for journal in (at_once, one_by_one):
+                for row in range(before):
+                    journal.note(code, row)
+            at_once.note_all(code, range(3, 20))
+            for row in range(3, 20):
+                one_by_one.note(code, row)
+            first = one_by_one.first
+            assert (at_once.first, at_once.last) == (first, one_by_one.last)
+            assert at_once.read(first, 99) == one_by_one.read(first, 99)
+
+
 def test_the_ring_keeps_the_last_and_says_what_it_forgot() -> None:
     moment = Moment()
     keys: list[bytes | None] = [bytes([i]) * KEY_BYTES for i in range(4)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from cachesvc_ctl.lab.grid import OPTIMUM, Cell, SimulationFailed, check_names, grid, run_cell, run_grid
+from cachesvc_ctl.lab.grid import OPTIMUM, Cell, SimulationFailed, check_names, compute_saved, grid, run_cell, run_grid
 from cachesvc_ctl.lab.optimum import optimal_hits
 from cachesvc_ctl.lab.prompts import Prompts, prompts_of
 from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
@@ -69,7 +69,7 @@ def test_lru_counts_as_the_oracle_does_on_any_tree(paths: list[Prompt], capacity
 @settings(deadline=None, max_examples=200)
 @given(tree_traces().map(lambda paths: paths[:9]), st.integers(1, 5))
 def test_nothing_hits_more_than_the_optimum_and_something_hits_as_much(paths: list[Prompt], capacity: int) -> None:
-    assert optimal_hits(columns(paths), capacity) == best_hits_naive(paths, capacity)
+    assert sum(optimal_hits(columns(paths), capacity)) == best_hits_naive(paths, capacity)
 
 
 @pytest.mark.parametrize("writes", WRITE_POLICIES)
@@ -136,3 +136,14 @@ def test_time_does_not_go_back_and_empty_prompts_count() -> None:
     assert prompts.seconds.tolist() == [5.0, 5.0, 9.0]
     row = run_cell(prompts, Cell("lru", "write_back", 1, 0))
     assert (row.requests, row.blocks, row.device_hits) == (3, 2, 1)
+
+
+def test_compute_saved_counts_attention() -> None:
+    """A block behind 30,500 tokens costs twice as much as the first: half of a long prompt is less than half."""
+    short = [Prompt((1, 2))] * 2
+    requests = [TraceRequest(i, i * 1000, 1, 1, p.block_ids) for i, p in enumerate(short)]
+    assert compute_saved(prompts_of("t", requests, 1), [0, 1]) == pytest.approx(0.25, rel=1e-3)
+    assert compute_saved(prompts_of("t", requests, 30_500), [0, 1]) == pytest.approx(1.5 / (2 * 4))
+    assert compute_saved(prompts_of("t", [], 1), []) == 0.0
+    row = run_cell(columns(short), Cell("lru", "write_back", 2, 0))
+    assert row.compute_saved == pytest.approx(0.5)

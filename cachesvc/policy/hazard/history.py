@@ -16,14 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from cachesvc.model.requests import Ended, Parts, Worth
-from cachesvc.policy.hazard.ages import BINS, bin_of
+from cachesvc.policy.hazard.ages import bin_of
 from cachesvc.policy.hazard.asked import Heads, Path
 from cachesvc.policy.hazard.classes import Classes, Features, features, output_class
+from cachesvc.policy.hazard.landmarks import Landmarks
 from cachesvc.policy.hazard.lines import Line, Lines
-from cachesvc.policy.hazard.rates import Floats, Ints, Rates
+from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, TABLES, Ints, Rates
 from cachesvc.policy.hazard.segments import (
     FIRST_OPEN,
     IS_REMEMBERED,
@@ -36,18 +35,20 @@ from cachesvc.policy.hazard.segments import (
     Segments,
 )
 from cachesvc.policy.hazard.uses import HostUses
+from cachesvc.policy.hazard.worth import NO_RANK, worth_of
 
 REMEMBERED = 8192
 """Requests whose landmarks are followed."""
+ENDS_AT_ONCE = 64
 GHOSTS_LOOKED = 1024
 """Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
+SEGMENTS_LOOKED = 32
+"""Segments of which a prompt is the next to use blocks: from the deepest so many it learns."""
+SHARED_LOOKED = 512
+"""Blocks of one segment among which the deepest with several children is looked for."""
 FIRST_FIT, LONGEST_PERIOD = 20, 400
 MARGIN = 0.4
 """How much less than the oldest a head must be worth before it goes first: this share, where all uses are younger."""
-NO_RANK = (1 << 63) - 1
-"""Of a queue without candidates."""
-LINEAR_TOKENS = 30_500
-"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
@@ -81,8 +82,7 @@ class History:
         self._lines = Lines(REMEMBERED)
         self._remembered: deque[Parts] = deque()
         self._unsettled: deque[Parts] = deque()
-        self._landmarks: dict[bytes, int] = {}
-        self._landmark_keys: dict[int, list[bytes]] = {}
+        self._landmarks = Landmarks()
         self._running: dict[int, _Running] = {}
         self._ending: list[tuple[float, int]] = []
         self._ends: dict[int, _End] = {}
@@ -152,6 +152,11 @@ class History:
         if blocks > shared:
             segments.grew(parts.own, max(new_from, shared), blocks)
 
+    def taken(self, parts: Parts, owners: Ints, bottom: int) -> None:
+        """The request has taken over blocks of its path, the deepest before ``bottom``, of which ``owners`` were the
+        segments, deepest first."""
+        self.segments.sweep(owners, bottom, parts)
+
     def takes(self, segment: int, other: int, position: int) -> bool:
         """A running request has computed a block that is in the ``other`` segment: it is in its own ``segment`` from
         now on; False where it stays, because the other request is the younger one."""
@@ -164,37 +169,39 @@ class History:
             segments.grew(segment, segments.top[segment], max(segments.bottom[segment], position + 1))
         return is_younger
 
-    def left(self, segment: int, position: int, key: bytes) -> None:
-        """A block of the segment, its deepest, has left the cache."""
+    def left(self, segment: int, bottom: int, keys: Sequence[bytes]) -> None:
+        """The deepest blocks of the segment, which ends before ``bottom``, have left the cache; deepest first."""
         segments = self.segments
-        segments.bottom[segment] = position
+        top = segments.bottom[segment] = bottom - len(keys)
         flags = segments.flags[segment]
-        is_last = flags & LAST_OPEN and position == segments.last[segment] - 1
-        is_first = flags & FIRST_OPEN and position == segments.first[segment]
-        if flags & IS_REMEMBERED and (is_last or is_first):
-            self._landmarks[key] = segment
-            self._landmark_keys.setdefault(segment, []).append(key)
-        elif position <= segments.top[segment]:
+        if flags & IS_REMEMBERED:
+            if flags & LAST_OPEN and bottom == segments.last[segment]:
+                self._landmarks.remember(segment, keys[0])
+            if flags & FIRST_OPEN and top == segments.first[segment]:
+                self._landmarks.remember(segment, keys[-1])
+        elif top <= segments.top[segment]:
             segments.release(segment)
 
     def ended(self, parts: Parts, blocks: int, key: bytes, ended: Ended, now: float) -> None:
         """The request holds nothing any more: ``blocks`` blocks of its path were sealed, the last under ``key``. An end
-        that lies ahead is waited for."""
-        at = now if ended.at is None else ended.at
+        that lies ahead is waited for, as long as few are; none lies before the request came."""
+        at = now if ended.at is None else max(ended.at, self.segments.arrived[parts.own])
         self._ends[parts.number] = _End(blocks, key, ended)
-        if at > now:
+        if at > now and len(self._ending) < REMEMBERED:
             heapq.heappush(self._ending, (at, parts.number))
         else:
-            self._end(parts.number, at)
+            self._end(parts.number, min(at, now))
 
     def advance(self, now: float) -> None:
-        """It is ``now``: what is due by then is done."""
-        while self._ending and self._ending[0][0] <= now:
+        """It is ``now``: what is due by then is done, but for ends beyond ``ENDS_AT_ONCE``, which wait for the next."""
+        for _ in range(ENDS_AT_ONCE):
+            if not self._ending or self._ending[0][0] > now:
+                break
             at, number = heapq.heappop(self._ending)
             self._end(number, at)
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            self._refit = self.rates.refit(self.segments.open_landmarks(now))
+            self._refit = self.rates.refit(self.segments.open_landmarks(now, LANDMARKS_A_STEP // TABLES))
             self._has_lesson = True
 
     def lesson(self) -> Callable[[], bool] | None:
@@ -210,10 +217,10 @@ class History:
             self._refit = None
         return self._refit is None
 
-    def let_go(self, segment: int, now: float, *, is_host: bool) -> None:
-        """A block of the segment leaves the host, or a device."""
+    def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
+        """Blocks of the segment leave the host, or a device."""
         if segment != NOBODY:
-            self.uses.let_go(now - self.segments.arrived[segment], is_host=is_host)
+            self.uses.let_go(now - self.segments.arrived[segment], blocks, is_host=is_host)
 
     def is_worth_saving(self, segment: int, share: float) -> bool:
         """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
@@ -238,7 +245,7 @@ class History:
             return -1
         if not self.decides:
             return oldest
-        worth = self._worth(heads, now)
+        worth = worth_of(heads, self.rates, now, self._block_tokens if self.weighs_cost else 0)
         least = int(worth.argmin())
         segment = heads.segments[oldest]
         segments = self.segments
@@ -246,18 +253,6 @@ class History:
             return oldest
         margin = 1 - MARGIN * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
         return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
-
-    def _worth(self, heads: Heads, now: float) -> Floats:
-        queues = min(len(heads.ranks), self.rates.rows)
-        bins = np.log2(np.maximum(now + 1.0 - heads.since[:queues], 1.0))
-        bins += bins
-        at = np.minimum(bins, BINS - 1).astype(np.int64)
-        at += _ROW_STARTS[:queues] if queues <= len(_ROW_STARTS) else np.arange(queues) * BINS
-        worth: Floats = self.rates.density.ravel()[at]
-        if self.weighs_cost:
-            worth *= 1 + heads.depths[:queues] * (self._block_tokens / LINEAR_TOKENS)
-        worth[heads.ranks[:queues] == NO_RANK] = np.inf
-        return worth
 
     def worth(self, segment: int, now: float) -> Worth | None:
         """What is known of blocks of the segment; None of one that is nobody's."""
@@ -273,21 +268,26 @@ class History:
         blocks there are down to the deepest that has several known children."""
         segments, lines, key = self.segments, self._lines, path.key
         known, resident = path.known, path.resident
+        landmark_of = self._landmarks.segment_of.get
         since, shared = -1.0, 0
         if 0 < known < path.blocks and lines.children(key(known - 1)) > 1:
             shared = known
+        children_of = lines.children_of
         for at in range(known - 1, max(resident, known - GHOSTS_LOOKED) - 1, -1):
             each = key(at)
-            slot = self._landmarks.get(each, NOBODY)
+            slot = landmark_of(each, NOBODY)
             if slot:
                 self._touched(slot, now, is_first=segments.first[slot] == at, is_last=segments.last[slot] == at + 1)
                 since = max(since, segments.arrived[slot])
                 if segments.last[slot] == at + 1:
                     self._used(slot, now, at + 1 - max(segments.top[slot], segments.bottom[slot]))
-            if not shared and lines.children(each) > 1:
+            if not shared and children_of(each, 1) > 1:
                 shared = at + 1
-        at = resident
+        at, looks = resident, 0
         while at > 0:
+            looks += 1
+            if looks > SEGMENTS_LOOKED:
+                break
             slot = path.segment(at - 1)
             top = segments.top[slot]
             if slot == NOBODY or at <= top:
@@ -314,7 +314,8 @@ class History:
         if segments.flags[slot] & IS_SHARED:
             if at == segments.last[slot]:
                 return at
-            return next((each + 1 for each in range(at - 1, top - 1, -1) if children(key(each)) > 1), 0)
+            last = max(top, at - SHARED_LOOKED)
+            return next((each + 1 for each in range(at - 1, last - 1, -1) if children(key(each)) > 1), 0)
         return 0
 
     def _touched(self, slot: int, now: float, *, is_first: bool, is_last: bool) -> None:
@@ -363,9 +364,7 @@ class History:
                 if segments.queue_after[slot]:
                     self.rates.forgotten(segments.queue_after[slot], now - segments.ended[slot], weight)
             segments.flags[slot] = flags & ~(LANDMARKS | IS_REMEMBERED)
-            for key in self._landmark_keys.pop(slot, ()):
-                if self._landmarks.get(key) == slot:
-                    del self._landmarks[key]
+            self._landmarks.forget(slot)
             segments.release(slot)
 
     def _end(self, number: int, at: float) -> None:
@@ -390,6 +389,3 @@ class History:
                     self.rates.touched(after, 0.0, segments.early[slot])
                 self.on_moved(slot)
             segments.release(slot)
-
-
-_ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS

@@ -55,12 +55,14 @@ class Bounded(Generic[Value]):
 
 
 class Lines:
-    """``most``: keys of each kind that are kept."""
+    """``most``: keys of each kind that are kept. ``children_of``: as ``children``, with what it is where nothing is
+    known."""
 
     def __init__(self, most: int) -> None:
         self._ends: Bounded[Line] = Bounded(most)
         self._children: Bounded[int] = Bounded(most)
         self._hubs: Bounded[float] = Bounded(most)
+        self.children_of = self._children.get
 
     def __len__(self) -> int:
         return len(self._ends) + len(self._children) + len(self._hubs)

@@ -11,7 +11,7 @@ A refit is done in steps of some 0.2 ms each, so that nobody waits for the whole
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,8 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 TABLES = 2
 PRIOR_LIVES = 8.0
 DECAY = 0.95
-ROWS_A_STEP = 24
-LANDMARKS_A_STEP = 4096
+ROWS_A_STEP = 12
+LANDMARKS_A_STEP = 2048
 LEAST_ROWS = 64
 _TRIANGLE = np.arange(BINS)[:, None] <= np.arange(BINS)[None, :]
 
@@ -83,20 +83,21 @@ class Rates:
         if age > 0:
             self._censored[row] += weight * exposure(age)
 
-    def refit(self, open_landmarks: Open) -> Iterator[None]:
-        """Learn from all that was seen, then let it fade. To be gone through to its end, a step at a time."""
+    def refit(self, open_landmarks: Iterable[Open]) -> Iterator[None]:
+        """Learn from all that was seen, then let it fade. To be gone through to its end, a step at a time; each takes
+        ``LANDMARKS_A_STEP`` landmarks at most from ``open_landmarks``."""
         rows = self.rows
         events = self._events[:rows].copy()
         exposed = self._censored[:rows] + self._within[:rows]
         tables, groups = self._tables[:rows].copy(), self._groups[:rows].copy()
         self._fade(events[tables == 0].sum(axis=0))
-        for first in range(0, len(open_landmarks.rows), LANDMARKS_A_STEP):
-            yield
-            part = slice(first, first + LANDMARKS_A_STEP)
-            each = Open(open_landmarks.rows[part], open_landmarks.ages[part], open_landmarks.weights[part])
-            exposed += _exposed(each, rows)
         yield
-        exposed[:, :-1] += WIDTHS[:-1] * np.cumsum(events[:, :0:-1], axis=1)[:, ::-1]
+        outlived = events.copy()  # bins that were lived through to their end, by the one that came after
+        for each in open_landmarks:
+            _expose(each, outlived, exposed)
+            yield
+        exposed[:, :-1] += WIDTHS[:-1] * np.cumsum(outlived[:, :0:-1], axis=1)[:, ::-1]
+        yield
         hazards = _hazards(events, exposed, tables, groups)
         density = np.empty_like(hazards)
         for first in range(0, len(hazards), ROWS_A_STEP):
@@ -111,16 +112,13 @@ class Rates:
         self._censored *= DECAY
 
 
-def _exposed(landmarks: Open, rows: int) -> Floats:
-    """Seconds that open landmarks have spent in each bin, by class."""
+def _expose(landmarks: Open, outlived: Floats, exposed: Floats) -> None:
+    """Count the bins that open landmarks are in, and the seconds that they have spent there, by class."""
     ages = np.maximum(landmarks.ages, 0.0)
     bins = np.minimum((2 * np.log2(1 + ages)).astype(np.int64), BINS - 1)
     cells = landmarks.rows * BINS + bins
-    count = np.bincount(cells, landmarks.weights, rows * BINS).reshape(rows, BINS)
-    partly = np.bincount(cells, landmarks.weights * (ages - EDGES[bins]), rows * BINS).reshape(rows, BINS)
-    spent: Floats = partly.astype(np.float64)
-    spent[:, :-1] += WIDTHS[:-1] * np.cumsum(count[:, :0:-1], axis=1)[:, ::-1]
-    return spent
+    outlived += np.bincount(cells, landmarks.weights, outlived.size).reshape(outlived.shape)
+    exposed += np.bincount(cells, landmarks.weights * (ages - EDGES[bins]), exposed.size).reshape(exposed.shape)
 
 
 def _hazards(events: Floats, exposed: Floats, tables: Ints, groups: Ints) -> Floats:

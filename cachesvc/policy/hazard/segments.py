@@ -8,9 +8,11 @@ count while nobody has touched them again. Slot 0 is nobody's.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
+from cachesvc.model.requests import Parts
 from cachesvc.policy.hazard.rates import Floats, Ints, Open
 
 NOBODY = 0
@@ -20,6 +22,7 @@ WEIGHTS = (0.0, 0.5, 0.5, 1.0)
 """Of the landmarks that are open: together a segment counts once."""
 WEIGHT_COLUMN = np.array(WEIGHTS)
 LEAST_SLOTS = 256
+SLOTS_AT_ONCE = 16384
 
 
 class Segments:
@@ -82,11 +85,31 @@ class Segments:
         self._free.append(slot)
         return True
 
-    def open_landmarks(self, now: float) -> Open:
-        """Of the remembered segments: in the first table by arrival, in the second by end."""
-        flags = np.frombuffer(self.flags, np.uint8) & LANDMARKS
-        at: Ints = np.flatnonzero(flags).astype(np.int64)
-        weights = WEIGHT_COLUMN[flags[at]]
+    def sweep(self, owners: Ints, bottom: int, taker: Parts) -> None:
+        """``taker`` has taken over blocks of a path, the deepest before ``bottom``, of which ``owners`` were the
+        segments, deepest first. Where that is not known yet it is not learned from, and nothing is done one by one."""
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        slots, ends = owners[starts], (bottom - starts).astype(np.int32)
+        tops, flags = np.frombuffer(self.top, np.int32), np.frombuffer(self.flags, np.uint8)
+        is_new = (ends > tops[slots]) & (slots != NOBODY) & (slots != taker.shared) & (slots != taker.own)
+        if not is_new.any():
+            return
+        slots, ends = slots[is_new], ends[is_new]
+        flags[slots] &= np.uint8(0xFF & ~LANDMARKS)
+        tops[slots] = ends
+        needed = flags[slots] & (IS_RUNNING | IS_REMEMBERED) != 0
+        self._free.extend(slots[~needed & (ends >= np.frombuffer(self.bottom, np.int32)[slots])].tolist())
+
+    def open_landmarks(self, now: float, most: int) -> Iterator[Open]:
+        """Of the remembered segments, in parts of ``most`` of them at most: in the first table by arrival, in the
+        second by end."""
+        for first in range(0, len(self.flags), SLOTS_AT_ONCE):
+            flags = np.frombuffer(self.flags, np.uint8)[first : first + SLOTS_AT_ONCE] & LANDMARKS
+            at: Ints = np.flatnonzero(flags).astype(np.int64) + first
+            yield from (self._open(at[part : part + most], now) for part in range(0, max(1, len(at)), most))
+
+    def _open(self, at: Ints, now: float) -> Open:
+        weights = WEIGHT_COLUMN[np.frombuffer(self.flags, np.uint8)[at] & LANDMARKS]
         arrived, ended = np.frombuffer(self.arrived)[at], np.frombuffer(self.ended)[at]
         queue = np.frombuffer(self.queue, np.uint16)[at].astype(np.int64)
         after = np.frombuffer(self.queue_after, np.uint16)[at].astype(np.int64)

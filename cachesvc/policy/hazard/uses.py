@@ -54,12 +54,13 @@ class HostUses:
         self._all_outlasted += blocks
         self._all_used += used
 
-    def let_go(self, age: float, *, is_host: bool) -> None:
-        """A block has left the host, or a device, ``age`` seconds after its last use."""
+    def let_go(self, age: float, blocks: int, *, is_host: bool) -> None:
+        """Blocks have left the host, or a device, ``age`` seconds after their last use."""
+        follows = FOLLOWS if blocks == 1 else 1 - (1 - FOLLOWS) ** blocks
         if is_host:
-            self.host_seconds += FOLLOWS * (age - self.host_seconds)
+            self.host_seconds += follows * (age - self.host_seconds)
         else:
-            self.device_seconds += FOLLOWS * (age - self.device_seconds)
+            self.device_seconds += follows * (age - self.device_seconds)
 
     def is_worth(self, row: int, share: float) -> bool:
         """True where blocks of the class are used from the host at least ``share`` times as often as the mean."""

@@ -16,12 +16,11 @@ from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle
-from cachesvc.flows.release import release
+from cachesvc.flows.release import ended, release
 from cachesvc.flows.stock import extend
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import Urgency
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.dispatch import Ask, Dispatcher
@@ -100,11 +99,9 @@ def _recycle(m: cache_pb2.RecycleRequest) -> Flow[Recycled]:
 
 def _release(m: cache_pb2.ReleaseRequest) -> Flow[int]:
     tokens = m.output_tokens if m.HasField("output_tokens") else None
-    if m.HasField("clock_seconds"):
-        told = Ended(tokens, require_clock(m.clock_seconds))
-        return lambda core, call: release(core, call, m.sequence_id, told)
+    clock = require_clock(m.clock_seconds) if m.HasField("clock_seconds") else None
     ago = m.ended_ms / 1000
-    return lambda core, call: release(core, call, m.sequence_id, Ended(tokens, call.now - ago))
+    return lambda core, call: release(core, call, m.sequence_id, ended(call, tokens, ago, clock))
 
 
 def _prefetch(m: cache_pb2.PrefetchRequest) -> Flow[Prefetched]:

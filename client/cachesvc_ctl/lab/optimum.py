@@ -15,8 +15,8 @@ import numpy.typing as npt
 from cachesvc_ctl.lab.prompts import Prompts
 
 
-def optimal_hits(prompts: Prompts, device_blocks: int, host_blocks: int = 0) -> int:
-    """Blocks that are hit at best where so many are kept, on a device and on its host together.
+def optimal_hits(prompts: Prompts, device_blocks: int, host_blocks: int = 0) -> list[int]:
+    """Blocks of each prompt that are hit at best where so many are kept, on a device and on its host together.
 
     Exact for a device alone; with a host a bound that no policy passes. Of a prompt longer than the device only its
     first ``device_blocks`` are cached.
@@ -38,17 +38,18 @@ def _next_uses(flat: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return next_use
 
 
-def _hits(flat: list[int], starts: list[int], next_use: list[int], capacity: int) -> int:
+def _hits(flat: list[int], starts: list[int], next_use: list[int], capacity: int) -> list[int]:
     """A later position is a later prompt, or a deeper block of the same: the greatest goes first."""
     kept = [-1] * (max(flat, default=-1) + 1)  # of each block that is kept the position of its next use
-    size = hits = 0
+    size, hits = 0, []
     farthest: list[int] = []  # negated; one whose block was dropped or used since is skipped
     for first, end in pairwise(starts):
+        before = size
         for block in flat[first:end]:
             if kept[block] >= 0:
-                hits += 1
                 size -= 1
                 kept[block] = -1
+        hits.append(before - size)
         while size > capacity - (end - first):
             position = -heapq.heappop(farthest)
             block = flat[position]

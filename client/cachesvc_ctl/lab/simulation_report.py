@@ -46,6 +46,7 @@ def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
                 "requests": row.requests,
                 "blocks": row.blocks,
                 "hits": {"device": row.device_hits, "host": row.host_hits},
+                "compute_saved": row.compute_saved,
                 "seconds": row.seconds,
             }
             for row in rows
@@ -59,7 +60,7 @@ def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
     parts = []
     for trace in dict.fromkeys(row.trace for row in rows):
         of_trace = [row for row in rows if row.trace == trace]
-        head = ("device", "host", "writes", "policy", "hits on device", "on host", "together")
+        head = ("device", "host", "writes", "policy", "hits on device", "on host", "together", "compute saved")
         cells = [_cells(row, block_bytes) for row in of_trace]
         about = f"{trace}: {of_trace[0].requests:,} requests, {of_trace[0].blocks:,} block accesses"
         parts.append(f"{about}\n\n{table(head, cells)}")
@@ -68,7 +69,7 @@ def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
 
 def _cells(row: Row, block_bytes: int) -> tuple[str, ...]:
     cell, whole = row.cell, row.blocks or 1
-    ratios = (row.device_hits / whole, row.host_hits / whole, row.hit_ratio)
+    ratios = (row.device_hits / whole, row.host_hits / whole, row.hit_ratio, row.compute_saved)
     sizes = (_size(blocks, block_bytes) for blocks in (cell.device_blocks, cell.host_blocks))
     return (*sizes, cell.write_policy if cell.host_blocks else "-", cell.policy, *(f"{r:8.2%}" for r in ratios))
 

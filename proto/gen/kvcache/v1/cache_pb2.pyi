@@ -80,9 +80,13 @@ class MatchRequest(_message.Message):
     max_blocks: _builtins.int
     """Most blocks to reuse; 0: all. A caller that must compute the last token leaves its block out here."""
     waited_ms: _builtins.int
-    """How long ago the request came to the engine, where it has waited there: eviction learns from when requests come."""
+    """How long ago the request came to the engine, where it has waited there: eviction learns from when requests come.
+    More than ten minutes count as ten minutes.
+    """
     clock_seconds: _builtins.float
-    """A replay's: what time it is in its trace, by which eviction goes from then on. It does not go back."""
+    """A replay's: what time it is in its trace, by which eviction goes from then on. It does not go back. INVALID_ARGUMENT
+    once a request of the model has come without: then all go by the daemon's time until the model has no leases.
+    """
     def __init__(
         self,
         *,
@@ -407,12 +411,14 @@ class ReleaseRequest(_message.Message):
     request_id: _builtins.int
     sequence_id: _builtins.int
     output_tokens: _builtins.int
-    """Tokens that the request has put out, and how long ago it ended: eviction learns from them. Without output_tokens the
-    class of its blocks stays what Match showed.
+    """Tokens that the request has put out, and how long ago it ended, which is not before it came: eviction learns from
+    them. Without output_tokens the class of its blocks stays what Match showed.
     """
     ended_ms: _builtins.int
     clock_seconds: _builtins.float
-    """A replay's: when the request ended in its trace, which may lie ahead."""
+    """A replay's: when the request ended in its trace, which may lie ahead. Ignored where the model goes by the daemon's
+    time.
+    """
     def __init__(
         self,
         *,

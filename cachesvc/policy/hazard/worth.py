@@ -1,0 +1,32 @@
+"""What the heads of the queues are worth, all at once: one choice is a few operations on arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cachesvc.policy.hazard.ages import BINS
+from cachesvc.policy.hazard.asked import Heads
+from cachesvc.policy.hazard.rates import Floats, Ints, Rates
+
+NO_RANK = (1 << 63) - 1
+"""Of a queue without candidates."""
+LINEAR_TOKENS = 30_500
+"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
+
+
+def worth_of(heads: Heads, rates: Rates, now: float, weighed_tokens: int) -> Floats:
+    """Hits a second that each head is expected to bring; infinite where there is none. ``weighed_tokens``: tokens of a
+    block, where a hit counts for more the later in a prompt it is; 0: all count the same."""
+    queues = min(len(heads.ranks), rates.rows)
+    bins = np.log2(np.maximum(now + 1.0 - heads.since[:queues], 1.0))
+    bins += bins
+    at = np.minimum(bins, BINS - 1).astype(np.int64)
+    at += _ROW_STARTS[:queues] if queues <= len(_ROW_STARTS) else np.arange(queues) * BINS
+    worth: Floats = rates.density.ravel()[at]
+    if weighed_tokens:
+        worth *= 1 + heads.depths[:queues] * (weighed_tokens / LINEAR_TOKENS)
+    worth[heads.ranks[:queues] == NO_RANK] = np.inf
+    return worth
+
+
+_ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS
