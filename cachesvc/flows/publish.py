@@ -145,15 +145,12 @@ def _publish_straight(
         return
     model.last_used = call.now
     remembered, reuse = model.remembered, model.reuse
-    blocks = 0
-    reuses: dict[bytes, int] = {}
-    for _, keys in parts:
-        reuse.computed_all(keys)
-        blocks += len(keys)
-        if remembered:
-            reuses |= {key: remembered.pop(key) for key in keys if key in remembered}
+    keys = [key for _, its in parts for key in its]
+    blocks = len(keys)
+    reuse.computed_all(keys)
     reuse.published += blocks
-    paths = seal_new(replica.place, parts, core.ledger.stamp, reuses)
+    reuses = {key: remembered.pop(key) for key in keys if key in remembered} if remembered else {}
+    paths = seal_new(replica.place, parts, core.ledger.stamps(blocks + len(parts)), reuses)
     if core.writing.copies_when_sealed or core.on_sealed is not None:
         for (sequence, _), path in zip(parts, paths, strict=True):
             _tell_sealed(core, call, sequence, path, len(path))
@@ -179,16 +176,15 @@ def _find_straight(
             break
         if sequence.loads or sequence.swap_ticket or sequence.swapped_out or sequence.failed:
             break
-        last = first + end - start
+        count = end - start
+        last = first + count
         if first != sequence.sealed or not first < last <= len(sequence.tables[0]):
             break
-        raw = packed[start * KEY_BYTES : end * KEY_BYTES]
-        if not raw or first * KEY_BYTES < len(sequence.keys):
-            known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
-            raw = raw or known
-            if len(raw) != (last - first) * KEY_BYTES or not raw.startswith(known):
-                break
-        keys = [raw] if last - first == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
+        raw = packed[start * KEY_BYTES : end * KEY_BYTES] if packed else known
+        if len(raw) != count * KEY_BYTES or not raw.startswith(known):
+            break
+        keys = [raw] if count == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         for key in keys:
             if key in known_parts[key[-1]] or key in fresh:
                 return parts

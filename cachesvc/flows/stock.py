@@ -14,8 +14,10 @@ the numbers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Sequence
 from functools import partial
+from operator import gt
 from typing import NoReturn
 
 from cachesvc.flows.call import Call, require_on_device
@@ -128,22 +130,25 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[Grou
     """
     lease, pools = call.lease, call.replica.place.pools
     check_stock(core, lease, targets)
-    wanted = [max(0, target - len(lease.stock[group])) for group, target in enumerate(targets)]
+    wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
     if not any(wanted):
         lease.grown = 0
         return ()
     grown = min(lease.grown, max(wanted))
     replaced = 0
-    if grown and any(min(count, grown) > pool.unreserved for count, pool in zip(wanted, pools, strict=True)):
-        replaced = free_some(core, call, [min(count, grown) for count in wanted])
+    needed = [min(count, grown) for count in wanted]
+    if any(map(gt, needed, [pool.unreserved for pool in pools])):
+        replaced = free_some(core, call, needed)
         lease.grown = grown - replaced
     granted: list[GroupCells] = []
     is_short = False
     for group, (count, pool) in enumerate(zip(wanted, pools, strict=True)):
-        is_short |= count > pool.unreserved
-        pages = lease.grant(group, pool, min(count, pool.unreserved))
+        free = pool.unreserved
+        is_short |= count > free
+        pages = lease.grant(group, pool, min(count, free))
         if pages:
-            granted.append(GroupCells(group, 0, tuple(pages), tuple(pool.generations[page] for page in pages)))
+            generations = pool.generations
+            granted.append(GroupCells(group, 0, array("i", pages), tuple([generations[page] for page in pages])))
     if is_short:
         core.count(Count.STOCK_SHORT)
         if replaced and lease.grown > 0 and not lease.is_replacing:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import repeat
 from typing import NamedTuple
 
 from cachesvc.model.errors import EventsForgotten
@@ -133,18 +132,22 @@ class Journal:
 
     def note_all(self, code: int, rows: Sequence[int]) -> None:
         """``note`` for each of ``rows``, whose copies came."""
-        keys, index_keys, parents = self._keys, self._index_keys, self._index_parents
-        room = min(len(rows), max(self.keep - self.last, 0))
-        for row in rows[:room]:
-            above = parents[row]
-            keys.append(index_keys[row] or b"")
-            self._parents.append((index_keys[above] or b"") if above >= 0 else b"")
-        self._rows.extend(rows[:room])
-        self._codes.extend(repeat(code, room))
-        self._seconds.extend(repeat(self._moment.seconds, room))
-        self.last += room
-        for row in rows[room:]:
-            self.note(code, row)
+        index_keys = self._index_keys
+        keys = [index_keys[row] or b"" for row in rows]
+        aboves = map(self._index_parents.__getitem__, rows)
+        parents = [(index_keys[above] or b"") if above >= 0 else b"" for above in aboves]
+        done = 0
+        while done < len(rows):
+            at = self.last if self.last < self.keep else self.last % self.keep
+            count = min(len(rows) - done, self.keep - at)
+            ring, part = slice(at, at + count), slice(done, done + count)
+            self._keys[ring] = keys[part]
+            self._parents[ring] = parents[part]
+            self._rows[ring] = array("i", rows[part])
+            self._codes[ring] = array("I", (code,)) * count
+            self._seconds[ring] = array("d", (self._moment.seconds,)) * count
+            self.last += count
+            done += count
 
     def read(self, number: int, limit: int) -> list[Event]:
         """Up to ``limit`` changes from ``number`` on. Raises EventsForgotten."""

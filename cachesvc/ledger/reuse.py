@@ -89,9 +89,14 @@ class Reuse:
 
     def computed_all(self, keys: Iterable[bytes]) -> None:
         """``computed`` for each of ``keys``."""
-        if self._knows_some:
-            for key in keys:
-                self.computed(key)
+        if not self._knows_some:
+            return
+        young, old, recomputed = self._young.parts, self._old.parts, self.recomputed
+        for key in keys:
+            part = key[-1]
+            known = young[part].get(key) or old[part].get(key)
+            if known is not None:
+                recomputed[known] = recomputed.get(known, 0) + 1
 
     def computed_again(self, tier: str, cause: Miss) -> None:
         """A block was published that the index has, on ``tier``."""

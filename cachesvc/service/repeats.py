@@ -24,7 +24,7 @@ KEEP_CONTENTS_BYTES = 128 << 10
 """Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
 
 Mark = tuple[str, type[Message], bytes | int]
-"""What tells requests under one id apart: name and message of the call, and its bytes or 64 bits of a hash over them."""
+"""What tells requests under one id apart: the call, its message, and their bytes or 64 bits of a hash over them."""
 
 
 def mark_of(name: str, request: Message, came: bytes) -> Mark:

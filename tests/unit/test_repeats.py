@@ -68,7 +68,7 @@ def test_an_equal_request_may_be_written_otherwise(key_bytes: int) -> None:
     """Another encoder, or another way, may put its fields in another order and write what is left out by default."""
     request = cache_pb2.MatchRequest(sequence_id=5, keys=bytes(key_bytes))
     ours = request.SerializeToString()
-    assert ours.startswith(b"\x18\x05") and request.max_blocks == 0
+    assert ours.startswith(b"\x18\x05")
     theirs = ours[2:] + ours[:2] + b"\x28\x00"
     assert cache_pb2.MatchRequest.FromString(theirs) == request
     repeats = Repeats()
