@@ -132,8 +132,10 @@ def publish_many(
     has published. ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its
     sequence is among ``held``, or it takes more turns than one; those behind it are not looked at."""
     starts, most = publishes.starts, core.turns.sealed
-    long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
-    _publish_straight(core, call, publishes, range(entries.start, long), told, held)
+    if starts[entries.stop] - starts[entries.start] > most:
+        long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
+        entries = range(entries.start, long)
+    _publish_straight(core, call, publishes, entries, told, held)
 
 
 def _publish_straight(
@@ -180,8 +182,9 @@ def _find_straight(
         last = first + count
         if first != sequence.sealed or not first < last <= len(sequence.tables[0]):
             break
-        known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
-        raw = packed[start * KEY_BYTES : end * KEY_BYTES] if packed else known
+        raw = known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
+        if packed:
+            raw = packed[start * KEY_BYTES : end * KEY_BYTES]
         if len(raw) != count * KEY_BYTES or not raw.startswith(known):
             break
         keys = [raw] if count == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]

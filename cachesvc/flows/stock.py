@@ -25,8 +25,10 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.room import free_some
 from cachesvc.flows.turns import Chore
+from cachesvc.ledger.growing import grow_by
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotOwned
@@ -67,23 +69,39 @@ def extend_many(
         entries = entries[:1]
         if not _fit(lease, pools, growth, entries):
             return
+    named = numbers[entries.start : entries.stop]
+    if len(set(named)) < len(named):
+        _extend_in_turn(core, call, growth, entries, told, held)
+        return
     sequences = lease.sequences
-    begin = end = starts[entries.start]
-    for entry in entries:
-        number, last = numbers[entry], starts[entry + 1]
+    bounds = starts[entries.start : entries.stop + 1]
+    growing: list[OpenSequence] = []
+    for number, first, last in zip(named, bounds, bounds[1:], strict=False):
         sequence = sequences.get(number)
         if sequence is None or number in held or sequence.failed or sequence.swap_ticket or sequence.swapped_out:
             break
         before = len(sequence.tables[0])
-        blocks = before + last - end
+        blocks = before + last - first
         if blocks > limit or before < sequence.hit_blocks:
             break
-        sequence.grow_from(columns, end, last)
+        growing.append(sequence)
         told.append(blocks)
-        end = last
+    bounds = bounds[: len(growing) + 1]
+    grow_by(growing, bounds, columns)
     for stock, pages in zip(lease.stock, columns, strict=True):
-        stock.difference_update(pages[begin:end])
-    lease.grown += end - begin
+        stock.difference_update(pages[bounds[0] : bounds[-1]])
+    lease.grown += bounds[-1] - bounds[0]
+
+
+def _extend_in_turn(
+    core: Core, call: Call, growth: Growth, entries: range, told: list[int], held: Container[int]
+) -> None:
+    """``extend_many`` where a sequence is named twice: one entry after another."""
+    for entry in entries:
+        done = len(told)
+        extend_many(core, call, growth, range(entry, entry + 1), told, held)
+        if len(told) == done:
+            return
 
 
 def _fit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range) -> bool:

@@ -70,9 +70,10 @@ class BlockTables(Hold):
     def owns(self, first: int, last: int) -> bool:
         """True where this sequence alone may write all pages of positions ``[first, last)``; windowed groups may have
         none there."""
-        is_one = last - first == 1
+        if len(self.own) == 1 and last - first == 1:  # by far the most: a loop costs more than the look
+            return self.tables[0][first] in self.own[0]
         for table, own in zip(self.tables, self.own, strict=True):
-            if not (table[first] in own if is_one else own.issuperset(table[first:last])):
+            if not own.issuperset(table[first:last]):
                 return bool(self.place.window_groups) and self._owns_or_lacks(first, last)
         return True
 
@@ -135,36 +136,29 @@ class BlockTables(Hold):
         for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
             table.extend(pages)
             own.update(pages)
-        last = min(self.blocks, self.known_keys)
-        self.declare(last, last)
+        self.declare_tables()
 
-    def grow_from(self, columns: Sequence[Sequence[int]], first: int, last: int) -> None:
-        """``grow`` by the pages ``[first, last)`` of each group's column."""
-        is_one = last - first == 1
-        for table, own, pages in zip(self.tables, self.own, columns, strict=True):
-            if is_one:
-                page = pages[first]
-                table.append(page)
-                own.add(page)
-            else:
-                table.extend(pages[first:last])
-                own.update(pages[first:last])
-        known = len(self.keys) // KEY_BYTES
+    def declare_tables(self) -> None:
+        """The request computes all blocks of its tables from its hit on, as far as their keys are known."""
+        known, last = len(self.keys) // KEY_BYTES, len(self.tables[0])
         if known > self.sealed:
-            last = min(len(self.tables[0]), known)
+            last = min(known, last)
             self.declare(last, last)
 
     def declare(self, last: int, most: int) -> bool:
         """The request computes, or is about to, all blocks from its hit on up to ``last``, whose keys are known; up to
         ``most`` more of them are declared now. True when all are."""
-        first = max(self.sealed, self.hit_blocks, self.declared)
-        until = min(last, first + most)
-        if until > first:
+        at = self.declared
+        if at < self.sealed or at < self.hit_blocks:
+            at = max(self.sealed, self.hit_blocks)
+        until = last if last - at <= most else at + most
+        if at < until:
             computing, keys = self.ledger.computing, self.keys
-            for at in range(first * KEY_BYTES, until * KEY_BYTES, KEY_BYTES):
-                key = bytes(keys[at : at + KEY_BYTES])
-                computing[key] = computing.get(key, 0) + 1
             self.declared = until
+            while at < until:
+                key = bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+                computing[key] = computing.get(key, 0) + 1
+                at += 1
         return until >= last
 
     def _withdraw(self, first: int, last: int) -> None:

@@ -198,8 +198,8 @@ class Dispatcher:
                 raise Unavailable("the daemon stops; go on without the cache")
             holder = self.admission.holder(process() if lease is None else _process_of(lease), who.acts_for)
             request_id = 0 if method.request_id_of is None else method.request_id_of(request)
-            repeats = self._repeats.get(lease_id) if request_id else None
-            is_retry = repeats is not None and lease is not None and repeats.knows(request_id)
+            repeats = self._repeats.get(lease_id)
+            is_retry = request_id != 0 and repeats is not None and lease is not None and repeats.knows(request_id)
             self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
             check_fields(request, len(came))
             deadline = math.inf if seconds is None else now + seconds
