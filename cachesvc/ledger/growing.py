@@ -23,5 +23,5 @@ def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: S
             tables.tables[group].extend(pages)
             tables.own[group].update(pages)
     for tables in all_tables:
-        if len(tables.keys):
-            tables.declare_tables()
+        if tables.keys:
+            tables.declare(len(tables.tables[0]))

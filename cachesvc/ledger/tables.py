@@ -136,22 +136,17 @@ class BlockTables(Hold):
         for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
             table.extend(pages)
             own.update(pages)
-        self.declare_tables()
+        self.declare(self.blocks)
 
-    def declare_tables(self) -> None:
-        """The request computes all blocks of its tables from its hit on, as far as their keys are known."""
-        known, last = len(self.keys) // KEY_BYTES, len(self.tables[0])
-        if known > self.sealed:
-            last = min(known, last)
-            self.declare(last, last)
-
-    def declare(self, last: int, most: int) -> bool:
-        """The request computes, or is about to, all blocks from its hit on up to ``last``, whose keys are known; up to
-        ``most`` more of them are declared now. True when all are."""
-        at = self.declared
+    def declare(self, last: int, most: int | None = None) -> bool:
+        """The request computes, or is about to, all blocks from its hit on up to ``last``, as far as their keys are
+        known; up to ``most`` more of them (None: all) are declared now. True when all are."""
+        known, at = len(self.keys) // KEY_BYTES, self.declared
+        if last > known:
+            last = known
         if at < self.sealed or at < self.hit_blocks:
             at = max(self.sealed, self.hit_blocks)
-        until = last if last - at <= most else at + most
+        until = last if most is None or last - at <= most else at + most
         if at < until:
             computing, keys = self.ledger.computing, self.keys
             self.declared = until
