@@ -132,8 +132,10 @@ def publish_many(
     has published. ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its
     sequence is among ``held``, or it takes more turns than one; those behind it are not looked at."""
     starts, most = publishes.starts, core.turns.sealed
-    long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
-    _publish_straight(core, call, publishes, range(entries.start, long), told, held)
+    if starts[entries.stop] - starts[entries.start] > most:
+        long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
+        entries = range(entries.start, long)
+    _publish_straight(core, call, publishes, entries, told, held)
 
 
 def _publish_straight(
@@ -145,15 +147,12 @@ def _publish_straight(
         return
     model.last_used = call.now
     remembered, reuse = model.remembered, model.reuse
-    blocks = 0
-    reuses: dict[bytes, int] = {}
-    for _, keys in parts:
-        reuse.computed_all(keys)
-        blocks += len(keys)
-        if remembered:
-            reuses |= {key: remembered.pop(key) for key in keys if key in remembered}
+    keys = [key for _, its in parts for key in its]
+    blocks = len(keys)
+    reuse.computed_all(keys)
     reuse.published += blocks
-    paths = seal_new(replica.place, parts, core.ledger.stamp, reuses)
+    reuses = {key: remembered.pop(key) for key in keys if key in remembered} if remembered else {}
+    paths = seal_new(replica.place, parts, core.ledger.stamps(blocks + len(parts)), reuses)
     if core.writing.copies_when_sealed or core.on_sealed is not None:
         for (sequence, _), path in zip(parts, paths, strict=True):
             _tell_sealed(core, call, sequence, path, len(path))
@@ -179,16 +178,16 @@ def _find_straight(
             break
         if sequence.loads or sequence.swap_ticket or sequence.swapped_out or sequence.failed:
             break
-        last = first + end - start
+        count = end - start
+        last = first + count
         if first != sequence.sealed or not first < last <= len(sequence.tables[0]):
             break
-        raw = packed[start * KEY_BYTES : end * KEY_BYTES]
-        if not raw or first * KEY_BYTES < len(sequence.keys):
-            known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
-            raw = raw or known
-            if len(raw) != (last - first) * KEY_BYTES or not raw.startswith(known):
-                break
-        keys = [raw] if last - first == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        raw = known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
+        if packed:
+            raw = packed[start * KEY_BYTES : end * KEY_BYTES]
+        if len(raw) != count * KEY_BYTES or not raw.startswith(known):
+            break
+        keys = [raw] if count == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         for key in keys:
             if key in known_parts[key[-1]] or key in fresh:
                 return parts

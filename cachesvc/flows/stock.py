@@ -14,8 +14,10 @@ the numbers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Sequence
 from functools import partial
+from operator import gt
 from typing import NoReturn
 
 from cachesvc.flows.call import Call, require_on_device
@@ -23,8 +25,10 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.room import free_some
 from cachesvc.flows.turns import Chore
+from cachesvc.ledger.growing import grow_by
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotOwned
@@ -65,23 +69,39 @@ def extend_many(
         entries = entries[:1]
         if not _fit(lease, pools, growth, entries):
             return
+    named = numbers[entries.start : entries.stop]
+    if len(set(named)) < len(named):
+        _extend_in_turn(core, call, growth, entries, told, held)
+        return
     sequences = lease.sequences
-    begin = end = starts[entries.start]
-    for entry in entries:
-        number, last = numbers[entry], starts[entry + 1]
+    bounds = starts[entries.start : entries.stop + 1]
+    growing: list[OpenSequence] = []
+    for number, first, last in zip(named, bounds, bounds[1:], strict=False):
         sequence = sequences.get(number)
         if sequence is None or number in held or sequence.failed or sequence.swap_ticket or sequence.swapped_out:
             break
         before = len(sequence.tables[0])
-        blocks = before + last - end
+        blocks = before + last - first
         if blocks > limit or before < sequence.hit_blocks:
             break
-        sequence.grow_from(columns, end, last)
+        growing.append(sequence)
         told.append(blocks)
-        end = last
+    bounds = bounds[: len(growing) + 1]
+    grow_by(growing, bounds, columns)
     for stock, pages in zip(lease.stock, columns, strict=True):
-        stock.difference_update(pages[begin:end])
-    lease.grown += end - begin
+        stock.difference_update(pages[bounds[0] : bounds[-1]])
+    lease.grown += bounds[-1] - bounds[0]
+
+
+def _extend_in_turn(
+    core: Core, call: Call, growth: Growth, entries: range, told: list[int], held: Container[int]
+) -> None:
+    """``extend_many`` where a sequence is named twice: one entry after another."""
+    for entry in entries:
+        done = len(told)
+        extend_many(core, call, growth, range(entry, entry + 1), told, held)
+        if len(told) == done:
+            return
 
 
 def _fit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range) -> bool:
@@ -129,23 +149,26 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     """
     lease, pools = call.lease, call.replica.place.pools
     check_stock(core, lease, targets)
-    wanted = [max(0, target - len(lease.stock[group])) for group, target in enumerate(targets)]
+    wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
     if not any(wanted):
         lease.grown = 0
         return ()
     grown = min(lease.grown, max(wanted))
     replaced = 0
-    if grown and any(min(count, grown) > pool.unreserved for count, pool in zip(wanted, pools, strict=True)):
-        replaced = free_some(core, call, [min(count, grown) for count in wanted])
+    needed = [min(count, grown) for count in wanted]
+    if any(map(gt, needed, [pool.unreserved for pool in pools])):
+        replaced = free_some(core, call, needed)
         lease.grown = grown - replaced
     granted: list[GroupCells] = []
     is_short = False
     lease.stocked_by = member
     for group, (count, pool) in enumerate(zip(wanted, pools, strict=True)):
-        is_short |= count > pool.unreserved
-        pages = lease.grant(group, pool, min(count, pool.unreserved))
+        free = pool.unreserved
+        is_short |= count > free
+        pages = lease.grant(group, pool, min(count, free))
         if pages:
-            granted.append(GroupCells(group, 0, tuple(pages), tuple(pool.generations[page] for page in pages)))
+            generations = pool.generations
+            granted.append(GroupCells(group, 0, array("i", pages), tuple([generations[page] for page in pages])))
     if is_short:
         core.count(Count.STOCK_SHORT)
         if replaced and lease.grown > 0 and not lease.is_replacing:

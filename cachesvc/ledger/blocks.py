@@ -161,14 +161,15 @@ class BlockLedger:
         parts = self.index.rows.parts
         states = place.states[place.lead] if place is not None else None
         given = low
+        middle = high  # first: a prompt that is there whole is found at once
         while low < high:
-            middle = (low + high + 1) >> 1
             key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
             row = parts[key[-1]].get(key, NO_ROW)
             if row >= 0 and (states is None or states[row] >= IS_READY):
                 low, low_row = middle, row
             else:
                 high = middle - 1
+            middle = (low + high + 1) >> 1
         return low, low_row if low == given else require_chained(low - 1, low_row, self.index.depth)
 
     def _host_reach(self, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:

@@ -92,18 +92,20 @@ class BlockIndex:
     def insert(self, key: bytes, parent: int, stamp: int, reuses: int = 0) -> int:
         """A new row under ``parent`` (NO_ROW: the root) with no copy yet; the caller gives it one at once."""
         reused = {key: reuses} if reuses else {}
-        [[row]] = self.insert_paths([(parent, (key,))], lambda: stamp, reused)
+        [[row]] = self.insert_paths([(parent, (key,))], stamp, reused)
+        self.stamp[row] = stamp
         self.hits[row] = 0
         return row
 
     def insert_paths(
-        self, paths: Iterable[tuple[int, Sequence[bytes]]], stamp: Callable[[], int], reuses: Mapping[bytes, int]
+        self, paths: Iterable[tuple[int, Sequence[bytes]]], stamp: int, reuses: Mapping[bytes, int]
     ) -> list[list[int]]:
         """``insert`` for each key of some paths, each from a row (NO_ROW: the root) down, whose last is then accessed,
-        as by ``touch``. ``reuses``: of those keys that have any."""
+        as by ``touch``. ``stamp``: the first of as many access numbers as there are keys and paths. ``reuses``: of
+        those keys that have any."""
         parts, keys_of, parent, depth, head = self.rows.parts, self.keys, self.parent, self.depth, self.head
         children, continued, stamps, counts = self.children, self.continued, self.stamp, self.reuses
-        spare = self._spare_rows
+        hits, spare = self.hits, self._spare_rows
         out: list[list[int]] = []
         for tip, keys in paths:
             path: list[int] = []
@@ -115,7 +117,8 @@ class BlockIndex:
                 row = spare.pop()
                 keys_of[row] = key
                 parent[row] = above
-                stamps[row] = stamp()
+                stamps[row] = stamp
+                stamp += 1
                 counts[row] = reuses.get(key, 0) if reuses else 0
                 if above == NO_ROW:
                     depth[row] = 0
@@ -127,8 +130,9 @@ class BlockIndex:
                     continued[above] = 1
                 parts[key[-1]][key] = row
                 path.append(row)
-            stamps[row] = stamp()  # nobody has filed it yet
-            self.hits[row] += 1
+            stamps[row] = stamp  # nobody has filed it yet
+            stamp += 1
+            hits[row] += 1
             out.append(path)
         return out
 

@@ -99,7 +99,8 @@ class Lease:
 
     def heard(self, now: float) -> None:
         """A sign of life. A call that waited brings the time when it began, which moves nothing back."""
-        self.last_heard = max(self.last_heard, now)
+        if now > self.last_heard:
+            self.last_heard = now
 
     def grant(self, group: int, pool: PagePool, count: int) -> list[int]:
         """Take free pages into the stock. There are enough."""

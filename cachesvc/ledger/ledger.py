@@ -122,6 +122,12 @@ class Ledger:
         self._stamp += 1
         return self._stamp
 
+    def stamps(self, count: int) -> int:
+        """The next ``count`` access numbers: the first of them."""
+        first = self._stamp + 1
+        self._stamp += count
+        return first
+
     def mark_time(self, now: float) -> None:
         """It is ``now`` (seconds): lets ages of accesses be told. Nothing is decided by it."""
         self.ages.mark(self._stamp, now)

@@ -129,9 +129,9 @@ class PagePool:
         """``shift`` for each of distinct pages, none of which becomes free. Raises IllegalMove before anything has
         moved."""
         states, before, after = self.states, int(source), int(target)
-        for page in pages:
-            if page < 0 or states[page] != before:
-                raise IllegalMove(f"{self.name} page {page}", source, target)
+        if pages and (min(pages) < 0 or set(map(states.__getitem__, pages)) != {before}):
+            page = next(each for each in pages if each < 0 or states[each] != before)
+            raise IllegalMove(f"{self.name} page {page}", source, target)
         for page in pages:
             states[page] = after
         self.counts[before] -= len(pages)

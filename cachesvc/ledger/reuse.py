@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from itertools import groupby
 
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.parted import PartedDict
@@ -90,14 +89,12 @@ class Reuse:
         """``computed`` for each of ``keys``."""
         if not self._knows_some:
             return
-        young, old = self._young.parts, self._old.parts
-        found: list[tuple[str, Miss]] = []
+        young, old, recomputed = self._young.parts, self._old.parts, self.recomputed
         for key in keys:
-            known = young[key[-1]].get(key) or old[key[-1]].get(key)
+            part = key[-1]
+            known = young[part].get(key) or old[part].get(key)
             if known is not None:
-                found.append(known)
-        for known, alike in groupby(found):
-            self.recomputed[known] = self.recomputed.get(known, 0) + sum(1 for _ in alike)
+                recomputed[known] = recomputed.get(known, 0) + 1
 
     def computed_again(self, tier: str, cause: Miss) -> None:
         """A block was published that the index has, on ``tier``."""

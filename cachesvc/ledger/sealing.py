@@ -6,7 +6,7 @@ itself. So nothing that is filed anywhere moves, and the columns are written in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from cachesvc.ledger.index import BlockIndex
@@ -17,25 +17,23 @@ NewBlocks = tuple[BlockTables, Sequence[bytes]]
 """The next computed blocks of a sequence, none of whose keys the index has."""
 
 
-def seal_new(
-    place: Place, parts: Sequence[NewBlocks], stamp: Callable[[], int], reuses: Mapping[bytes, int]
-) -> list[list[int]]:
+def seal_new(place: Place, parts: Sequence[NewBlocks], stamp: int, reuses: Mapping[bytes, int]) -> list[list[int]]:
     """Seal all of ``parts``, each of a sequence of its own, whose pages at these positions are private or, in windowed
-    groups, none. ``stamp()`` gives access numbers, ``reuses`` the remembered reuse counts. Returns the rows, part by
-    part. Raises IllegalMove."""
+    groups, none. ``stamp``: the first of as many access numbers as there are blocks and parts. ``reuses``: the
+    remembered reuse counts. Returns the rows, part by part. Raises IllegalMove."""
     ledger = parts[0][0].ledger
     index = ledger.index
-    paths = index.insert_paths([(tables.anchor, keys) for tables, keys in parts], stamp, reuses)
+    anchors = [tables.anchor for tables, _ in parts]
+    new = [keys for _, keys in parts]
+    paths = index.insert_paths(zip(anchors, new, strict=True), stamp, reuses)
     rows = list(chain.from_iterable(paths))
     for group in range(len(place.pools)):
         pages: list[int] = []
         for tables, keys in parts:
-            mine = tables.tables[group][tables.sealed : tables.sealed + len(keys)]
-            pages += mine
-            tables.own[group].difference_update(mine)
+            tables.give_up(group, len(keys), pages)
         place.seal_new(group, rows, pages)
     place.come(rows, index.parent)
-    pin_below(place, index, [(tables.anchor, path[-1]) for (tables, _), path in zip(parts, paths, strict=True)])
+    pin_below(place, index, [(anchor, path[-1]) for anchor, path in zip(anchors, paths, strict=True)])
     for (tables, keys), path in zip(parts, paths, strict=True):
         tables.sealed_new(keys, path)
     return paths

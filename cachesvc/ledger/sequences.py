@@ -79,7 +79,7 @@ class Sequence(BlockTables):
     def prepare(self, blocks: int, fresh: int, most: int) -> bool:
         """Take pages, and declare keys, of ``fresh`` blocks with which it will have ``blocks``: some of them now, where
         they are more than ``most``. True when ``fresh_pages`` is due. There are as many pages."""
-        is_declared = self.declare(min(blocks, self.known_keys), most)
+        is_declared = self.declare(blocks, most)
         if fresh <= most and not self.pages_ahead:
             return is_declared
         return self.reserve().take_ahead(fresh, most) and is_declared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cachesvc.ledger.blocks import BlockLedger, Hit, hit_window_blocks, window_positions
@@ -42,7 +42,7 @@ class BlockTables(Hold):
     def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
         super().__init__(ledger, place)
         groups = len(place.pools)
-        self.keys = bytearray(keys)
+        self.keys: bytes | bytearray = keys
         self.tables = [array("i") for _ in range(groups)]
         self.own: list[set[int]] = [set() for _ in range(groups)]
         self.cursors: dict[int, int] = {}
@@ -70,6 +70,8 @@ class BlockTables(Hold):
     def owns(self, first: int, last: int) -> bool:
         """True where this sequence alone may write all pages of positions ``[first, last)``; windowed groups may have
         none there."""
+        if len(self.own) == 1 and last - first == 1:  # by far the most: a loop costs more than the look
+            return self.tables[0][first] in self.own[0]
         for table, own in zip(self.tables, self.own, strict=True):
             if not own.issuperset(table[first:last]):
                 return bool(self.place.window_groups) and self._owns_or_lacks(first, last)
@@ -134,41 +136,33 @@ class BlockTables(Hold):
         for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
             table.extend(pages)
             own.update(pages)
-        last = min(self.blocks, self.known_keys)
-        self.declare(last, last)
+        self.declare(self.blocks)
 
-    def grow_from(self, columns: Sequence[Sequence[int]], first: int, last: int) -> None:
-        """``grow`` by the pages ``[first, last)`` of each group's column."""
-        if last - first == 1:
-            for table, own, pages in zip(self.tables, self.own, columns, strict=True):
-                page = pages[first]
-                table.append(page)
-                own.add(page)
-        else:
-            for table, own, pages in zip(self.tables, self.own, columns, strict=True):
-                table.extend(pages[first:last])
-                own.update(pages[first:last])
-        if len(self.keys) > self.sealed * KEY_BYTES:
-            last = min(self.blocks, self.known_keys)
-            self.declare(last, last)
-
-    def declare(self, last: int, most: int) -> bool:
-        """The request computes, or is about to, all blocks from its hit on up to ``last``, whose keys are known; up to
-        ``most`` more of them are declared now. True when all are."""
-        computing, keys = self.ledger.computing, self.keys
-        first = max(self.sealed, self.hit_blocks, self.declared)
-        until = min(last, first + most)
-        for at in range(first * KEY_BYTES, until * KEY_BYTES, KEY_BYTES):
-            key = bytes(keys[at : at + KEY_BYTES])
-            computing[key] = computing.get(key, 0) + 1
-        self.declared = max(self.declared, until)
+    def declare(self, last: int, most: int | None = None) -> bool:
+        """The request computes, or is about to, all blocks from its hit on up to ``last``, as far as their keys are
+        known; up to ``most`` more of them (None: all) are declared now. True when all are."""
+        known, at = len(self.keys) // KEY_BYTES, self.declared
+        if last > known:
+            last = known
+        if at < self.sealed or at < self.hit_blocks:
+            at = max(self.sealed, self.hit_blocks)
+        until = last if most is None or last - at <= most else at + most
+        if at < until:
+            computing, keys = self.ledger.computing, self.keys
+            self.declared = until
+            while at < until:
+                key = bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+                computing[key] = computing.get(key, 0) + 1
+                at += 1
         return until >= last
 
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
-        computing, keys = self.ledger.computing, self.keys
-        for at in range(first * KEY_BYTES, min(last, self.declared) * KEY_BYTES, KEY_BYTES):
-            key = bytes(keys[at : at + KEY_BYTES])
+        self._withdraw_keys(map(self.key, range(first, min(last, self.declared))))
+
+    def _withdraw_keys(self, keys: Iterable[bytes]) -> None:
+        computing = self.ledger.computing
+        for key in keys:
             left = computing[key] - 1
             if left:
                 computing[key] = left
@@ -186,7 +180,7 @@ class BlockTables(Hold):
         """
         place, index = self.place, self.ledger.index
         first = self.sealed
-        self.keys[first * KEY_BYTES : first * KEY_BYTES + len(keys)] = keys
+        self._know(first, keys)
         out = Sealed([], [], [])
         states = place.states[place.lead]
         tip, path = self._device.row, []
@@ -217,19 +211,34 @@ class BlockTables(Hold):
     def sealed_new(self, keys: Sequence[bytes], path: list[int]) -> None:
         """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is pinned."""
         first = self.sealed
-        last = first + len(path)
+        last = self.sealed = first + len(path)
         if last * KEY_BYTES > len(self.keys):
-            del self.keys[first * KEY_BYTES :]
-            for key in keys:
-                self.keys += key
-        self.sealed = last
+            self._know(first, b"".join(keys))
         self._device.row = path[-1]
         if self.request is not None:
             self.request.sealed(first, path)
         if self.place.window_groups:
             self._hold_windows(first, path)
         if self.declared > first:
-            self._withdraw(first, last)
+            self._withdraw_keys(keys if self.declared >= last else keys[: self.declared - first])
+
+    def _know(self, first: int, keys: bytes) -> None:
+        """The packed keys of the blocks from ``first`` on; those of Match are copied when others come to them."""
+        if isinstance(self.keys, bytes):
+            self.keys = bytearray(self.keys)
+        self.keys[first * KEY_BYTES : first * KEY_BYTES + len(keys)] = keys
+
+    def give_up(self, group: int, count: int, pages: list[int]) -> None:
+        """The pages of its next ``count`` blocks go to the end of ``pages``, and are its own no more."""
+        table, own, first = self.tables[group], self.own[group], self.sealed
+        if count == 1:
+            page = table[first]
+            pages.append(page)
+            own.discard(page)
+        else:
+            mine = table[first : first + count]
+            pages += mine
+            own.difference_update(mine)
 
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]

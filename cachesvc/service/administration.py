@@ -54,7 +54,7 @@ class Administration:
         model = view.model_or_only(request.model_id)
         if model is None:
             return admin_pb2.EvictResponse()
-        request_id, mark = request.request_id, mark_of("Evict", request)
+        request_id, mark = request.request_id, mark_of("Evict", request, request.SerializeToString())
         evicting = self._repeats.find(request_id, mark) if request_id else None
         if evicting is None:
             evicting = asyncio.get_running_loop().create_task(self._evict(view, model, request))

@@ -107,16 +107,19 @@ class Dispatcher:
         request: Q,
         *,
         process: Callable[[], CallerKey],
+        contents: bytes | None = None,
         seconds: float | None = None,
         parent: Parent = None,
     ) -> Served[R]:
-        """Carry out one call. ``process``: who calls where no lease tells; ``seconds``: left of the caller's deadline.
+        """Carry out one call. ``process``: who calls where no lease tells; ``contents``: the request as it came, where
+        that is at hand; ``seconds``: left of the caller's deadline.
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
         began = time.perf_counter()
         watched = None if self._watch is None else self._watch.begin(method.name, parent)
-        served = self._serve(who, method, request, process, seconds)
+        came = request.SerializeToString() if contents is None else contents
+        served = self._serve(who, method, request, came, process, seconds)
         self.node.loop_watch.note(method.name, began)
         if watched is not None:
             if isinstance(served, asyncio.Future):
@@ -185,6 +188,7 @@ class Dispatcher:
         who: Caller,
         method: Method[Q, R],
         request: Q,
+        came: bytes,
         process: Callable[[], CallerKey],
         seconds: float | None,
     ) -> Served[R]:
@@ -199,23 +203,23 @@ class Dispatcher:
                 raise Unavailable("the daemon stops; go on without the cache")
             holder = self.admission.holder(process() if lease is None else _process_of(lease), who.acts_for)
             request_id = 0 if method.request_id_of is None else method.request_id_of(request)
-            repeats = self._repeats.get(lease_id) if request_id else None
-            is_retry = repeats is not None and lease is not None and repeats.knows(request_id)
+            repeats = self._repeats.get(lease_id)
+            is_retry = request_id != 0 and repeats is not None and lease is not None and repeats.knows(request_id)
             self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
-            check_fields(request)
+            check_fields(request, len(came))
             deadline = math.inf if seconds is None else now + seconds
             ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
             if request_id:
-                return self._once(ask, method, request, request_id)
+                return self._once(ask, method, request, request_id, came)
         except CacheError as error:
             return refusal(error)
         except Exception:  # noqa: BLE001 - the root of a call
             return self.broke(method.name, lease)
         return self._carry(ask, method, request)
 
-    def _once(self, ask: Ask, method: Method[Q, R], request: Q, request_id: int) -> Served[R]:
+    def _once(self, ask: Ask, method: Method[Q, R], request: Q, request_id: int, came: bytes) -> Served[R]:
         """Carry out a call unless its request_id is known. Raises KeyReused, LeaseLost, NotFound, LimitExceeded."""
-        repeats, mark = self._repeats_of(ask), mark_of(method.name, request)
+        repeats, mark = self._repeats_of(ask), mark_of(method.name, request, came)
         known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)

@@ -128,14 +128,17 @@ class Node:
     def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
         half-done is not served. Raises what it raises."""
+        self.core.ledger.moment.seconds = self.now()
         try:
-            return self.run(flow, *args, **kwargs)
+            return flow(*args, **kwargs)
         except CacheError:
             raise
         except Exception as broken:
             if model:
                 self.distrust(model, f"{type(broken).__name__}: {broken}")
             raise
+        finally:
+            self._changed()
 
     def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
         """``run_of`` for a call's flow."""

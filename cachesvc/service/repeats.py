@@ -26,14 +26,29 @@ MOST_RETRIES = 16
 KEEP_CONTENTS_BYTES = 128 << 10
 """Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
 
-Mark = tuple[str, bytes | int]
-"""What tells requests under one id apart: the name of the call, and the fields or 64 bits of a hash over them."""
+Mark = tuple[str, type[Message], bytes | int]
+"""What tells requests under one id apart: the call, its message, and their bytes or 64 bits of a hash over them."""
 
 
-def mark_of(name: str, request: Message) -> Mark:
-    """The mark of a request, by whichever way it came."""
-    contents = request.SerializeToString(deterministic=True)
-    return name, contents if len(contents) <= KEEP_CONTENTS_BYTES else hash(contents)
+def mark_of(name: str, request: Message, came: bytes) -> Mark:
+    """The mark of a request. ``came``: its bytes, as its caller has written them."""
+    if len(came) > KEEP_CONTENTS_BYTES:
+        came = _as_we_write(request)  # which is no longer
+    return name, type(request), came if len(came) <= KEEP_CONTENTS_BYTES else hash(came)
+
+
+def are_same(one: Mark, other: Mark) -> bool:
+    """True for marks of equal requests, however each of them was written."""
+    if one == other:
+        return True
+    (name, kind, first), (other_name, other_kind, second) = one, other
+    if isinstance(first, int) or isinstance(second, int) or (name, kind) != (other_name, other_kind):
+        return False
+    return _as_we_write(kind.FromString(first)) == _as_we_write(kind.FromString(second))
+
+
+def _as_we_write(request: Message) -> bytes:
+    return request.SerializeToString(deterministic=True)
 
 
 class Purse:
@@ -72,7 +87,7 @@ class Repeats:
         given = self._given.get(request_id) or self._under_way.get(request_id)
         if given is None:
             return None
-        if given[0] != mark:
+        if not are_same(given[0], mark):
             raise KeyReused(request_id)
         return given[1]
 
@@ -94,7 +109,7 @@ class Repeats:
 
     def keep(self, request_id: int, mark: Mark, answer: Message) -> None:
         """Remember an answer; the oldest go where all are too many or too large."""
-        contents = mark[1]
+        contents = mark[2]
         size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
         self._given[request_id] = mark, answer, size_bytes
         self._add(size_bytes)

@@ -84,7 +84,7 @@ class Tracer:
 
     def parent_of(self, metadata: Metadata | None) -> dict[str, str] | None:
         """Headers that say whose child a call is; None: it is not to be traced."""
-        if self._tracer is None:
+        if self._tracer is None or not (metadata or self._begins_traces):
             return None
         found = {key: value for key, value in metadata or () if key in _HEADERS and isinstance(value, str)}
         if self._begins_traces:

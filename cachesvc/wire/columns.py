@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcache.v1 import cache_pb2, common_pb2
@@ -112,9 +113,9 @@ def _read_pages(
     starts = _read_starts("grow_counts", message.grow_counts, entries)
     if not entries and not message.grow:
         return starts, [[]] * groups, [[]] * groups
-    if sorted(pages.group for pages in message.grow) != list(range(groups)):
+    in_order = sorted(message.grow, key=_group_of)
+    if [pages.group for pages in in_order] != list(range(groups)):
         raise InvalidRequest(f"grow needs the pages of each of {groups} groups once")
-    in_order = sorted(message.grow, key=lambda pages: pages.group)
     pages = [_unpack("i", f"grow.pages of group {each.group}", each.pages, starts[-1]) for each in in_order]
     generations = [
         _unpack("I", f"grow.generations of group {each.group}", each.generations, starts[-1]) for each in in_order
@@ -138,6 +139,8 @@ def _read_starts(name: str, raw: bytes, entries: int) -> Sequence[int]:
 
 def _unpack(code: str, name: str, raw: bytes, entries: int | None = None) -> list[int]:
     """Numbers of one column, ``entries`` where that is known. Raises InvalidRequest."""
+    if not raw and not entries:
+        return []
     numbers = array(code)
     if len(raw) % numbers.itemsize:
         raise InvalidRequest(f"{name} has {len(raw)} bytes, which is no multiple of {numbers.itemsize}")
@@ -145,6 +148,9 @@ def _unpack(code: str, name: str, raw: bytes, entries: int | None = None) -> lis
     if entries is not None and len(numbers) != entries:
         raise InvalidRequest(f"{name} has {len(numbers)} entries; {entries} are needed")
     return numbers.tolist()
+
+
+_group_of = attrgetter("group")
 
 
 def _cut(cells: common_pb2.GroupPages, first: int, last: int) -> common_pb2.GroupPages:

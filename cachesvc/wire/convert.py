@@ -45,7 +45,7 @@ def pack_numbers(numbers: Sequence[int]) -> bytes:
 
 def unpack_numbers(raw: bytes) -> list[int]:
     """Numbers of a packed uint32 field. Raises InvalidRequest for a ragged length."""
-    return _unpack("I", raw).tolist()
+    return _unpack("I", raw).tolist() if raw else []
 
 
 def _unpack(code: str, raw: bytes) -> array[int]:

@@ -81,6 +81,11 @@ class FrameReader:
         """So many bytes were put into ``room()``."""
         self._end += count
 
+    @property
+    def has_more(self) -> bool:
+        """True while bytes have come that are in no frame yet."""
+        return self._end > self._first
+
     def next(self) -> Frame | None:
         """The next whole frame. Raises LimitExceeded for one that is too long: nothing after it can be read."""
         first, held = self._first, self._end - self._first

@@ -7,7 +7,6 @@ limit is configured, or because reading it twice would cost), ``Where.CUT`` is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -110,9 +109,9 @@ LIMITS: dict[str, Bound] = {
 _APART = frozenset({"StepRequest.operations"})
 """Messages that are checked one by one as they are served."""
 
-_Row = tuple[str, Bound, str, str]
-_CHECKS: dict[Any, tuple[tuple[_Row, ...], int]] = {}
-"""By message: its rows, and how many bytes of it cannot exceed any of them (0: there is nothing within it to walk)."""
+_Row = tuple[int, str, Bound, str, str]
+_CHECKS: dict[Any, tuple[_Row, ...]] = {}
+"""By message: its rows, those first that the shortest message can exceed."""
 
 
 def has_length(field: FieldDescriptor) -> bool:
@@ -120,19 +119,22 @@ def has_length(field: FieldDescriptor) -> bool:
     return bool(field.is_repeated) or field.type in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
-def check_fields(message: Any) -> None:
-    """Raises LimitExceeded for a field of the message, or of one within it, that is longer than the table says."""
-    kind = message.DESCRIPTOR
-    known = _CHECKS.get(kind)
-    if known is None:
-        known = _CHECKS[kind] = _rows(kind), _harmless_bytes(kind)
-    rows, harmless = known
-    if harmless and message.ByteSize() <= harmless:
-        return  # no field of a message is longer than the message
-    for name, bound, shape, full_name in rows:
+def check_fields(message: Any, size_bytes: int | None = None) -> None:
+    """Raises LimitExceeded for a field of the message, or of one within it, that is longer than the table says.
+
+    ``size_bytes``: of the message or more, where that is known: no field is longer than the whole.
+    """
+    if size_bytes is None:
+        size_bytes = message.ByteSize()
+    rows = _CHECKS.get(message.DESCRIPTOR)
+    if rows is None:
+        rows = _CHECKS[message.DESCRIPTOR] = _rows(message.DESCRIPTOR)
+    for least, name, bound, shape, full_name in rows:
+        if size_bytes <= least:
+            return
         if shape == "one":
             if message.HasField(name):
-                check_fields(getattr(message, name))
+                check_fields(getattr(message, name), size_bytes)
             continue
         value = getattr(message, name)
         if bound.where is Where.EDGE and len(value) > bound.most:
@@ -143,34 +145,21 @@ def check_fields(message: Any) -> None:
                     raise LimitExceeded(f"{full_name}, an entry", len(each), bound.each)
         elif shape == "messages":
             for each in value:
-                check_fields(each)
-
-
-def _harmless_bytes(kind: Descriptor) -> int:
-    """The least that any limit within allows; 0 for a message without others to look into."""
-    if not any(shape in ("one", "messages") for _, _, shape, _ in _rows(kind)):
-        return 0
-    return min(_bounds(kind))
-
-
-def _bounds(kind: Descriptor) -> Iterator[int]:
-    for name, bound, shape, _ in _rows(kind):
-        if bound.where is Where.EDGE and shape != "one":
-            yield min(bound.most, bound.each or bound.most)
-        within = kind.fields_by_name[name].message_type if shape in ("one", "messages") else None
-        if within is not None:
-            yield from _bounds(within)
+                check_fields(each, size_bytes)
 
 
 def _rows(kind: Descriptor) -> tuple[_Row, ...]:
-    """What is to be looked at in a message: name, bound, shape (length, texts, messages, one), and its whole name."""
-    rows = []
+    """What is to be looked at in a message: the bytes of the longest one that cannot exceed the bound, name, bound,
+    shape (length, texts, messages, one), and its whole name."""
+    rows: list[_Row] = []
     for field in kind.fields:
         full_name = f"{kind.name}.{field.name}"
         bound = LIMITS.get(full_name, Bound(0, Where.FLOW))
-        within = field.message_type is not None and full_name not in _APART and bool(_rows(field.message_type))
+        own = [bound.most, bound.each or bound.most] if bound.where is Where.EDGE else []
+        within = _rows(field.message_type) if field.message_type is not None and full_name not in _APART else ()
         if within:
-            rows.append((field.name, bound, "messages" if field.is_repeated else "one", full_name))
-        elif bound.where is Where.EDGE:
-            rows.append((field.name, bound, "texts" if bound.each else "length", full_name))
-    return tuple(rows)
+            shape = "messages" if field.is_repeated else "one"
+            rows.append((min([*own, within[0][0]]), field.name, bound, shape, full_name))
+        elif own:
+            rows.append((min(own), field.name, bound, "texts" if bound.each else "length", full_name))
+    return tuple(sorted(rows, key=lambda row: row[0]))

@@ -185,6 +185,25 @@ async def test_what_cannot_be_is_refused_before_anything_changes() -> None:
             ColumnsRecord(engine.lease, 4, 8, np.zeros((1, 4, 8), np.int64))
 
 
+async def test_slots_that_were_sound_for_the_last_step_are_looked_at_again_where_something_changed() -> None:
+    async with Desk() as desk:
+        engine = Engine(desk)
+        columns = engine.columns
+        slots = np.array([columns.add(await engine.open("ab")), columns.add(await engine.open("cd"))])
+        for _ in range(2):
+            assert await engine.submit(grow=slots) == []
+        twice = slots.copy()
+        slots[1] = slots[0]
+        with pytest.raises(InvalidRequest, match="named twice"):
+            columns.part(slots, None, None, None)
+        assert await engine.submit(release=twice[:1]) == []
+        with pytest.raises(InvalidRequest, match="holds no sequence"):
+            columns.part(twice, None, None, None)
+        columns.take(int(twice[1]))
+        with pytest.raises(InvalidRequest, match="holds no sequence"):
+            columns.part(twice[1:], None, None, None)
+
+
 async def test_growth_of_a_step_that_was_refused_as_a_whole_is_told_by_the_next() -> None:
     async with Desk() as desk:
         engine = Engine(desk)

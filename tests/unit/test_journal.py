@@ -29,6 +29,20 @@ def keys_of(*names: object) -> list[bytes]:
     return [packed_keys[at : at + KEY_BYTES] for at in range(0, len(packed_keys), KEY_BYTES)]
 
 
+@pytest.mark.parametrize("sizes", [(3,), (5, 5), (8, 1), (2, 8, 7), (20,), (0, 9, 0)])
+def test_changes_that_are_written_at_once_are_as_if_written_one_by_one(sizes: tuple[int, ...]) -> None:
+    """However they lie on the ring, which has room for eight."""
+    keys: list[bytes | None] = list(keys_of(*range(20)))
+    parents, code = array("i", [-1, *range(19)]), packed(Kind.STORED, Cause.PUBLISHED, present=True)
+    many, single = (Journal(keys, parents, Moment(), 8) for _ in range(2))
+    for size in sizes:
+        many.note_all(code, list(range(size)))
+        for row in range(size):
+            single.note(code, row)
+        assert (many.first, many.last) == (single.first, single.last)
+        assert many.read(many.first, 8) == single.read(single.first, 8)
+
+
 def all_events(rig: Rig) -> list[Event]:
     journal = rig.model.blocks.journal
     return journal.read(journal.first, 1 << 20)

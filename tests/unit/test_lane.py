@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
@@ -199,6 +200,27 @@ async def test_a_flood_of_frames_gives_the_others_their_turns(monkeypatch: pytes
         assert len(peer.socket.recv(1 << 20, socket.MSG_PEEK)) < 1000 * HEADER.size
         tags = [frame.tag for frame in [await peer.frame() for _ in range(1000)] if frame is not None]
         assert tags == list(range(2, 1002))
+
+
+async def test_a_long_call_with_nothing_behind_it_goes_on_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To stop and begin again is several calls of the system, and only what has come already could wait for them."""
+    monkeypatch.setattr(lane_module, "TURN_SECONDS", 0.0)
+    async with LaneSite() as site:
+        peer = await greeted(site)
+        stopped: list[socket.socket] = []
+        loop = asyncio.get_running_loop()
+        remove = loop.remove_reader
+
+        def removing(end: socket.socket | int) -> bool:
+            if isinstance(end, socket.socket):  # a lane's; the peer's reads name descriptors
+                stopped.append(end)
+            return remove(end)
+
+        monkeypatch.setattr(loop, "remove_reader", removing)
+        lease = site.desk.lease()
+        for number in (1, 2):
+            assert (await peer.ask("Match", matching(lease, number, "a"), cache_pb2.MatchResponse)).device_blocks == 0
+        assert stopped == []
 
 
 async def test_a_process_has_so_many_lanes_and_they_end_with_it() -> None:

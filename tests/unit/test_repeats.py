@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import KeyReused
@@ -15,12 +16,18 @@ from cachesvc.service.repeats import (
     KEEP_LEAST,
     KEEP_MOST_BYTES,
     TENANT_BYTES,
+    Mark,
     Purse,
     Repeats,
     mark_of,
 )
 
-MARK = ("Call", b"")
+MARK = ("Call", cache_pb2.ReleaseRequest, b"")
+
+
+def as_we_write(name: str, request: Message) -> Mark:
+    """The mark of a request from an encoder like ours."""
+    return mark_of(name, request, request.SerializeToString())
 
 
 def kept(answers: int, size_bytes: int) -> list[int]:
@@ -46,16 +53,31 @@ def test_large_ones_are_kept_as_far_as_their_bytes_allow() -> None:
 def test_an_id_with_other_contents_is_refused() -> None:
     repeats = Repeats(Purse())
     release = cache_pb2.ReleaseRequest(lease_id="a", sequence_id=1)
-    mark = mark_of("Release", release)
+    mark = as_we_write("Release", release)
     repeats.keep(7, mark, cache_pb2.ReleaseResponse(freed_pages=3))
-    assert repeats.find(7, mark_of("Release", release)).freed_pages == 3
-    others = [mark_of("Release", cache_pb2.ReleaseRequest(lease_id="a", sequence_id=2)), mark_of("Swap", release)]
-    large = [mark_of("Match", cache_pb2.MatchRequest(keys=bytes([n]) * KEEP_CONTENTS_BYTES)) for n in (1, 1, 2)]
+    assert repeats.find(7, as_we_write("Release", release)).freed_pages == 3
+    others = [as_we_write("Release", cache_pb2.ReleaseRequest(sequence_id=2)), as_we_write("Swap", release)]
+    large = [as_we_write("Match", cache_pb2.MatchRequest(keys=bytes([n]) * KEEP_CONTENTS_BYTES)) for n in (1, 1, 2)]
     assert large[0] == large[1] != large[2]
-    assert isinstance(large[0][1], int), "a request that large is not kept itself"
+    assert isinstance(large[0][2], int), "a request that large is not kept itself"
     for other in others:
         with pytest.raises(KeyReused):
             repeats.find(7, other)
+
+
+@pytest.mark.parametrize("key_bytes", [32, KEEP_CONTENTS_BYTES - 6])
+def test_an_equal_request_may_be_written_otherwise(key_bytes: int) -> None:
+    """Another encoder, or another way, may put its fields in another order and write what is left out by default."""
+    request = cache_pb2.MatchRequest(sequence_id=5, keys=bytes(key_bytes))
+    ours = request.SerializeToString()
+    assert ours.startswith(b"\x18\x05")
+    theirs = ours[2:] + ours[:2] + b"\x28\x00"
+    assert cache_pb2.MatchRequest.FromString(theirs) == request
+    repeats = Repeats(Purse())
+    repeats.keep(1, mark_of("Match", request, theirs), cache_pb2.MatchResponse(device_blocks=2))
+    assert repeats.find(1, mark_of("Match", request, ours)).device_blocks == 2
+    repeats.keep(2, mark_of("Match", request, ours), cache_pb2.MatchResponse(device_blocks=3))
+    assert repeats.find(2, mark_of("Match", request, theirs)).device_blocks == 3
 
 
 async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
@@ -66,7 +88,7 @@ async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
         repeats.keep(number, MARK, cache_pb2.ReleaseResponse())
     assert repeats.find(1, MARK) is first
     with pytest.raises(KeyReused):
-        repeats.find(1, ("Other", b""))
+        repeats.find(1, ("Other", cache_pb2.ReleaseRequest, b""))
     repeats.end(1)
     assert repeats.find(1, MARK) is None, "it was not kept: who asks again starts anew"
 

@@ -78,6 +78,27 @@ async def test_columns_are_applied_in_their_order_before_the_operations() -> Non
         }
 
 
+@pytest.mark.parametrize(
+    ("sequences", "counts", "lengths"),
+    [((1, 2, 1), (), [3, 3, 4]), ((1, 2, 1), (1, 1, 2), [3, 3, 5]), ((1, 2), (0, 2), [2, 4])],
+)
+async def test_a_sequence_may_grow_twice_in_a_step_or_by_nothing(
+    sequences: tuple[int, ...], counts: tuple[int, ...], lengths: list[int]
+) -> None:
+    """Growth that no step has told of yet comes before that of this one."""
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        desk.fill(lease, 2, "cd")
+        grow = granted(desk, lease, sum(counts) or len(sequences))
+        columns = cache_pb2.StepColumns(grow_sequences=longs(*sequences), grow_counts=ints(*counts), grow=grow)
+        answer = desk.steps(lease, columns=columns)
+        assert (told(answer.columns.grown_blocks), odd(answer)) == (lengths, [])
+        held = desk.rig.core.ledger.leases[lease].sequences
+        assert {number: each.blocks for number, each in held.items()} == dict(zip(sequences, lengths, strict=True))
+        desk.rig.check()
+
+
 async def test_what_is_more_than_a_number_is_odd_and_the_others_are_not() -> None:
     async with Desk() as desk:
         lease = desk.lease()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
@@ -172,9 +173,4 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return StepRun(self._runner, ask, request, self.operations).begin()
 
 
-def _lease_id(message: Any) -> str:
-    return str(message.lease_id)
-
-
-def _request_id(message: Any) -> int:
-    return int(message.request_id)
+_lease_id, _request_id = attrgetter("lease_id"), attrgetter("request_id")

@@ -41,6 +41,11 @@ class ColumnRun:
         self.columns = columns
         self.answer = answer
         self.numbers: dict[Column, list[int]] = {column: [] for column in IN_ORDER}
+        self._entries = {column: len(columns.sequences(column)) for column in IN_ORDER}
+        self._starts = {GROW: columns.growth.starts, PUBLISH: columns.publishes.starts}
+        self._data: dict[Column, Any] = dict(
+            zip(IN_ORDER, (columns.growth, columns.publishes, columns.recycles, columns.releases), strict=True)
+        )
         self._at = 0
 
     @property
@@ -48,7 +53,7 @@ class ColumnRun:
         """The first column that has entries left; None where all have been looked at."""
         while self._at < len(IN_ORDER):
             column = IN_ORDER[self._at]
-            if len(self.numbers[column]) < len(self.columns.sequences(column)):
+            if len(self.numbers[column]) < self._entries[column]:
                 return column
             self._at += 1
         return None
@@ -61,10 +66,7 @@ class ColumnRun:
         """
         numbers = self.numbers[column]
         entries = self._cut(column, len(numbers), left)
-        data: Any = {GROW: self.columns.growth, PUBLISH: self.columns.publishes, RECYCLE: self.columns.recycles}.get(
-            column, self.columns.releases
-        )
-        node.run_of(call.model.id, _FLOWS[column], node.core, call, data, entries, numbers, held)
+        node.run_of(call.model.id, _FLOWS[column], node.core, call, self._data[column], entries, numbers, held)
         return len(numbers) == entries.stop
 
     def leave(self, column: Column) -> Spot:
@@ -79,18 +81,16 @@ class ColumnRun:
 
     def blocks(self, column: Column, first: int, last: int) -> int:
         """Blocks of some entries, one each where they name none."""
-        if column in (GROW, PUBLISH):
-            starts = self.columns.growth.starts if column == GROW else self.columns.publishes.starts
-            return max(starts[last] - starts[first], last - first)
-        return last - first
+        starts = self._starts.get(column)
+        return last - first if starts is None else max(starts[last] - starts[first], last - first)
 
     def end(self) -> None:
         """Every entry has its answer."""
         pack_answer(self.numbers, self.answer)
 
     def _cut(self, column: Column, first: int, left: int) -> range:
-        last = min(first + max(left, 1), len(self.columns.sequences(column)))
-        if column in (GROW, PUBLISH):
-            starts = self.columns.growth.starts if column == GROW else self.columns.publishes.starts
+        last = min(first + max(left, 1), self._entries[column])
+        starts = self._starts.get(column)
+        if starts is not None:
             last = min(last, max(bisect_right(starts, starts[first] + left) - 1, first + 1))
         return range(first, last)

@@ -69,6 +69,7 @@ class StepRun:
         self._ask = ask
         self._request = request
         self._operations = request.operations
+        self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
         self._results = [self._response.results.add() for _ in self._operations]
         self._columns: ColumnRun | None = None
@@ -85,8 +86,8 @@ class StepRun:
         """Apply what can be applied at once. Raises what refuses the step as a whole, with nothing applied."""
         call = self._dispatcher.resolve(self._ask)
         self._device = call.replica.place
-        if self._request.stock_pages:
-            check_stock(self._dispatcher.node.core, call.lease, tuple(self._request.stock_pages))
+        if self._targets:
+            check_stock(self._dispatcher.node.core, call.lease, self._targets)
         if self._request.HasField("columns"):
             columns = read_columns(self._request.columns, call.lease.groups)
             self._columns = ColumnRun(columns, self._response.columns)
@@ -101,7 +102,7 @@ class StepRun:
                 self._give_up_waiting(full)
         if self._parked:
             return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
-        return self._end()
+        return self._end(call)
 
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
         while not self._is_through:
@@ -115,7 +116,7 @@ class StepRun:
                 self._give_up_waiting(full)
         if self._parked:
             await asyncio.gather(*(self._wait_out(parked, behind) for parked, behind in self._parked))
-        return self._end()
+        return self._end(None)
 
     @property
     def _is_through(self) -> bool:
@@ -276,12 +277,11 @@ class StepRun:
         if self._span is not None:
             self._span.event(name, code=code, count=count)
 
-    def _end(self) -> cache_pb2.StepResponse:
+    def _end(self, call: Call | None) -> cache_pb2.StepResponse:
         if self._columns is not None:
             self._columns.end()
-        targets = tuple(self._request.stock_pages)
-        if targets and not self._is_broken:
-            self._response.stock.extend(cells_to_proto(self._fill_stock(targets)))
+        if self._targets and not self._is_broken:
+            self._response.stock.extend(cells_to_proto(self._fill_stock(call)))
         if self._device is not None:
             free, evictable = room_left(self._device)
             self._response.free_pages = pack_numbers(free)
@@ -290,13 +290,13 @@ class StepRun:
             self._all_counts[key] = self._all_counts.get(key, 0) + count
         return self._response
 
-    def _fill_stock(self, targets: tuple[int, ...]) -> tuple[GroupCells, ...]:
+    def _fill_stock(self, call: Call | None) -> tuple[GroupCells, ...]:
         """Pages for the stock; none is no error. What was applied counts: a lease that was lost meanwhile is told by
         the next call."""
         quotas = self._runner.quotas
         try:
-            call = self._dispatcher.resolve(self._ask)
-            allowed = targets if quotas is None else quotas.cap_stock(call, targets)
+            call = call or self._dispatcher.resolve(self._ask)
+            allowed = self._targets if quotas is None else quotas.cap_stock(call, self._targets)
             node = self._dispatcher.node
             member = member_of(self._request.request_id)
             return node.run_of(call.model.id, refill_stock, node.core, call, allowed, member)

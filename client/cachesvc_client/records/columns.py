@@ -74,6 +74,7 @@ class SequenceColumns(Generic[H]):
 class ColumnsRecord(Generic[H]):
     """What is known of the sequences of some columns, by slot. ``asked``, ``known``: up to where publishing was asked
     for, and keys are known; ``parts``: of steps that have no answer yet; ``untold``: growth that the next step tells.
+    ``_sound``: the slots that were looked at last, as bytes: an engine's batch is mostly that of its last step.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ColumnsRecord(Generic[H]):
         self._order = np.arange(max_sequences)
         self._ones = np.ones(max_sequences, np.int64)
         self._checked: tuple[object, Indices] | None = None
+        self._sound = b""
         self._windows: list[tuple[int, Indices, npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
         self._with_spares: set[int] = set()
 
@@ -116,6 +118,7 @@ class ColumnsRecord(Generic[H]):
         if record.blocks > self.max_blocks:
             raise LimitExceeded.from_message(f"{record.blocks} blocks do not fit into a row of {self.max_blocks}")
         slot = heapq.heappop(self._free)
+        self._sound = b""
         self._holders[slot] = sequence
         self.ids[slot] = record.id
         record.is_lent = True
@@ -165,7 +168,7 @@ class ColumnsRecord(Generic[H]):
         part.operations = self._give_back_spares() if self._with_spares else []
         return part
 
-    def _check_growth(self, slots: Slots, counts: npt.ArrayLike | None) -> tuple[Indices, npt.NDArray[np.int64], int]:
+    def _check_growth(self, slots: Slots, counts: npt.ArrayLike | None) -> _Growth:
         at = self._slots(slots)
         more = self._ones[: len(at)]
         total = len(at)
@@ -174,17 +177,25 @@ class ColumnsRecord(Generic[H]):
             total = int(more.sum())
             if len(at) and int(more.min()) < 1:
                 raise InvalidRequest("a sequence grows by at least 1 block")
-        if total and int((self.blocks[at] + more).max()) > self.max_blocks:
+        before = self.blocks[at]
+        after = before + more
+        if np.count_nonzero(after > self.max_blocks):
             raise LimitExceeded.from_message(f"a row has {self.max_blocks} blocks; make the columns longer")
         if self._lease.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
         self._lease.stock.require(total)
-        return at, more, total
+        return at, before, more, after, total
 
-    def _grow(self, slots: Indices, more: npt.NDArray[np.int64], total: int) -> Growing:
+    def _grow(
+        self,
+        slots: Indices,
+        before: npt.NDArray[np.int32],
+        more: npt.NDArray[np.int64],
+        after: npt.NDArray[np.int64],
+        total: int,
+    ) -> Growing:
         """Take stock pages and write the cells, before anybody is told."""
         assert self._lease.stock is not None
-        before = self.blocks[slots]
         rows: npt.NDArray[Any] = slots
         positions: npt.NDArray[Any] = before
         if total != len(slots):
@@ -193,24 +204,27 @@ class ColumnsRecord(Generic[H]):
         taken = self._lease.stock.take_packed(total)
         for table, (pages, _) in zip(self.tables, taken, strict=True):
             table[rows, positions] = pages
-        after = before + more
         self.blocks[slots] = after
         return Growing(slots, more, after, total, taken)
 
     def _check_publish(self, slots: Slots, upto: npt.ArrayLike, keys: PackedKeys = b"") -> Publishing:
         at = self._slots(slots)
         last = np.asarray(upto, np.int64)
-        if last.shape != at.shape:
+        if not last.ndim:
+            last = self._ones[: len(at)] * last
+        elif last.shape != at.shape:
             last = np.broadcast_to(last, at.shape)
         first = self.asked[at]
         counts = last - first
-        total = int(counts.sum())
-        if len(at) and int(counts.min()) < 1:
-            raise InvalidRequest("publish goes on from where it was asked for last, by at least 1 block")
-        chain = packed(keys)
+        total = len(at)
+        if np.count_nonzero(counts == 1) < total:
+            total = int(counts.sum())
+            if int(counts.min()) < 1:
+                raise InvalidRequest("publish goes on from where it was asked for last, by at least 1 block")
+        chain = packed(keys) if len(keys) else _NO_KEYS
         if len(chain) not in (0, total * KEY_BYTES):
             raise InvalidRequest(f"{len(chain)} bytes of keys for {total} blocks: only new ones' are wanted")
-        if not len(chain) and (last > self.known[at]).any():
+        if not len(chain) and np.count_nonzero(last > self.known[at]):
             raise InvalidRequest("publish needs the keys of blocks that Match was not told")
         return Publishing(at, first, last, counts, total, chain)
 
@@ -286,6 +300,7 @@ class ColumnsRecord(Generic[H]):
             column[slot] = 0
         self.output_tokens[slot] = -1
         self._holders[slot] = None
+        self._sound = b""
         self._with_spares.discard(slot)
         heapq.heappush(self._free, slot)
 
@@ -314,16 +329,20 @@ class ColumnsRecord(Generic[H]):
         at: Indices = np.asarray(slots, np.intp)
         if at.ndim != 1:
             raise InvalidRequest(f"slots are a flat list of positions, got the shape {at.shape}")
-        if len(at):
+        named = at.tobytes()
+        if len(at) and named != self._sound:
             if len(at) > len(self.ids) or (at < 0).any() or (at >= len(self.ids)).any() or not self.ids[at].all():
                 raise InvalidRequest("a slot holds no sequence, or one is named twice")
             order = self._order[: len(at)]
             self._mark[at] = order
             if (self._mark[at] != order).any():
                 raise InvalidRequest("a slot is named twice")
+            self._sound = named
         self._checked = slots, at
         return at
 
 
+_Growth = tuple[Indices, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], int]
+_NO_KEYS = memoryview(b"")
 _NOBODY = np.empty(0, np.intp)
 _NOTHING = np.empty(0, np.int64)

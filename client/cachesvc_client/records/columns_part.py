@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from kvcache.v1 import cache_pb2, common_pb2
+from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells
 from cachesvc.wire.columns import GROW, NOT_TOLD, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
@@ -135,7 +136,7 @@ class ColumnsPart:
 
     def count(self, column: Column) -> int:
         """Entries of a column."""
-        return sum(len(each.slots) for each in self._growing) if column == GROW else len(self._slots(column))
+        return sum([len(each.slots) for each in self._growing]) if column == GROW else len(self._slots(column))
 
     def add_to(self, message: cache_pb2.StepColumns) -> None:
         """Put the entries behind those of the message."""
@@ -145,16 +146,16 @@ class ColumnsPart:
             message.grow_sequences += ids[growing.slots].tobytes()
             message.grow_counts = _with_counts(message.grow_counts, before, growing.more, growing.total)
             for group, (pages, generations) in enumerate(growing.taken):
-                if group == len(message.grow):
-                    message.grow.append(common_pb2.GroupPages(group=group))
-                message.grow[group].pages += pages.tobytes()
-                message.grow[group].generations += generations.tobytes()
+                grow = message.grow.add(group=group) if group == len(message.grow) else message.grow[group]
+                grow.pages += pages.tobytes()
+                grow.generations += generations.tobytes()
         if (publishing := self._publishing) is not None:
             before = len(message.publish_sequences) >> 3
             message.publish_sequences += ids[publishing.slots].tobytes()
             message.publish_first += publishing.first.tobytes()
             message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts, publishing.total)
-            message.publish_keys += bytes(publishing.keys)
+            if len(publishing.keys):
+                message.publish_keys += bytes(publishing.keys)
         if len(self._recycled):
             message.recycle_sequences += ids[self._recycled].tobytes()
             message.recycle_tokens += self._tokens.astype(np.uint64).tobytes()
@@ -186,11 +187,12 @@ class ColumnsPart:
                 plain = sealed != ODD
                 slots, sealed, upto = slots[plain], sealed[plain], upto[plain]
             columns.sealed[slots] = sealed
-            columns.known[slots] = np.maximum(columns.known[slots], upto)
+            if len(publishing.keys):  # else they were known
+                columns.known[slots] = np.maximum(columns.known[slots], upto)
         if len(self._recycled):
             plain = np.array(numbers[RECYCLE], np.int64) != ODD
             columns.clear_windows(self._recycled[plain], self._tokens[plain])
-        for (column, index), result in sorted(odd.items(), key=lambda item: item[0]):
+        for (column, index), result in sorted(odd.items(), key=_spot) if odd else ():
             self._take_odd(column, index, result, lease)
         for index, number in enumerate(numbers[RELEASE]):
             if number != ODD:
@@ -270,6 +272,7 @@ class ColumnsPart:
         return Release(record, lease.stock)
 
 
+_spot = itemgetter(0)
 _CALLS = {GROW: "grow", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
 
 

@@ -233,9 +233,9 @@ def _behind(
     entries: dict[Column, list[Any]], numbers: dict[Column, list[int]], odd: Odd
 ) -> tuple[dict[Column, list[int]], Odd]:
     """The answers to what came behind the entries."""
-    first = {column: len(mine) for column, mine in entries.items()}
-    if not any(first.values()):
+    if not any(entries.values()):
         return numbers, odd
+    first = {column: len(mine) for column, mine in entries.items()}
     rest = {column: told[first[column] :] for column, told in numbers.items()}
     return rest, {(column, at - first[column]): each for (column, at), each in odd.items() if at >= first[column]}
 

@@ -1,0 +1,27 @@
+"""Growth of many sequences in one go, by pages that are their lease's already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from cachesvc.ledger.tables import BlockTables
+
+
+def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
+    """``BlockTables.grow`` for each of some sequences: the n-th by the pages ``[bounds[n], bounds[n + 1])`` of each
+    group's column; a range is of one page each. Group by group: a loop over each sequence's groups costs more than what
+    it does."""
+    for group, column in enumerate(columns):
+        if isinstance(bounds, range):
+            for tables, page in zip(all_tables, column[bounds[0] : bounds[-1]], strict=True):
+                tables.tables[group].append(page)
+                tables.own[group].add(page)
+            continue
+        for tables, (first, last) in zip(all_tables, pairwise(bounds), strict=True):
+            pages = column[first:last]
+            tables.tables[group].extend(pages)
+            tables.own[group].update(pages)
+    for tables in all_tables:
+        if tables.keys:
+            tables.declare(len(tables.tables[0]))
