@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.transfers import may_submit, store_pairs, submit
 from cachesvc.ledger.evict import start_backup
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.int32s import array_of, column
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import READY
+from cachesvc.model.words import ABSENT, READY
 
 
 def back_up(
-    core: Core, model: Model, replica: Replica, rows: list[int], urgency: Urgency = Urgency.BACKGROUND
+    core: Core, model: Model, replica: Replica, rows: Sequence[int], urgency: Urgency = Urgency.BACKGROUND
 ) -> Ticket | None:
     """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take.
 
@@ -21,8 +25,9 @@ def back_up(
     there. Unless told otherwise nobody waits for it yet.
     """
     blocks, place = model.blocks, replica.place
-    on_host, on_device = blocks.host.states[blocks.host.lead], place.states[place.lead]
-    wanted = [row for row in rows if not on_host[row] and on_device[row] == READY]
+    given = array("i", rows)
+    is_new = (blocks.host.states_of(blocks.host.lead, given) == ABSENT) & (place.states_of(place.lead, given) == READY)
+    wanted = array_of(column(given)[is_new])
     if not wanted or not may_submit(core, model, replica):
         return None
     pools = [blocks.host.pools[group] for group in blocks.host.full_groups]
@@ -35,7 +40,7 @@ def back_up(
     if not wanted:
         return None
     ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, urgency)
-    ticket.rows = wanted
+    ticket.rows = wanted[:]
     coming = start_backup(blocks, place, wanted, ticket.id)
     submit(core, model, ticket, store_pairs(place, coming), layered=False)
     return ticket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 
 from cachesvc.flows.call import Call
@@ -191,7 +192,7 @@ def _end_part(core: Core, lease: Lease, model: Model) -> bool:
     lease by then, so the next turn goes on behind it."""
     pools = model.replicas[lease.replica].place.pools
 
-    def give_up(group: int, pages: list[int]) -> None:
+    def give_up(group: int, pages: array[int]) -> None:
         if lease.is_quiet:
             pools[group].move_all(pages, PageState.FREE)
         else:
@@ -213,7 +214,7 @@ def _end_part(core: Core, lease: Lease, model: Model) -> bool:
             lease.sequences[number] = sequence
             return False
     for group, stock in enumerate(lease.stock):
-        some = [stock.pop() for _ in range(min(len(stock), max(0, left)))]
+        some = array("i", [stock.pop() for _ in range(min(len(stock), max(0, left)))])
         give_up(group, some)
         left -= len(some)
     if left <= 0:

@@ -6,6 +6,7 @@ the call then goes on with the hit that there is; so nothing here fails a call.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class _Source(NamedTuple):
     """A replica that has all of ``path`` on its device, windows too."""
 
     replica: Replica
-    path: list[int]
+    path: array[int]
 
 
 def share(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
@@ -96,7 +97,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
     if loads.joined or loads.blocked:
         return _wait(core, sharing, {*loads.joined, *loads.blocked})
     draining = replica.place.draining
-    leaving = {draining[row] for row in source.path if row in draining}
+    leaving = {draining[row] for row in source.path if row in draining} if draining else set()
     if leaving and not loads.missing[replica.place.lead]:  # windows alone would hang below nothing that stays
         return _wait(core, sharing, leaving)
     if sharing.has_begun or not may_submit(core, model, replica):
@@ -117,7 +118,7 @@ def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) 
     """Have the other replica store what the host lacks of the path; it is loaded from there as usual."""
     blocks, host = call.model.blocks, call.model.blocks.host
     rows = source.path[_first_from_host(call.model, call.replica, source.path, hit) :]
-    filling = {host.filling[row] for row in rows if row in host.filling}
+    filling = host.fillers(rows)
     if filling:
         return _wait(core, sharing, filling)
     if sharing.has_begun:
@@ -132,7 +133,7 @@ def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) 
     return _wait(core, sharing, (ticket.id,))
 
 
-def _first_from_host(model: Model, replica: Replica, path: list[int], hit: Hit) -> int:
+def _first_from_host(model: Model, replica: Replica, path: array[int], hit: Hit) -> int:
     """The first position of the path that cannot be used in place: from there on the host must have everything."""
     place = replica.place
     gone = [

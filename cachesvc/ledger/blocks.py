@@ -7,8 +7,8 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from cachesvc.ledger.windows import (
     window_positions,
 )
 from cachesvc.model.errors import InvalidRequest, LedgerBroken
+from cachesvc.model.int32s import Column, array_of, column
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
@@ -54,8 +55,8 @@ class Hit(NamedTuple):
 class Filling(NamedTuple):
     """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
 
-    rows: Sequence[Sequence[int]]
-    pages: list[list[int]]
+    rows: Sequence[array[int]]
+    pages: list[array[int]]
 
 
 class BlockLedger:
@@ -276,17 +277,17 @@ class BlockLedger:
             place.children[parent] += 1
             place.leaves.remove(parent)
 
-    def _come_all(self, place: Place, rows: list[int]) -> None:
+    def _come_all(self, place: Place, rows: array[int]) -> None:
         """``_come`` for each of the distinct ``rows``."""
         if len(rows) < AT_ONCE:
             for row in rows:
                 self._come(place, row)
             return
-        column = np.array(rows, np.int64)
-        np.frombuffer(place.used, np.uint8)[column] = 0
-        parents = np.frombuffer(self.index.parent, np.int32)[column]
+        coming = column(rows)
+        np.frombuffer(place.used, np.uint8)[coming] = 0
+        parents = column(self.index.parent)[coming]
         parents = parents[parents != NO_ROW]
-        np.add.at(np.frombuffer(place.children, np.int32), parents, 1)
+        np.add.at(column(place.children), parents, 1)
         for row in parents[np.frombuffer(place.leaves.filed, np.bool_)[parents]].tolist():
             place.leaves.remove(row)
 
@@ -362,26 +363,29 @@ class BlockLedger:
         """The transfer is over; the row may be a candidate again."""
         self.index.end_flight(row)
 
-    def start_fill(self, place: Place, rows_of: Sequence[Sequence[int]], ticket: int) -> Filling:
+    def start_fill(self, place: Place, rows_of: Sequence[array[int]], ticket: int) -> Filling:
         """A transfer towards ``place`` begins: of group g it brings the rows ``rows_of[g]``. They are in flight.
 
         There is room. A block that is not there yet is named in all groups without a window; of one that is there
         already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
-        lead = place.states[place.lead]
-        filling = dict.fromkeys(chain.from_iterable(rows_of), ticket)
-        if not place.filling.keys().isdisjoint(filling):
-            row = next(row for row in filling if row in place.filling)
+        rows = _union(rows_of)
+        filling = np.frombuffer(place.filling, np.int64)
+        if filling[rows].any():
+            row = int(rows[np.argmax(filling[rows] != 0)])
+            del filling
             raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
-        place.filling |= filling
-        self._come_all(place, [row for row in filling if not lead[row]])
-        self.index.begin_flights(list(filling))
+        filling[rows] = ticket
+        absent = np.frombuffer(place.states[place.lead], np.uint8)[rows] == ABSENT
+        self._come_all(place, array_of(rows[absent]))
+        self.index.begin_flights(array_of(rows))
         return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
         """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none brings them."""
-        if place.filling.pop(row, None) is None:
+        if not place.filling[row]:
             raise LedgerBroken(f"row {row} is filled on {place.name} by no ticket")
+        place.filling[row] = 0
         for group, states in enumerate(place.states):
             if states[row] == FILLING:
                 if arrived:
@@ -391,3 +395,11 @@ class BlockLedger:
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)
+
+
+def _union(rows_of: Sequence[array[int]]) -> Column:
+    """The distinct rows among those of some groups, which mostly are the same."""
+    parts = [rows for rows in rows_of if rows]
+    if all(rows is parts[0] for rows in parts):
+        return column(parts[0]) if parts else np.empty(0, np.int32)
+    return np.unique(np.concatenate([column(rows) for rows in parts]))

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from cachesvc.ledger.flying import FlyingRows
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import AT_ONCE
 from cachesvc.ledger.parted import PartedDict
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.int32s import Column, array_of, column
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
 FEW_BLOCKS, RUN_ROWS = 32, 512
-"""Below so many blocks rows are looked at one by one; others so many at a time."""
+"""So many rows of a run are looked at one by one, and where it goes on, so many at a time."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows that are added at a time."""
 
@@ -52,7 +54,7 @@ class BlockIndex:
         self.reuses = array("H")
         self.flights = array("H")
         self.segments = array("i")
-        self.flying: set[int] = set()
+        self.flying = FlyingRows()
         self.places: list[Place] = []
         self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
@@ -123,13 +125,14 @@ class BlockIndex:
         first = len(self.keys)
         more = min(max(first, LEAST_ROWS), MOST_ROWS)
         self.keys.extend([None] * more)
-        for column in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
-            column.frombytes(bytes(column.itemsize * more))
+        for each in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
+            each.frombytes(bytes(each.itemsize * more))
         if self.follows_requests:
             self.segments.frombytes(bytes(4 * more))
         for short in (self.reuses, self.flights):
             short.frombytes(bytes(short.itemsize * more))
         self.continued.extend(bytes(more))
+        self.flying.grow(more)
         for place in self.places:
             place.grow(first + more)
         for order in self.orders:
@@ -212,14 +215,13 @@ class BlockIndex:
         parent = self.parent
         row = tip
         while row != NO_ROW:
-            first = row
-            if self.depth[row] < FEW_BLOCKS:
-                while parent[first] == first - 1 and first:
-                    first -= 1
-            else:
-                low = max(row - RUN_ROWS, 0)
-                above = np.frombuffer(parent, np.int32, row - low + 1, 4 * low)
-                ends = np.flatnonzero(above != np.arange(low - 1, row, dtype=np.int32))
+            first, few = row, max(row - FEW_BLOCKS, 0)
+            while first > few and parent[first] == first - 1:
+                first -= 1
+            if first and first == few:
+                low = max(first - RUN_ROWS, 0)
+                above = np.frombuffer(parent, np.int32, first - low + 1, 4 * low)
+                ends = np.flatnonzero(above != np.arange(low - 1, first, dtype=np.int32))
                 first = low + int(ends[-1]) if len(ends) else low
             yield first, row + 1
             row = parent[first]
@@ -249,16 +251,16 @@ class BlockIndex:
             for order in self.orders:
                 order.remove(row)
 
-    def begin_flights(self, rows: list[int]) -> None:
+    def begin_flights(self, rows: array[int]) -> None:
         """``begin_flight`` for each of the distinct ``rows``."""
         if len(rows) < AT_ONCE:
             for row in rows:
                 self.begin_flight(row)
             return
-        column, flights = np.array(rows, np.int64), np.frombuffer(self.flights, np.uint16)
-        fresh = column[flights[column] == 0]
-        flights[column] += np.uint16(1)
-        self.flying.update(fresh.tolist())
+        moving, flights = column(rows), np.frombuffer(self.flights, np.uint16)
+        fresh = moving[flights[moving] == 0]
+        flights[moving] += np.uint16(1)
+        self.flying.add_all(fresh)
         for order in self.orders:
             for row in fresh[np.frombuffer(order.filed, np.bool_)[fresh]].tolist():
                 order.remove(row)
@@ -269,7 +271,7 @@ class BlockIndex:
             raise LedgerBroken(f"row {row} is in no flight")
         self.flights[row] -= 1
         if not self.flights[row]:
-            self.flying.discard(row)
+            self.flying.remove(row)
             for order in self.orders:
                 order.update(row)
 
@@ -286,12 +288,17 @@ class BlockIndex:
                 return False
         return self.depth[row] >= depth
 
-    def path(self, row: int, until: int = NO_ROW) -> list[int]:
-        """Rows from just below ``until`` down to ``row``, root first."""
-        parent = self.parent
-        out: list[int] = []
-        while row != until and row >= 0:
-            out.append(row)
-            row = parent[row]
-        out.reverse()
-        return out
+    def path(self, row: int, until: int = NO_ROW) -> array[int]:
+        """Rows from just below ``until``, an ancestor of ``row``, down to it, root first."""
+        if row == until:
+            return array("i")
+        left = self.depth[row] - (self.depth[until] if until != NO_ROW else -1)
+        runs: list[Column] = []
+        for first, last in self._runs(row):
+            length = min(last - first, left)
+            runs.append(np.arange(last - length, last, dtype=np.int32))
+            left -= length
+            if not left:
+                break
+        runs.reverse()
+        return array_of(np.concatenate(runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -68,7 +69,7 @@ class Lease:
         """A sign of life. A call that waited brings the time when it began, which moves nothing back."""
         self.last_heard = max(self.last_heard, now)
 
-    def grant(self, group: int, pool: PagePool, count: int) -> list[int]:
+    def grant(self, group: int, pool: PagePool, count: int) -> array[int]:
         """Take free pages into the stock. There are enough."""
         pages = pool.take(count, PageState.PRIVATE)
         self.stock[group].update(pages)
