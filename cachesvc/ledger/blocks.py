@@ -175,15 +175,12 @@ class BlockLedger:
 
         Looks at every block that is to be loaded.
         """
-        states, parent = self.host.states[self.host.lead], self.index.parent
-        reach, reach_row = blocks, row
-        while blocks > device_blocks:
-            blocks -= 1
-            above = parent[row]
-            if states[row] != IS_READY:
-                reach, reach_row = blocks, above
-            row = above
-        return (reach, reach_row) if reach > device_blocks else (device_blocks, device_row)
+        rows = self.index.last_rows(row, blocks - device_blocks)
+        lacking = np.flatnonzero(self.host.states_of(self.host.lead, rows) != IS_READY)
+        if not len(lacking):
+            return blocks, row
+        first = int(lacking[0])
+        return (blocks - len(rows) + first, rows[first - 1]) if first else (device_blocks, device_row)
 
     def _with_windows(self, keys: bytes, hit: Hit, place: Place) -> Hit:
         """Shorten a hit until every windowed group has the blocks that cover its window and its sinks.
@@ -286,8 +283,12 @@ class BlockLedger:
         coming = column(rows)
         np.frombuffer(place.used, np.uint8)[coming] = 0
         parents = column(self.index.parent)[coming]
+        is_path = np.array_equal(parents[1:], coming[:-1])  # then no two have one parent
         parents = parents[parents != NO_ROW]
-        np.add.at(column(place.children), parents, 1)
+        if is_path:
+            column(place.children)[parents] += 1
+        else:
+            np.add.at(column(place.children), parents, 1)
         for row in parents[np.frombuffer(place.leaves.filed, np.bool_)[parents]].tolist():
             place.leaves.remove(row)
 

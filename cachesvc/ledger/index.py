@@ -290,15 +290,19 @@ class BlockIndex:
 
     def path(self, row: int, until: int = NO_ROW) -> array[int]:
         """Rows from just below ``until``, an ancestor of ``row``, down to it, root first."""
-        if row == until:
+        if row == NO_ROW:
             return array("i")
-        left = self.depth[row] - (self.depth[until] if until != NO_ROW else -1)
-        runs: list[Column] = []
+        return self.last_rows(row, self.depth[row] - (self.depth[until] if until != NO_ROW else -1))
+
+    def last_rows(self, row: int, count: int) -> array[int]:
+        """The last ``count`` rows (fewer where the root is nearer) of the path down to ``row``, root first."""
+        left = max(count, 0)
+        runs: list[Column] = [np.empty(0, np.int32)]
         for first, last in self._runs(row):
+            if not left:
+                break
             length = min(last - first, left)
             runs.append(np.arange(last - length, last, dtype=np.int32))
             left -= length
-            if not left:
-                break
         runs.reverse()
         return array_of(np.concatenate(runs))

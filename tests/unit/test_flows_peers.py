@@ -42,7 +42,7 @@ def test_what_another_replica_has_comes_device_to_device() -> None:
     answer = ask()
     assert hit(answer) == (4, 0)
     assert isinstance(answer, Matched)
-    assert tuple(answer.tables[0].pages) == pair.device_pages
+    assert answer.tables[0].pages == pair.device_pages
     counters = rig.core.counters
     assert (counters["peer_loads"], counters["peer_blocks"], counters["p2p_bytes"]) == (1, 4, 32)
     assert "h2d_bytes" not in counters
