@@ -17,7 +17,7 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, Pin
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.tickets import Ticket
-from cachesvc.model.int32s import array_of, column
+from cachesvc.model.int32s import among, array_of, column
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, FILLING
 
@@ -123,4 +123,4 @@ def _moving(rows: array[int], missing: Iterable[array[int]]) -> array[int]:
     if all(part is parts[0] for part in parts):  # whole blocks, in their order
         return parts[0][:]
     moving = np.concatenate([column(part) for part in parts])
-    return array_of(column(rows)[np.isin(column(rows), moving)])
+    return array_of(column(rows)[among(column(rows), moving)])

@@ -46,11 +46,12 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     if running:
         return wait_for(core, running)
     rows = _absent(host, path)
-    moves = sequence.own_moves()
-    if rows or any(moved.positions for moved in moves):
+    wanted = [count + (len(rows) if group in host.full_groups else 0) for group, count in enumerate(sequence.moving())]
+    if any(wanted):
         require_transfer(core, model, call.replica)
-    if (wait := _make_host_room(core, model, sequence.anchor, len(rows), moves)) is not None:
+    if (wait := _make_host_room(core, model, sequence.anchor, wanted)) is not None:
         return wait
+    moves = sequence.own_moves()
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE)
     sequence.leave(ticket, moves)
     coming = start_backup(model.blocks, place, rows, ticket.id)
@@ -113,14 +114,11 @@ def _joined(moves: list[MovedPages], shared: Iterable[PagePairs]) -> tuple[PageP
     return tuple(PagePairs(group, *of_group[group]) for group in sorted(of_group))
 
 
-def _make_host_room(core: Core, model: Model, tip: int, rows: int, moves: list[MovedPages]) -> Wait | None:
-    """Free host pages for ``rows`` blocks and ``moves``, at the cost of no block from the root down to ``tip``; None
-    when they are there. Where more is to go than in one turn, what is freed until then is anybody's. Raises
-    PoolExhausted, with nothing evicted in this turn."""
+def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wait | None:
+    """Free ``wanted[g]`` host pages of group g, at the cost of no block from the root down to ``tip``; None when they
+    are there. Where more is to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with
+    nothing evicted in this turn."""
     host, index = model.blocks.host, model.blocks.index
-    wanted = [rows if group in host.full_groups else 0 for group in range(len(host.pools))]
-    for moved in moves:
-        wanted[moved.group] += len(moved.positions)
     now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
     spares = (lambda row: index.is_above(row, tip)) if tip != NO_ROW else no_row
     plan, short = model.evictor.plan_host_room(now, spares)

@@ -32,7 +32,7 @@ from cachesvc.ledger.windows import (
     window_positions,
 )
 from cachesvc.model.errors import InvalidRequest, LedgerBroken
-from cachesvc.model.int32s import Column, array_of, column
+from cachesvc.model.int32s import array_of, column, union_of
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
@@ -370,7 +370,7 @@ class BlockLedger:
         There is room. A block that is not there yet is named in all groups without a window; of one that is there
         already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
-        rows = _union(rows_of)
+        rows = union_of(rows_of)
         filling = np.frombuffer(place.filling, np.int64)
         if filling[rows].any():
             row = int(rows[np.argmax(filling[rows] != 0)])
@@ -396,11 +396,3 @@ class BlockLedger:
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)
-
-
-def _union(rows_of: Sequence[array[int]]) -> Column:
-    """The distinct rows among those of some groups, which mostly are the same."""
-    parts = [rows for rows in rows_of if rows]
-    if all(rows is parts[0] for rows in parts):
-        return column(parts[0]) if parts else np.empty(0, np.int32)
-    return np.unique(np.concatenate([column(rows) for rows in parts]))

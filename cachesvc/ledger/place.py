@@ -31,7 +31,7 @@ from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
-from cachesvc.model.int32s import array_of, column
+from cachesvc.model.int32s import array_of, column, distinct
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 
@@ -165,7 +165,8 @@ class Place:
     def fillers(self, rows: array[int]) -> list[int]:
         """The tickets that bring copies of any of ``rows`` here, in their order."""
         filling = np.frombuffer(self.filling, np.int64)[column(rows)]
-        return np.unique(filling[filling != 0]).tolist() if filling.any() else []
+        found: list[int] = distinct(filling[filling != 0]).tolist()
+        return found
 
     def states_of(self, group: int, rows: array[int]) -> npt.NDArray[np.uint8]:
         """The states of some rows."""

@@ -26,6 +26,10 @@ Keep = Callable[[int, "array[int]"], None]
 """Takes pages of a group that somebody may still write."""
 
 
+WINDOW_COST = 8
+"""A windowed copy that is let go of costs as much as so many pages: it is a candidate from then on."""
+
+
 class SwappedPages(NamedTuple):
     """Own pages of a group that are on the host: their positions in its table, and the host pages."""
 
@@ -110,6 +114,15 @@ class Sequence(BlockTables):
         return sum(len(pages.host_pages) for pages in self.swapped)
 
     # -- swap --------------------------------------------------------------------------------------------------
+
+    def moving(self) -> list[int]:
+        """How many pages of each group ``own_moves`` would move."""
+        counts = []
+        for group, (table, pool) in enumerate(zip(self.tables, self.place.pools, strict=True)):
+            pages = column(table)
+            is_moving = pool.are_private(pages) if group in self.place.full_groups else pages != NO_PAGE
+            counts.append(int(np.count_nonzero(is_moving)))
+        return counts
 
     def own_moves(self) -> list[MovedPages]:
         """What a swap out moves: own pages in the tables, and shared ones that windows still need (they come back as
@@ -238,6 +251,7 @@ class Sequence(BlockTables):
         """
         if self.is_open:
             self.is_open = False
+            self.windows.look_back(self.sealed, self.anchor)
             if self.room is not None:
                 self.room.release()
             if self.request is not None:
@@ -249,6 +263,8 @@ class Sequence(BlockTables):
             self.declared = max(first, self.declared - most)
             if self.declared > first:
                 return False
+        if not self.windows.let_go_of(max(1, most // WINDOW_COST)):
+            return False
         self.let_go()
         each = max(1, most // len(self.own))
         left = [self._end_own(group, each, keep) for group in range(len(self.own))]

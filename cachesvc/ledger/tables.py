@@ -272,6 +272,7 @@ class BlockTables(Hold):
         """Give back what a windowed group has below position ``dead``, but for its sinks; returns own pages freed."""
         table, own = self.tables[group], self.own[group]
         freed: list[int] = []
+        shared: list[int] = []
         for position in range(self.cursors[group], dead):
             page = table[position]
             if page == NO_PAGE:
@@ -281,7 +282,9 @@ class BlockTables(Hold):
                 own.remove(page)
                 freed.append(page)
             else:
-                self.windows.drop(group, position)
+                shared.append(position)
+        if shared:
+            self.windows.drop(group, shared)
         self.place.pools[group].move_all(freed, PageState.FREE)
         self.cursors[group] = max(self.cursors[group], dead)
         return len(freed)
