@@ -370,17 +370,17 @@ class BlockLedger:
         There is room. A block that is not there yet is named in all groups without a window; of one that is there
         already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
-        rows = union_of(rows_of)
-        filling = np.frombuffer(place.filling, np.int64)
-        if filling[rows].any():
-            row = int(rows[np.argmax(filling[rows] != 0)])
-            del filling
-            raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
-        filling[rows] = ticket
-        absent = np.frombuffer(place.states[place.lead], np.uint8)[rows] == ABSENT
-        self._come_all(place, array_of(rows[absent]))
-        self.index.begin_flights(array_of(rows))
-        return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
+        rows = array_of(union_of(rows_of))
+        if others := place.fillers(rows):
+            raise LedgerBroken(f"{place.name}: rows of ticket {ticket} are filled by tickets {others} already")
+        np.frombuffer(place.filling, np.int64)[column(rows)] = ticket
+        self._come_all(place, array_of(column(rows)[place.states_of(place.lead, rows) == ABSENT]))
+        self.index.begin_flights(rows)
+        filled = Filling(rows_of, [place.fill(group, each) for group, each in enumerate(rows_of)])
+        for group in place.window_groups:
+            for each in self.index.places:
+                each.window_leaves[group].remove_all(rows_of[group])
+        return filled
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
         """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none brings them."""
@@ -389,10 +389,10 @@ class BlockLedger:
         place.filling[row] = 0
         for group, states in enumerate(place.states):
             if states[row] == FILLING:
-                if arrived:
-                    place.arrive(group, row)
-                else:
-                    place.fail(group, row)
+                (place.arrive if arrived else place.fail)(group, row)
+                if group in place.window_leaves:
+                    for each in self.index.places:
+                        each.window_leaves[group].update(row)
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)

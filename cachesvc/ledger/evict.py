@@ -305,7 +305,8 @@ def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights
     if after_flights:
         flying = ledger.index.flying.column()
         here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
-        count += int((here & (column(place.window_pins[group])[flying] == 0)).sum())
+        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
+        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
     return count
 
 

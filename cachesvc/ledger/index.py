@@ -255,12 +255,12 @@ class BlockIndex:
             order.add_all(candidates)
 
     def begin_flight(self, row: int) -> None:
-        """A transfer reads or writes copies of the row: no place may drop them."""
+        """A transfer reads or writes copies of the row: no place may drop the block."""
         self.flights[row] += 1
         if self.flights[row] == 1:
             self.flying.add(row)
-            for order in self.orders:
-                order.remove(row)
+            for place in self.places:
+                place.leaves.remove(row)
 
     def begin_flights(self, rows: array[int]) -> None:
         """``begin_flight`` for each of the distinct ``rows``."""
@@ -272,8 +272,8 @@ class BlockIndex:
         fresh = moving[flights[moving] == 0]
         flights[moving] += np.uint16(1)
         self.flying.add_all(fresh)
-        for order in self.orders:
-            order.remove_all(fresh[np.frombuffer(order.filed, np.bool_)[fresh]].tolist())
+        for place in self.places:
+            place.leaves.remove_all(fresh[np.frombuffer(place.leaves.filed, np.bool_)[fresh]].tolist())
 
     def end_flight(self, row: int) -> None:
         """The transfer is over; the row may be a candidate again. Raises LedgerBroken where none was running."""
@@ -282,8 +282,8 @@ class BlockIndex:
         self.flights[row] -= 1
         if not self.flights[row]:
             self.flying.remove(row)
-            for order in self.orders:
-                order.update(row)
+            for place in self.places:
+                place.leaves.update(row)
 
     def has_copy(self, row: int) -> bool:
         """True while any place holds a copy in any state but ABSENT."""
