@@ -19,7 +19,8 @@ from cachesvc.model.words import ABSENT, READY
 def back_up(
     core: Core, model: Model, replica: Replica, rows: Sequence[int], urgency: Urgency = Urgency.BACKGROUND
 ) -> Ticket | None:
-    """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take.
+    """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take, where
+    no more than a turn's worth is evicted for them: who has more makes room before, by ``has_backup_room``.
 
     Best effort: a host pool without room, or a mover without, ends it silently, because the device copies are still
     there. Unless told otherwise nobody waits for it yet.
@@ -33,7 +34,7 @@ def back_up(
     pools = [blocks.host.pools[group] for group in blocks.host.full_groups]
     free = min(pool.free for pool in pools)
     if free < len(wanted):
-        plan, _ = model.evictor.plan_host(len(wanted) - free)
+        plan, _ = model.evictor.plan_host(min(len(wanted) - free, core.turns.evicted))
         carry_out(core, model, plan)
         free = min(pool.free for pool in pools)
     wanted = wanted[:free]
@@ -44,3 +45,15 @@ def back_up(
     coming = start_backup(blocks, place, wanted, ticket.id)
     submit(core, model, ticket, store_pairs(place, coming), layered=False)
     return ticket
+
+
+def has_backup_room(core: Core, model: Model, blocks: int) -> bool:
+    """True where ``back_up`` finds as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth
+    was evicted: ask again in another turn."""
+    host = model.blocks.host
+    short = blocks - min(host.pools[group].free for group in host.full_groups)
+    if short <= core.turns.evicted:
+        return True
+    plan, _ = model.evictor.plan_host(core.turns.evicted)
+    carry_out(core, model, plan)
+    return not plan.drops

@@ -11,13 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cachesvc.flows.backup import back_up
+import numpy as np
+
+from cachesvc.flows.backup import back_up, has_backup_room
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.loads import load_from, loads_of
 from cachesvc.flows.room import make_room
 from cachesvc.flows.transfers import expedite, may_submit
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.blocks import Hit, window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, kept
@@ -27,7 +30,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import READY
+from cachesvc.model.words import ABSENT, READY
 
 
 @dataclass(slots=True)
@@ -125,6 +128,8 @@ def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) 
         return None
     on_host = hit.row if hit.blocks > hit.device_blocks else NO_ROW
     with kept(blocks, host, Keep(on_host)):  # room for the end of the path is not made at the cost of its middle
+        if not has_backup_room(core, call.model, int(np.count_nonzero(host.states_of(host.lead, rows) == ABSENT))):
+            return TURN
         ticket = back_up(core, call.model, source.replica, rows, sharing.urgency)
     if ticket is None:
         return None

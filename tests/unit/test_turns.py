@@ -21,7 +21,7 @@ from cachesvc.flows.turns import Turns, tidy
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Wait
 from cachesvc.model.errors import LeaseLost, NotFound, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import PageState
+from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of, serve, windowed
 from tests.unit.turns_rig import SMALL, full, own, reserved
 
@@ -351,6 +351,24 @@ def test_keys_that_contradict_each_other_far_behind_are_refused_before_anything_
     with pytest.raises(Exception, match="contradict"):
         publishing(rig, a, 1, wrong)()
     assert len(rig.model.blocks.index) == 0
+
+
+def test_a_publish_that_is_backed_up_evicts_a_turn_of_the_host_at_a_time_and_loses_no_backup() -> None:
+    rig = rig_of(one_group(), device=(32,), host=(8,), policy=WritePolicy.WRITE_THROUGH)
+    a = rig.lease("a")
+    prefill(rig, a, 1, "stuvwxyz")
+    rig.settle()
+    rig.run(release, a, 1)
+    own(rig, a, 2, 7)
+    rig.core.turns = SMALL._replace(sealed=4)
+    flow, runs = publishing(rig, a, 2, chain(*"abcdefg")), 1
+    while isinstance(flow(), Wait):
+        rig.settle()
+        runs += 1
+    rig.settle()
+    assert runs > 2
+    path = rig.model.blocks.index.path(rig.core.ledger.leases[a].sequences[2].anchor)
+    assert [rig.host.is_hittable(row) for row in path] == [True] * 7
 
 
 # -- landing -------------------------------------------------------------------------------------------------------
