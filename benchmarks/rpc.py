@@ -31,6 +31,7 @@ from cachesvc_client import (
     Lease,
     PoolExhausted,
     Sequence,
+    StockEmpty,
     Transport,
     block_keys,
     gqa_windowed,
@@ -114,8 +115,8 @@ def main() -> None:
     result["for_scale_ms"] = FOR_SCALE_MS
     print(f"\nlongest hold of the loop, ms: {', '.join(f'{flow} {ms:.2f}' for flow, ms in longest.items())}")
     print("for scale, p50 ms of a look-up:")
-    for other, figures in FOR_SCALE_MS.items():
-        print(f"{other:34}" + ", ".join(f"{int(tokens):,} tokens {ms:.2f}" for tokens, ms in figures.items()))
+    for other, look_ups in FOR_SCALE_MS.items():
+        print(f"{other:34}" + ", ".join(f"{int(tokens):,} tokens {ms:.2f}" for tokens, ms in look_ups.items()))
     if arguments.json:
         write_result(arguments.json, result)
 
@@ -345,7 +346,8 @@ def step_times(
 ) -> list[float]:
     """Milliseconds that an engine waits for the step of an iteration of ``count`` growing sequences.
 
-    ``every_s``: from one step to the next. ``kernels_s``: how long kernels run between sending and taking the answer.
+    Where the stock is short the wait for more of it counts. ``every_s``: from one step to the next. ``kernels_s``: how
+    long kernels run between sending and taking the answer.
     """
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 12 // count)
@@ -362,7 +364,14 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))
             next_s += every_s
             began = time.perf_counter()
-            pending = stream.send_columns(columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None)
+            while True:
+                try:
+                    pending = stream.send_columns(
+                        columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None
+                    )
+                    break
+                except StockEmpty:  # a full pool is evicted for the stock a turn's worth at a time
+                    stream.submit()
             sent = time.perf_counter()
             if kernels_s:
                 time.sleep(kernels_s)
