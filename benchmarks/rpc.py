@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
+from typing import Any
 
 import grpc
 import numpy as np
@@ -31,11 +32,13 @@ from cachesvc_client import (
     Lease,
     PoolExhausted,
     Sequence,
+    StockEmpty,
     Transport,
     block_keys,
     gqa_windowed,
     opaque,
 )
+from cachesvc_client.stepping import PendingColumns, StepStream
 from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_ctl.daemon_process import DaemonProcess
@@ -66,6 +69,11 @@ PACED_ROUNDS = 4
 CALL_SECONDS = 30.0
 FLAGS = ["--backend", "shm", "--device-pool", "1GiB", "--host-pool", "512MiB", "--metrics-listen", "127.0.0.1:0"]
 LOOP_LONGEST = re.compile(r'^cachesvc_loop_longest_seconds\{flow="([^"]+)"\} (\S+)$', re.MULTILINE)
+FOR_SCALE_MS = {
+    "LMCache 0.5.6, 2 cores": {"131072": 53.0},
+    "a cache in Rust, 16 cores": {"1024": 0.17, "8192": 0.22, "32768": 0.36, "131072": 0.90},
+}
+"""What others take for a look-up of so many tokens, 64 a block; measured 2026-11."""
 Figures = dict[str, float]
 
 
@@ -79,16 +87,19 @@ def main() -> None:
     arguments = parser.parse_args()
     ways: dict[str, dict[str, object]] = {way: {} for way in WAYS}
     result: dict[str, object] = {"machine": describe_machine(), "block_tokens": BLOCK_TOKENS, **ways}
+    longest: dict[str, float] = {}
     with DaemonProcess(FLAGS) as daemon:
         if arguments.quiet:
             for way, figures in ways.items():
                 figures["without_swaps"] = run(daemon.socket, way, 1, arguments.rounds)
+                keep_longest(longest, daemon)
                 show(f"{way}, 1 client, streams idle", figures["without_swaps"])
         stop, swapper = start_swapper(daemon.socket)
         by_clients: dict[str, dict[str, dict[str, object]]] = {way: {} for way in WAYS}
         for clients in arguments.clients:
             for way, found in by_clients.items():
                 found[str(clients)] = run(daemon.socket, way, clients, max(20, arguments.rounds // clients))
+                keep_longest(longest, daemon)
                 show(f"{way}, {clients} client(s), while swaps run", found[str(clients)])
         for way, figures in ways.items():
             figures.update(next(iter(by_clients[way].values())))
@@ -97,11 +108,17 @@ def main() -> None:
                 paced = run_processes(daemon.socket, way, PACED_ENGINES, PACED_ROUNDS, pace)
                 figures["step_paced_ms"] = {str(PACED_ENGINES): summary(paced["step"])}
                 _line(f"{way}, {PACED_ENGINES} engines, a step each 10 ms", summary(paced["step"]))
+                keep_longest(longest, daemon)
         stop.set()
         swapper.join()
-        result["loop_longest_by_flow_ms"] = longest = loop_longest_ms(daemon)
+        keep_longest(longest, daemon)
+    result["loop_longest_by_flow_ms"] = longest = dict(sorted(longest.items(), key=lambda each: -each[1]))
     result["loop_longest_ms"] = max(longest.values())
+    result["for_scale_ms"] = FOR_SCALE_MS
     print(f"\nlongest hold of the loop, ms: {', '.join(f'{flow} {ms:.2f}' for flow, ms in longest.items())}")
+    print("for scale, p50 ms of a look-up:")
+    for other, look_ups in FOR_SCALE_MS.items():
+        print(f"{other:34}" + ", ".join(f"{int(tokens):,} tokens {ms:.2f}" for tokens, ms in look_ups.items()))
     if arguments.json:
         write_result(arguments.json, result)
 
@@ -125,13 +142,19 @@ def _line(name: str, figures: Figures) -> None:
     print(f"{name:34}{figures['p50']:10.2f}{figures['p99']:10.2f}", flush=True)
 
 
+def keep_longest(longest: dict[str, float], daemon: DaemonProcess) -> None:
+    """The daemon tells of the last minute or two alone: keep the longest of the whole run."""
+    for flow, ms in loop_longest_ms(daemon).items():
+        longest[flow] = max(ms, longest.get(flow, 0.0))
+
+
 def loop_longest_ms(daemon: DaemonProcess) -> dict[str, float]:
-    """How long each flow held the daemon's event loop at a time, by the clock: the longest, the first one first."""
+    """How long each flow held the daemon's event loop at a time lately, by the clock."""
     lines = map(json.loads, daemon.log.read_text(encoding="utf-8").splitlines())
     port = next(line["metrics_port"] for line in lines if line["event"] == "ready")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         found = LOOP_LONGEST.findall(page.read().decode())
-    return dict(sorted(((flow, float(seconds) * 1e3) for flow, seconds in found), key=lambda each: -each[1]))
+    return {flow: float(seconds) * 1e3 for flow, seconds in found}
 
 
 def start_swapper(socket: str) -> tuple[Event, mp.process.BaseProcess]:
@@ -320,17 +343,30 @@ def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list
     return out
 
 
+def send(stream: StepStream, columns: Any, slots: Any, publish: Any) -> PendingColumns:
+    """Send a turn ahead. A full pool is evicted for the stock a turn's worth at a time: then once more."""
+    while True:
+        try:
+            return stream.send_columns(columns, grow=slots, publish=publish)
+        except StockEmpty:
+            stream.submit()
+
+
 def step_times(
     lease: Lease, count: int, rounds: int, *, publish: bool, every_s: float = 0.0, kernels_s: float = 0.0
 ) -> list[float]:
     """Milliseconds that an engine waits for the step of an iteration of ``count`` growing sequences.
 
-    ``every_s``: from one step to the next. ``kernels_s``: how long kernels run between sending and taking the answer.
+    Where the stock is short the wait for more of it counts. ``every_s``: from one step to the next. ``kernels_s``: how
+    long kernels run between sending and taking the answer.
     """
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 12 // count)
-    columns = lease.columns(count, turns + 1)
-    slots = np.array([columns.add(lease.match(rng.bytes(32 * (rounds + 8)))) for _ in range(count)])
+    columns = lease.columns(count, turns + 2)
+    sequences = [lease.match(rng.bytes(32 * (rounds + 8))) for _ in range(count)]
+    for sequence in sequences:
+        sequence.allocate(1)  # on a full pool the stock is replaced by as much as the engine has grown
+    slots = np.array([columns.add(sequence) for sequence in sequences])
     out = []
     with lease.step(stock_pages=2 * count) as stream:
         stream.submit()
@@ -339,7 +375,7 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))
             next_s += every_s
             began = time.perf_counter()
-            pending = stream.send_columns(columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None)
+            pending = send(stream, columns, slots, (slots, turn) if publish and turn > 0 else None)
             sent = time.perf_counter()
             if kernels_s:
                 time.sleep(kernels_s)

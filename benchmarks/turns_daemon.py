@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from asyncio.events import Handle
 from collections.abc import AsyncIterator, Awaitable
@@ -14,6 +15,7 @@ from kvcache.v1 import cache_pb2, lease_pb2
 from benchmarks.ledger import PROMPT_BLOCKS, block_key
 from cachesvc.config import Config
 from cachesvc.daemon import Parts, build
+from cachesvc.flows.admin import evict
 from cachesvc.flows.leases import process_arrived
 from cachesvc.flows.models import RegisterRequest
 from cachesvc.flows.sizing import PoolRequest
@@ -26,16 +28,27 @@ from cachesvc.service.rpc.lease_service import LeaseService
 
 PAGE_BYTES = 64
 LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (PAGE_BYTES,), "uint8"),))
+WINDOWED = Layout(
+    64,
+    1,
+    (PlaneGroup("full"), PlaneGroup("window", window_tokens=1024)),
+    (
+        Plane("bytes", 0, "full", (PAGE_BYTES,), "uint8"),
+        Plane("bytes", 1, "window", (PAGE_BYTES,), "uint8"),
+    ),
+)
+"""Every other layer looks back 16 blocks."""
 GIVE_UP_SECONDS = 600.0
 TOKEN = b"turns---"
 
 
 class Holds:
-    """Times every callback of asyncio's own loop, for the flow that ``flow`` names. Landings are told apart."""
+    """Times every callback of asyncio's own loop, for the flow that ``flow`` names. Landings are told apart. ``times``:
+    seconds of the processor and by the clock, in order."""
 
     def __init__(self) -> None:
         self.flow = ""
-        self.longest: dict[str, tuple[float, float]] = {}
+        self.times: dict[str, list[tuple[float, float]]] = {}
         self._run = Handle._run  # noqa: SLF001 - asyncio has no hook around its callbacks
 
     def start(self) -> None:
@@ -58,15 +71,15 @@ class Holds:
             return
         lands = getattr(handle._callback, "__name__", "") == "_land"  # type: ignore[attr-defined]  # noqa: SLF001
         name = f"{self.flow}, landing" if lands else self.flow
-        before = self.longest.get(name, (0.0, 0.0))
-        self.longest[name] = max(before[0], cpu), max(before[1], wall)
+        self.times.setdefault(name, []).append((cpu, wall))
 
 
 class Daemon:
     """The parts, and one engine's calls. ``measured`` names a flow around calls that count."""
 
-    def __init__(self, parts: Parts, blocks: int) -> None:
+    def __init__(self, parts: Parts, blocks: int, layout: Layout) -> None:
         self.parts = parts
+        self.layout = layout
         self.node = parts.base.node
         self.core = self.node.core
         self.blocks = blocks
@@ -81,12 +94,16 @@ class Daemon:
 
     async def register(self, host_pages: int) -> None:
         """The model's pools, filled once."""
+        groups = len(self.layout.groups)
         request = RegisterRequest(
-            "turns", LAYOUT, device_pool=PoolRequest((self.blocks,)), host_pool=PoolRequest((host_pages,))
+            "turns",
+            self.layout,
+            device_pool=PoolRequest((self.blocks,) * groups),
+            host_pool=PoolRequest((host_pages,) * groups),
         )
         made = await self.parts.registrar.register(request)
         self.model = made.model.id
-        while made.model.blocks.host.pools[0].usable < host_pages:  # noqa: ASYNC110 - threads fill it
+        while made.model.blocks.host.pools[-1].usable < host_pages:  # noqa: ASYNC110 - threads fill it
             await asyncio.sleep(0.01)
 
     async def open(self, token: bytes = TOKEN) -> str:
@@ -178,16 +195,34 @@ class Daemon:
         while pool.free:
             await self.serve(self.prompt(min(PROMPT_BLOCKS, pool.free)))
 
+    async def save(self, keys: bytes) -> None:
+        """A prompt comes to lie on the host alone."""
+        sequence = await self.match(keys)
+        await self.allocate(sequence, len(keys) // KEY_BYTES)
+        await self.publish(sequence, 0, len(keys) // KEY_BYTES)
+        await self.swap(sequence, cache_pb2.SWAP_DIRECTION_OUT)
+        await self.landed()
+        self.leave_device()
+        await self.release(sequence)
+
+    def leave_device(self) -> None:
+        """All blocks that nobody holds leave the device; what the host has of them stays there."""
+        self.node.run(evict, self.core, self.model, "device", 0)
+        gc.collect(1)  # of what was done in one go here is nobody else's to pass over
+
 
 @asynccontextmanager
-async def running(blocks: int, policy: str, host_pages: int) -> AsyncIterator[Daemon]:
+async def running(
+    blocks: int, policy: str, host_pages: int, layout: Layout = LAYOUT, eviction: str = "lru"
+) -> AsyncIterator[Daemon]:
     """A daemon with a full pool, and one lease."""
     config = Config(
         socket="/tmp/benchmarks-turns.sock",
         backend="shm",
-        device_pool=(blocks + 1) * PAGE_BYTES + (64 << 20),
-        host_pool=max(1 << 20, host_pages * PAGE_BYTES * 2),
+        device_pool=2 * len(layout.groups) * (blocks + 1) * PAGE_BYTES + (64 << 20),
+        host_pool=max(1 << 20, len(layout.groups) * host_pages * PAGE_BYTES * 2),
         write_policy=policy,
+        eviction=eviction,
         lease_seconds=3600.0,
         wait_seconds=GIVE_UP_SECONDS,
     )
@@ -197,7 +232,7 @@ async def running(blocks: int, policy: str, host_pages: int) -> AsyncIterator[Da
     base.engine.start()
     base.node.start(base.vault)
     base.host_pool.start()
-    daemon = Daemon(parts, blocks)
+    daemon = Daemon(parts, blocks, layout)
     try:
         await daemon.register(host_pages)
         await daemon.open()

@@ -9,7 +9,7 @@ from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.queues import QueuedLeaves
-from cachesvc.model.words import READY
+from cachesvc.model.words import FILLING, READY
 from cachesvc.policy.hazard.history import History
 
 
@@ -28,7 +28,9 @@ def candidates(model: Model, place: Place) -> Iterator[str]:
         wanted = [
             window_rank(index.reached[row], index.stamp[row], index.depth[row], index.depth[row] < sinks) << 32 | row
             for row in index.rows.values()
-            if place.states[group][row] == READY and not (place.window_pins[group][row] or index.flights[row])
+            if place.states[group][row] == READY
+            and not place.window_pins[group][row]
+            and not any(each.states[group][row] == FILLING for each in index.places)
         ]
         yield from _order(f"{place.name} group {group}", order, wanted)
 

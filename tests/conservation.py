@@ -178,7 +178,7 @@ def _flights(ledger: Ledger, model: Model) -> Iterator[str]:
         for place in index.places:
             if not flights[row] and any(states[row] in (FILLING, DRAINING) for states in place.states):
                 yield f"{place.name} row {row}: on its way, but no ticket moves it"
-    if index.flying != {row for row, count in enumerate(index.flights) if count}:
+    if set(index.flying) != {row for row, count in enumerate(index.flights) if count}:
         yield f"model {model.id}: {len(index.flying)} rows are known to be in flight, but others are"
 
 
@@ -195,8 +195,9 @@ def _moving(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
             filling |= dict.fromkeys(copied, ticket.id)
         if place.number == ticket.replica + 1:
             draining |= dict.fromkeys([drain.row for drain in ticket.drains], ticket.id)
-    if place.filling != filling or place.draining != draining:
-        yield f"{place.name}: the tickets that fill and drain are {place.filling}, {place.draining}"
+    known = {row: ticket for row, ticket in enumerate(place.filling) if ticket}
+    if known != filling or place.draining != draining:
+        yield f"{place.name}: the tickets that fill and drain are {known}, {place.draining}"
     for row, lead in enumerate(place.states[place.lead]):
         if (lead == DRAINING) != (row in draining):
             yield f"{place.name} row {row}: {CopyState(lead).name}, with ticket {draining.get(row)}"
@@ -341,8 +342,8 @@ def _computing(ledger: Ledger, model: Model) -> list[str]:
 
 def _host_holders(ledger: Ledger, model: Model, claim: Claim) -> None:
     for sequence in _sequences(ledger, model):
-        for group, _, page in sequence.swapped:
-            if not sequence.swap_ticket:
+        for group, (_, pages) in enumerate(sequence.swapped):
+            for page in () if sequence.swap_ticket else pages:
                 claim(group, page, PageState.PRIVATE, f"sequence {sequence.id}")
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id:

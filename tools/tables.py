@@ -80,7 +80,12 @@ def rpc() -> str:
     found = _load("rpc.json")
     by_way = {f"{way}: ": found[way] for way in ("lane", "grpc") if way in found} or {"": found}
     tables = [_round_trips(way, figures) for way, figures in by_way.items()]
-    return _rows(["p50 / p99 ms", *tables[0][0]], [row for _, body in tables for row in body], found["machine"])
+    body = [row for _, rows in tables for row in rows]
+    blank = ["-"] * (len(tables[0][0]) - 1)
+    for other, look_ups in found.get("for_scale_ms", {}).items():
+        for tokens, ms in look_ups.items():
+            body.append([f"for scale: {other}, look-up of {int(tokens) // 1024}k tokens", f"{ms:.2f}", *blank])
+    return _rows(["p50 / p99 ms", *tables[0][0]], body, found["machine"])
 
 
 def _round_trips(way: str, found: Any) -> tuple[list[str], list[list[str]]]:

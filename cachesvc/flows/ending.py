@@ -5,6 +5,7 @@ Whatever a process may still write goes to quarantine, and is free once none can
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
@@ -139,13 +140,13 @@ def _end_sequences(core: Core, lease: Lease, model: Model, left: int, mine: list
 def _end_stock(lease: Lease, model: Model, left: int) -> int:
     """Give the stock up as far as ``left`` pages go; returns what is left of these."""
     for group, stock in enumerate(lease.stock):
-        some = [stock.pop() for _ in range(min(len(stock), max(0, left)))]
+        some = array("i", [stock.pop() for _ in range(min(len(stock), max(0, left)))])
         _give_up(lease, model, group, some)
         left -= len(some)
     return left
 
 
-def _give_up(lease: Lease, model: Model, group: int, pages: list[int]) -> None:
+def _give_up(lease: Lease, model: Model, group: int, pages: array[int]) -> None:
     pool = _pools(lease, model)[group]
     if lease.is_unwritten:
         pool.move_all(pages, PageState.FREE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
@@ -14,6 +17,7 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, Pin
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.int32s import among, array_of, column
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, FILLING
 
@@ -27,8 +31,8 @@ class Loads(NamedTuple):
     the same blocks.
     """
 
-    rows: list[int]
-    missing: list[list[int]]
+    rows: array[int]
+    missing: list[array[int]]
     needed: dict[int, dict[int, int]]
     keep: Keep
     joined: list[int]
@@ -44,34 +48,35 @@ class Loads(NamedTuple):
         return [fresh + len(rows) for rows in self.missing]
 
 
-def loads_of(model: Model, replica: Replica, rows: list[int], base: int, hit_blocks: int) -> Loads:
+def loads_of(model: Model, replica: Replica, rows: array[int], base: int, hit_blocks: int) -> Loads:
     """What a hit of ``hit_blocks`` lacks of ``rows``, which are its positions from ``base`` on."""
     place = replica.place
     if not rows:
         return Loads(rows, [rows] * len(place.pools), {}, Keep(), [], [])
-    lead = place.states[place.lead]
-    whole = [row for row in rows if lead[row] == ABSENT]
-    awaited = [row for row in rows if lead[row] == FILLING]
+    path, lead = column(rows), place.states_of(place.lead, rows)
+    whole = array_of(path[lead == ABSENT])
+    awaited = array_of(path[lead == FILLING])
     missing = [whole] * len(place.pools)
     needed: dict[int, dict[int, int]] = {}
     windows: list[tuple[int, int]] = []
-    blocked: list[int] = []
+    blocked = array("i")
     for group in place.window_groups:
         states = place.states[group]
         positions = window_positions(model.layout, group, hit_blocks)
         needed[group] = {position: rows[position - base] for position in positions if position >= base}
-        missing[group] = [row for row in needed[group].values() if states[row] == ABSENT]
-        awaited += [row for row in needed[group].values() if states[row] == FILLING]
+        missing[group] = array("i", [row for row in needed[group].values() if states[row] == ABSENT])
+        awaited.extend([row for row in needed[group].values() if states[row] == FILLING])
         windows += [(group, row) for row in needed[group].values() if states[row] != ABSENT]
-        blocked += [row for row in missing[group] if row in place.filling]
-    deepest = next((row for row in reversed(rows) if lead[row] != ABSENT), NO_ROW)
+        blocked.extend(missing[group])
+    present = np.flatnonzero(lead != ABSENT)
+    deepest = rows[present[-1]] if len(present) else NO_ROW
     return Loads(
         rows,
         missing,
         needed,
         Keep(deepest, tuple(windows)),
-        sorted({place.filling[row] for row in awaited}),
-        sorted({place.filling[row] for row in blocked}),
+        place.fillers(awaited),
+        place.fillers(blocked),
     )
 
 
@@ -112,10 +117,10 @@ def load_from(
     return ticket
 
 
-def _moving(rows: list[int], missing: Iterable[list[int]]) -> list[int]:
+def _moving(rows: array[int], missing: Iterable[array[int]]) -> array[int]:
     """Those of ``rows`` of which any copy comes, in their order."""
     parts = [part for part in missing if part]
     if all(part is parts[0] for part in parts):  # whole blocks, in their order
-        return list(parts[0])
-    moving = {row for group in parts for row in group}
-    return [row for row in rows if row in moving]
+        return parts[0][:]
+    moving = np.concatenate([column(part) for part in parts])
+    return array_of(column(rows)[among(column(rows), moving)])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from cachesvc.flows.budget import Budget
@@ -21,6 +22,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.idle import idle_models
 from cachesvc.flows.sizing import HasHeadroom, Newcomer, Plan, PoolRequest, Pools, plan_pools, survey
+from cachesvc.flows.turns import NO_MODEL, Chore
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
@@ -228,9 +230,10 @@ def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Re
 
 
 def evict_model(core: Core, vault: Vault, model: Model) -> None:
-    """Forget an idle model; its memory is freed with the next pools that are made."""
+    """Forget an idle model; its memory is freed with the next pools that are made, and its keys in turns."""
     vault.retire(model.id)
     del core.ledger.models[model.id]
+    core.chores.append(Chore(NO_MODEL, partial(model.blocks.index.forget_keys, core.turns.forgotten)))
     core.count(Count.MODELS_DISMISSED)
 
 

@@ -6,17 +6,21 @@ the call then goes on with the hit that there is; so nothing here fails a call.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cachesvc.flows.backup import back_up
+import numpy as np
+
+from cachesvc.flows.backup import back_up, has_backup_room
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.loads import load_from, loads_of
 from cachesvc.flows.room import make_room
 from cachesvc.flows.transfers import expedite, may_submit
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.blocks import Hit, window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, kept
@@ -26,7 +30,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import READY
+from cachesvc.model.words import ABSENT, READY
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class _Source(NamedTuple):
     """A replica that has all of ``path`` on its device, windows too."""
 
     replica: Replica
-    path: list[int]
+    path: array[int]
 
 
 def share(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
@@ -96,7 +100,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
     if loads.joined or loads.blocked:
         return _wait(core, sharing, {*loads.joined, *loads.blocked})
     draining = replica.place.draining
-    leaving = {draining[row] for row in source.path if row in draining}
+    leaving = {draining[row] for row in source.path if row in draining} if draining else set()
     if leaving and not loads.missing[replica.place.lead]:  # windows alone would hang below nothing that stays
         return _wait(core, sharing, leaving)
     if sharing.has_begun or not may_submit(core, model, replica):
@@ -117,13 +121,15 @@ def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) 
     """Have the other replica store what the host lacks of the path; it is loaded from there as usual."""
     blocks, host = call.model.blocks, call.model.blocks.host
     rows = source.path[_first_from_host(call.model, call.replica, source.path, hit) :]
-    filling = {host.filling[row] for row in rows if row in host.filling}
+    filling = host.fillers(rows)
     if filling:
         return _wait(core, sharing, filling)
     if sharing.has_begun:
         return None
     on_host = hit.row if hit.blocks > hit.device_blocks else NO_ROW
     with kept(blocks, host, Keep(on_host)):  # room for the end of the path is not made at the cost of its middle
+        if not has_backup_room(core, call.model, int(np.count_nonzero(host.states_of(host.lead, rows) == ABSENT))):
+            return TURN
         ticket = back_up(core, call.model, source.replica, rows, sharing.urgency)
     if ticket is None:
         return None
@@ -132,7 +138,7 @@ def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) 
     return _wait(core, sharing, (ticket.id,))
 
 
-def _first_from_host(model: Model, replica: Replica, path: list[int], hit: Hit) -> int:
+def _first_from_host(model: Model, replica: Replica, path: array[int], hit: Hit) -> int:
     """The first position of the path that cannot be used in place: from there on the host must have everything."""
     place = replica.place
     gone = [

@@ -66,8 +66,8 @@ def publish(
     stay so where a later turn is refused; ``publishing`` is what one turn tells the next. Raises Conflict (out of turn,
     or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
     """
-    count, most = blocks or len(keys) // KEY_BYTES, core.turns.sealed
-    if publishing is None or count <= most:
+    count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
+    if publishing is None or (count <= most and not publishing.done):
         return _publish(core, call, sequence_id, first_block, keys, blocks)
     if not publishing.done:
         sequence = call.sequence(sequence_id)
@@ -81,6 +81,14 @@ def publish(
     publishing.done += now
     publishing.parts.append(part)
     return publishing.answer() if part.pending or publishing.done == count else TURN
+
+
+def _most(core: Core, call: Call) -> int:
+    """Blocks that are sealed in a turn: fewer where one may be evicted on the host for the backup of each."""
+    turns, host = core.turns, call.model.blocks.host
+    pool = host.pools[host.lead]
+    is_tight = core.writing.copies_when_sealed and pool.free < min(turns.sealed, pool.usable)
+    return min(turns.sealed, turns.evicted) if is_tight else turns.sealed
 
 
 def _join_cells(parts: Iterable[tuple[GroupCells, ...]]) -> tuple[GroupCells, ...]:
@@ -131,7 +139,7 @@ def publish_many(
     """``publish`` for ``entries``, in order, as long as each is straight: in turn, with pages, under keys that nobody
     has published. ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its
     sequence is among ``held``, or it takes more turns than one; those behind it are not looked at."""
-    starts, most = publishes.starts, core.turns.sealed
+    starts, most = publishes.starts, _most(core, call)
     if starts[entries.stop] - starts[entries.start] > most:
         long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
         entries = range(entries.start, long)

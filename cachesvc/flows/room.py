@@ -82,7 +82,7 @@ def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, None))
     going = 0
     if short > 0:
-        short = min(short, core.turns.evicted)
+        short = min(short, _turn(core, model))
         plan, _ = _plan(core, model, replica, short, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * short)
         if not plan.drains or may_submit(core, model, replica):
             _carry_out(core, model, replica, plan, None)
@@ -119,7 +119,7 @@ def _evict_blocks(
     if short > 0 and len(draining) >= DRAINS_AT_ONCE:
         return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
-        at_once = min(short, core.turns.evicted)
+        at_once = min(short, _turn(core, model))
         has_begun = room is not None and room.is_open
         is_beyond = at_once < short and not has_begun and evictable_pages(model.blocks, place) < short
         plan, met = _plan(core, model, replica, at_once)
@@ -136,6 +136,15 @@ def _evict_blocks(
     if _shortage(place, wanted) <= 0:
         return None
     return wait_for(core, (ticket.id for ticket in draining))
+
+
+def _turn(core: Core, model: Model) -> int:
+    """Blocks that are evicted in a turn: half as many where each may have another one evicted on the host."""
+    host = model.blocks.host
+    is_host_full = (
+        core.writing.copies_when_evicted and _has_host(model) and host.pools[host.lead].free < core.turns.evicted
+    )
+    return max(1, core.turns.evicted // 2) if is_host_full else core.turns.evicted
 
 
 def _shortage(place: Place, wanted: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ sequence where it was.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from cachesvc.flows.call import Call, require_still
@@ -15,14 +16,16 @@ from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.room import exhausted, make_room
 from cachesvc.flows.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
 from cachesvc.flows.turns import TURN
-from cachesvc.ledger.evict import start_backup
+from cachesvc.ledger.evict import no_row, start_backup
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pins import Keep
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tickets import MovedPages
 from cachesvc.model.answers import GroupCells, Swapped, Wait
 from cachesvc.model.errors import Conflict
+from cachesvc.model.int32s import array_of, column
 from cachesvc.model.transfer import Direction, PagePairs
+from cachesvc.model.words import ABSENT
 
 
 def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
@@ -39,20 +42,20 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
         raise Conflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
     path = model.blocks.index.path(sequence.anchor)
     host = model.blocks.host
-    running = [*sequence.loads, *_filling(host, path)]
+    running = [*sequence.loads, *host.fillers(path)]
     if running:
         return wait_for(core, running)
-    on_host = host.states[host.lead]
-    rows = [row for row in path if not on_host[row]]
-    moves = sequence.own_moves()
-    if rows or any(moved.positions for moved in moves):
+    rows = _absent(host, path)
+    wanted = [count + (len(rows) if group in host.full_groups else 0) for group, count in enumerate(sequence.moving())]
+    if any(wanted):
         require_transfer(core, model, call.replica)
-    if (wait := _make_host_room(core, model, path, rows, moves)) is not None:
+    if (wait := _make_host_room(core, model, sequence.anchor, wanted)) is not None:
         return wait
+    moves = sequence.own_moves()
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE)
     sequence.leave(ticket, moves)
     coming = start_backup(model.blocks, place, rows, ticket.id)
-    ticket.rows = rows
+    ticket.rows = rows[:]
     sequence.keep_on_host()
     submit(core, model, ticket, _joined(moves, store_pairs(place, coming)), layered=False)
     return Swapped((ticket_view(ticket),), ())
@@ -71,14 +74,13 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     if not sequence.swapped_out:
         raise Conflict(f"sequence {sequence_id} is on the device already")
     path = model.blocks.index.path(sequence.host_anchor)
-    filling = _filling(place, path)
+    filling = place.fillers(path)
     if filling:
         return wait_for(core, filling)
-    on_device = place.states[place.lead]
-    absent = [row for row in path if not on_device[row]]
+    absent = _absent(place, path)
     wanted = [len(absent) if group in place.full_groups else 0 for group in range(len(place.pools))]
-    for group, _, _ in sequence.swapped:
-        wanted[group] += 1
+    for group, own in enumerate(sequence.swapped):
+        wanted[group] += len(own.positions)
     if any(wanted):
         require_transfer(core, model, replica)
     sequence.free_spares()
@@ -88,44 +90,38 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     if wait is not None:
         return wait
     ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD)
-    missing = [absent if group in place.full_groups else [] for group in range(len(place.pools))]
+    missing = [absent if group in place.full_groups else array("i") for group in range(len(place.pools))]
     coming = model.blocks.start_fill(place, missing, ticket.id)
-    ticket.rows = absent
+    ticket.rows = absent[:]
     sequence.come_back(ticket)
     submit(core, model, ticket, _joined(ticket.moves, load_pairs(model.blocks.host, coming)), layered=True)
     tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
     return Swapped((ticket_view(ticket),), tables)
 
 
-def _filling(place: Place, rows: Iterable[int]) -> list[int]:
-    """Tickets that bring copies of ``rows`` to the place."""
-    return sorted({place.filling[row] for row in rows if row in place.filling})
+def _absent(place: Place, rows: array[int]) -> array[int]:
+    """Those of ``rows`` that have no copy on the place."""
+    return array_of(column(rows)[place.states_of(place.lead, rows) == ABSENT])
 
 
 def _joined(moves: list[MovedPages], shared: Iterable[PagePairs]) -> tuple[PagePairs, ...]:
     """Own pages and shared blocks as one transfer: the pages of a group together."""
-    device: dict[int, list[int]] = {}
-    host: dict[int, list[int]] = {}
+    of_group = {each.group: (array("i", each.device_pages), array("i", each.host_pages)) for each in shared}
     for moved in moves:
         if moved.positions:
-            device[moved.group] = list(moved.device_pages)
-            host[moved.group] = list(moved.host_pages)
-    for pairs in shared:
-        device.setdefault(pairs.group, []).extend(pairs.device_pages)
-        host.setdefault(pairs.group, []).extend(pairs.host_pages)
-    return tuple(PagePairs(group, tuple(device[group]), tuple(host[group])) for group in sorted(device))
+            device, host = of_group.get(moved.group, (array("i"), array("i")))
+            of_group[moved.group] = moved.device_pages + device, moved.host_pages + host
+    return tuple(PagePairs(group, *of_group[group]) for group in sorted(of_group))
 
 
-def _make_host_room(core: Core, model: Model, path: list[int], rows: list[int], moves: list[MovedPages]) -> Wait | None:
-    """Free host pages for the whole swap, at the cost of no block of ``path``; None when they are there. Where more is
-    to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with nothing evicted in this
-    turn."""
-    host = model.blocks.host
-    wanted = [len(rows) if group in host.full_groups else 0 for group in range(len(host.pools))]
-    for moved in moves:
-        wanted[moved.group] += len(moved.positions)
+def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wait | None:
+    """Free ``wanted[g]`` host pages of group g, at the cost of no block from the root down to ``tip``; None when they
+    are there. Where more is to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with
+    nothing evicted in this turn."""
+    host, index = model.blocks.host, model.blocks.index
     now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
-    plan, short = model.evictor.plan_host_room(now, spared=set(path))
+    spares = (lambda row: index.is_above(row, tip)) if tip != NO_ROW else no_row
+    plan, short = model.evictor.plan_host_room(now, spares)
     if short is not None:
         raise exhausted(host.pools[short], wanted[short], plan.freed(short))
     carry_out(core, model, plan)

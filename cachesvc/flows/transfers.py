@@ -8,7 +8,7 @@ that does not run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -41,7 +41,7 @@ def require_transfer(core: Core, model: Model, replica: Replica) -> None:
 def store_pairs(place: Place, coming: Filling) -> tuple[PagePairs, ...]:
     """From a replica's device to the host copies that come."""
     return tuple(
-        PagePairs(group, tuple(map(place.pages[group].__getitem__, rows)), tuple(pages))
+        PagePairs(group, place.pages_of(group, rows), pages)
         for group, (rows, pages) in enumerate(zip(coming.rows, coming.pages, strict=True))
         if rows
     )
@@ -50,7 +50,7 @@ def store_pairs(place: Place, coming: Filling) -> tuple[PagePairs, ...]:
 def load_pairs(source: Place, coming: Filling) -> tuple[PagePairs, ...]:
     """From the host, or another replica's device, to the device copies that come."""
     return tuple(
-        PagePairs(group, tuple(pages), tuple(map(source.pages[group].__getitem__, rows)))
+        PagePairs(group, pages, source.pages_of(group, rows))
         for group, (rows, pages) in enumerate(zip(coming.rows, coming.pages, strict=True))
         if rows
     )
@@ -183,7 +183,7 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     return left
 
 
-def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: list[int]) -> None:
+def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int]) -> None:
     arrived = not ticket.failing
     if ticket.source is not None:
         core.count(Count.PEER_BLOCKS, len(rows) if arrived else 0)

@@ -25,15 +25,16 @@ class Turns(NamedTuple):
     transfer has ended, 3 us each. ``drained``: blocks that go once they are written back, 8 us each. ``holds``:
     sequences and prefetches of a lost lease that end. ``pages``: that are taken or given back by themselves, 0.1 us
     each in long runs and more than 1 us each alone. ``sealed``: blocks that are
-    published, 2.4 us each.
+    published, 2.4 us each. ``forgotten``: keys of a model that is gone.
     """
 
-    evicted: int = 16
+    evicted: int = 12
     landed: int = 48
-    drained: int = 16
+    drained: int = 12
     holds: int = 32
     pages: int = 256
     sealed: int = 64
+    forgotten: int = 4096
 
 
 NO_MODEL = 0

@@ -7,8 +7,8 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from cachesvc.ledger.windows import (
     window_positions,
 )
 from cachesvc.model.errors import InvalidRequest, LedgerBroken
+from cachesvc.model.int32s import array_of, column, union_of
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
@@ -55,8 +56,8 @@ class Hit(NamedTuple):
 class Filling(NamedTuple):
     """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
 
-    rows: Sequence[Sequence[int]]
-    pages: list[list[int]]
+    rows: Sequence[array[int]]
+    pages: list[array[int]]
 
 
 class BlockLedger:
@@ -177,15 +178,12 @@ class BlockLedger:
 
         Looks at every block that is to be loaded.
         """
-        states, parent = self.host.states[self.host.lead], self.index.parent
-        reach, reach_row = blocks, row
-        while blocks > device_blocks:
-            blocks -= 1
-            above = parent[row]
-            if states[row] != IS_READY:
-                reach, reach_row = blocks, above
-            row = above
-        return (reach, reach_row) if reach > device_blocks else (device_blocks, device_row)
+        rows = self.index.last_rows(row, blocks - device_blocks)
+        lacking = np.flatnonzero(self.host.states_of(self.host.lead, rows) != IS_READY)
+        if not len(lacking):
+            return blocks, row
+        first = int(lacking[0])
+        return (blocks - len(rows) + first, rows[first - 1]) if first else (device_blocks, device_row)
 
     def _with_windows(self, keys: bytes, hit: Hit, place: Place) -> Hit:
         """Shorten a hit until every windowed group has the blocks that cover its window and its sinks.
@@ -264,17 +262,21 @@ class BlockLedger:
             place.children[parent] += 1
             place.leaves.remove(parent)
 
-    def _come_all(self, place: Place, rows: list[int]) -> None:
+    def _come_all(self, place: Place, rows: array[int]) -> None:
         """``_come`` for each of the distinct ``rows``."""
         if len(rows) < AT_ONCE:
             for row in rows:
                 self._come(place, row)
             return
-        column = np.array(rows, np.int64)
-        np.frombuffer(place.used, np.uint8)[column] = 0
-        parents = np.frombuffer(self.index.parent, np.int32)[column]
+        coming = column(rows)
+        np.frombuffer(place.used, np.uint8)[coming] = 0
+        parents = column(self.index.parent)[coming]
+        is_path = np.array_equal(parents[1:], coming[:-1])  # then no two have one parent
         parents = parents[parents != NO_ROW]
-        np.add.at(np.frombuffer(place.children, np.int32), parents, 1)
+        if is_path:
+            column(place.children)[parents] += 1
+        else:
+            np.add.at(column(place.children), parents, 1)
         for row in parents[np.frombuffer(place.leaves.filed, np.bool_)[parents]].tolist():
             place.leaves.remove(row)
 
@@ -355,32 +357,35 @@ class BlockLedger:
         """The transfer is over; the row may be a candidate again."""
         self.index.end_flight(row)
 
-    def start_fill(self, place: Place, rows_of: Sequence[Sequence[int]], ticket: int) -> Filling:
+    def start_fill(self, place: Place, rows_of: Sequence[array[int]], ticket: int) -> Filling:
         """A transfer towards ``place`` begins: of group g it brings the rows ``rows_of[g]``. They are in flight.
 
         There is room. A block that is not there yet is named in all groups without a window; of one that is there
         already only windowed copies can come. One transfer at a time fills copies of a row on one place.
         """
-        lead = place.states[place.lead]
-        filling = dict.fromkeys(chain.from_iterable(rows_of), ticket)
-        if not place.filling.keys().isdisjoint(filling):
-            row = next(row for row in filling if row in place.filling)
-            raise LedgerBroken(f"row {row} is filled on {place.name} by ticket {place.filling[row]} already")
-        place.filling |= filling
-        self._come_all(place, [row for row in filling if not lead[row]])
-        self.index.begin_flights(list(filling))
-        return Filling(rows_of, [place.fill(group, rows) for group, rows in enumerate(rows_of)])
+        rows = array_of(union_of(rows_of))
+        if others := place.fillers(rows):
+            raise LedgerBroken(f"{place.name}: rows of ticket {ticket} are filled by tickets {others} already")
+        np.frombuffer(place.filling, np.int64)[column(rows)] = ticket
+        self._come_all(place, array_of(column(rows)[place.states_of(place.lead, rows) == ABSENT]))
+        self.index.begin_flights(rows)
+        filled = Filling(rows_of, [place.fill(group, each) for group, each in enumerate(rows_of)])
+        for group in place.window_groups:
+            for each in self.index.places:
+                each.window_leaves[group].remove_all(rows_of[group])
+        return filled
 
     def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
         """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none brings them."""
-        if place.filling.pop(row, None) is None:
+        if not place.filling[row]:
             raise LedgerBroken(f"row {row} is filled on {place.name} by no ticket")
+        place.filling[row] = 0
         for group, states in enumerate(place.states):
             if states[row] == FILLING:
-                if arrived:
-                    place.arrive(group, row)
-                else:
-                    place.fail(group, row)
+                (place.arrive if arrived else place.fail)(group, row)
+                if group in place.window_leaves:
+                    for each in self.index.places:
+                        each.window_leaves[group].update(row)
         self.index.end_flight(row)
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)

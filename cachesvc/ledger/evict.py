@@ -12,12 +12,15 @@ there is. What a victim of a device place becomes:
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from cachesvc.ledger.blocks import BlockLedger, Filling
 from cachesvc.ledger.index import BlockIndex
@@ -26,9 +29,16 @@ from cachesvc.ledger.leaves import ROW_MASK
 from cachesvc.ledger.leaving import drop_all
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.walk import walk_of
+from cachesvc.model.int32s import array_of, column
 from cachesvc.model.words import ABSENT, FILLING, READY
 
 IS_READY = int(READY)
+Spares = Callable[[int], bool]
+
+
+def no_row(_: int) -> bool:
+    """Spares none."""
+    return False
 
 
 class Drain(NamedTuple):
@@ -84,7 +94,7 @@ class Evictor:
         plan = EvictionPlan(place)
         index = self.ledger.index
         walk = walk_of(self.ledger, place)
-        host = _HostRoom(self.ledger, walk.taken)
+        host = _HostRoom(self.ledger, walk.taken.__contains__)
         gone: dict[int, int] = {}
         lingering: set[int] = set()
         others = [other.states[other.lead] for other in index.places if other is not place]
@@ -121,34 +131,35 @@ class Evictor:
         plan.host_drops = host.victims
         return plan, found >= count
 
-    def plan_host(self, count: int, spared: Collection[int] = ()) -> tuple[EvictionPlan, bool]:
+    def plan_host(self, count: int, spares: Spares = no_row) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
 
-        ``spared``: rows that stay.
+        ``spares``: says of a row whether it stays.
         """
-        room = _HostRoom(self.ledger, spared)
+        room = _HostRoom(self.ledger, spares)
         plan = EvictionPlan(self.ledger.host)
         met = all(room.evict_one() for _ in range(count))
         plan.drops = room.victims
         return plan, met
 
-    def plan_host_room(self, wanted: Sequence[int], spared: Collection[int] = ()) -> tuple[EvictionPlan, int | None]:
+    def plan_host_room(self, wanted: Sequence[int], spares: Spares = no_row) -> tuple[EvictionPlan, int | None]:
         """Victims after which host group g has ``wanted[g]`` free pages; and a group that they do not suffice for.
 
         Whole blocks go for the full groups, each freeing what it has in the windowed ones. What is short in those then
-        goes by itself: windowed copies that no window holds, whose blocks stay. ``spared``: rows of which all stays.
+        goes by itself: windowed copies that no window holds, whose blocks stay. ``spares``: says of a
+        row whether all of it stays.
         """
         host = self.ledger.host
         short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
         worst = max(host.full_groups, key=short.__getitem__)
-        plan, met = self.plan_host(max(0, short[worst]), spared)
+        plan, met = self.plan_host(max(0, short[worst]), spares)
         if not met:
             return plan, worst
-        going = {*plan.drops, *spared}
+        going = set(plan.drops)
         for group in host.window_groups:
             need = short[group] - plan.freed(group) if short[group] > 0 else 0
             rows = (entry & ROW_MASK for entry in host.window_leaves[group])
-            found = list(islice((row for row in rows if row not in going), max(0, need)))
+            found = list(islice((row for row in rows if row not in going and not spares(row)), max(0, need)))
             plan.window_drops += [(group, row) for row in found]
             if len(found) < need:
                 return plan, group
@@ -167,9 +178,10 @@ class Evictor:
         place = plan.place
         with ledger.host.leaves.filing_later():
             drop_all(ledger, ledger.host, plan.host_drops, plan.cause)
-        coming = start_backup(ledger, place, [drain.row for drain in plan.drains if drain.copied], ticket)
-        for row, copied in plan.drains:
-            if not copied:
+        copied = array("i", [drain.row for drain in plan.drains if drain.copied])
+        coming = start_backup(ledger, place, copied, ticket)
+        for row, is_copied in plan.drains:
+            if not is_copied:
                 ledger.begin_flight(row)
             ledger.start_drain(place, row, ticket)
         with place.leaves.filing_later():
@@ -201,9 +213,9 @@ class Evictor:
 class _HostRoom:
     """Room on the host, reserved page by page while a plan is made."""
 
-    def __init__(self, ledger: BlockLedger, spared: Collection[int]) -> None:
+    def __init__(self, ledger: BlockLedger, spares: Spares) -> None:
         self.ledger = ledger
-        self._spared = spared
+        self._spares = spares
         self.walk = walk_of(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
@@ -221,7 +233,7 @@ class _HostRoom:
         """Take the next host victim; False when none is left."""
         index = self.ledger.index
         while (row := self.walk.next()) is not None:
-            if row in self._spared:
+            if self._spares(row):
                 continue
             elsewhere = any(p is not self.ledger.host and p.state(row) == READY for p in index.places)
             if not elsewhere:
@@ -235,18 +247,17 @@ class _HostRoom:
         return False
 
 
-def start_backup(ledger: BlockLedger, source: Place, rows: list[int], ticket: int) -> Filling:
+def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: int) -> Filling:
     """Start to store on the host what ``source`` holds of ``rows``; windowed copies come along while there is room.
 
     The caller has made sure that the full groups have room.
     """
     host = ledger.host
 
-    def rows_in(group: int) -> list[int]:
+    def rows_in(group: int) -> array[int]:
         if group in source.full_groups:
             return rows
-        states = source.states[group]
-        return [row for row in rows if states[row] == READY][: host.pools[group].free]
+        return array_of(column(rows)[source.states_of(group, rows) == READY][: host.pools[group].free])
 
     return ledger.start_fill(host, [rows_in(group) for group in range(len(host.pools))], ticket)
 
@@ -262,12 +273,23 @@ def evictable_pages(
     """
     if after_flights and not unpinned:
         return place.unprotected
-    states, pins = place.states[place.lead], place.pins
+    pins = place.pins
     ending = Counter(unpinned)
     held = [row for row in place.pinned if pins[row] > ending[row]]
-    if not after_flights:
-        held += [row for row in ledger.index.flying if states[row] != ABSENT]
+    if not after_flights and ledger.index.flying:
+        held += _deepest(ledger.index, place)
     return sum(place.counts.states[FILLING:]) - _blocks_above(ledger.index, held)
+
+
+def _deepest(index: BlockIndex, place: Place) -> list[int]:
+    """Of the rows in flight that have a copy on the place, the deepest one of each chain."""
+    flying = index.flying.column()
+    flying = flying[np.frombuffer(place.states[place.lead], np.uint8)[flying] != ABSENT]
+    heads, depths = column(index.head)[flying], column(index.depth)[flying]
+    order = np.lexsort((depths, heads))
+    last = np.append(np.diff(heads[order]) != 0, True) if len(order) else order
+    found: list[int] = flying[order[last]].tolist()
+    return found
 
 
 def _blocks_above(index: BlockIndex, rows: Iterable[int]) -> int:
@@ -293,8 +315,10 @@ def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights
     """How many windowed copies no window holds; ``after_flights``: once all transfers are over."""
     count = len(place.window_leaves[group])
     if after_flights:
-        states, pins = place.states[group], place.window_pins[group]
-        count += sum(states[row] != ABSENT and not pins[row] for row in ledger.index.flying)
+        flying = ledger.index.flying.column()
+        here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
+        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
+        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
     return count
 
 

@@ -10,7 +10,10 @@ is in place. Until its loads begin, these copies are pinned by themselves, where
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from cachesvc.ledger.blocks import BlockLedger, Hit, window_positions
 from cachesvc.ledger.pins import Pin, WindowPins
@@ -113,22 +116,21 @@ class Hold:
         self.windows.hold_all(group, rows)  # first: what is held is in no order that its use would change
         self.ledger.use_windows(rows.values(), tip)
 
-    def rest(self) -> list[int]:
+    def rest(self) -> array[int]:
         """Rows of the hit that it does not hold on the device yet, root first."""
         if self.loads or self.host_anchor == NO_ROW:
-            return []
+            return array("i")
         return self.ledger.index.path(self.host_anchor, self.anchor)
 
-    def rely_on(self, rows: Sequence[int], needed: Mapping[int, Mapping[int, int]], tickets: Sequence[Ticket]) -> None:
+    def rely_on(self, rows: array[int], needed: Mapping[int, Mapping[int, int]], tickets: Sequence[Ticket]) -> None:
         """The rest of the hit, ``rows``, is on the device or comes there with ``tickets``.
 
         ``needed[g]``: position -> row of the windowed copies among them that the hit needs. What is there already is
         held from now on: nothing in flight may be all that keeps it.
         """
-        states = self.place.states[self.place.lead]
-        present = [row for row in rows if states[row] >= IS_READY]
-        if present:
-            self._device.move(present[-1])
+        present = np.flatnonzero(self.place.states_of(self.place.lead, rows) >= IS_READY)
+        if len(present):
+            self._device.move(rows[present[-1]])
             self.sealed += len(present)
         for group, positions in needed.items():
             self.hold_windows(group, positions, self.host_anchor)

@@ -9,22 +9,24 @@ What eviction ranks are made of changes here alone, so here the candidates are k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from cachesvc.ledger.flying import FlyingRows
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import AT_ONCE
 from cachesvc.ledger.parted import PartedDict
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.int32s import Column, array_of, column
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-FEW_ROWS, RUN_ROWS, ROWS_A_TURN = 16, 512, 512
+FEW_ROWS, RUN_ROWS, ROWS_A_TURN = 32, 2048, 512
 """Of a path's rows so many are looked at one by one, then so many at a time, as long as they lie in a row; and so many
 are taken over in a turn, 0.1 to 0.2 ms."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
@@ -65,7 +67,7 @@ class BlockIndex:
         self.reuses = array("H")
         self.flights = array("H")
         self.segments = array("i")
-        self.flying: set[int] = set()
+        self.flying = FlyingRows()
         self.places: list[Place] = []
         self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
@@ -141,13 +143,14 @@ class BlockIndex:
         first = len(self.keys)
         more = min(max(first, LEAST_ROWS), MOST_ROWS)
         self.keys.extend([None] * more)
-        for column in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
-            column.frombytes(bytes(column.itemsize * more))
+        for each in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
+            each.frombytes(bytes(each.itemsize * more))
         if self.follows_requests:
             self.segments.frombytes(bytes(4 * more))
         for short in (self.reuses, self.flights):
             short.frombytes(bytes(short.itemsize * more))
         self.continued.extend(bytes(more))
+        self.flying.grow(more)
         for place in self.places:
             place.grow(first + more)
         for order in self.orders:
@@ -176,6 +179,17 @@ class BlockIndex:
             self.reached[row] = 0
             self.hits[row] = 0
         self._spare_rows.extend(run)
+
+    def forget_keys(self, most: int) -> bool:
+        """Nobody uses it any more: let go of some ``most`` keys; True when none is left. A million at once, which is
+        what its own end would do, take 100 ms."""
+        for at, part in enumerate(self.rows.parts):
+            if most > 0 and part:
+                most -= len(part)
+                self.rows.parts[at] = {}
+        if most > 0:
+            del self.keys[-most:]
+        return not self.keys
 
     def touch(self, row: int, stamp: int) -> None:
         """Stamp an access. Only the deepest block of an access is stamped; a parent inherits when a child goes."""
@@ -219,11 +233,11 @@ class BlockIndex:
                 filed = rows[np.frombuffer(order.filed, np.uint8)[rows] != 0].tolist()
                 moved += [(order, row) for row in filed]
                 order.remove_all(filed)
-        column = np.frombuffer(segments, np.int32)
-        told(parts, column[rows].astype(np.int64), bottom)
+        of_rows = np.frombuffer(segments, np.int32)
+        told(parts, of_rows[rows].astype(np.int64), bottom)
         own = max(0, bottom - parts.shared_blocks)
-        column[rows[:own]] = parts.own
-        column[rows[own:]] = parts.shared
+        of_rows[rows[:own]] = parts.own
+        of_rows[rows[own:]] = parts.shared
         for order, row in moved:
             order.update(row)
         self.taking = None if above == NO_ROW else Taking(told, above, parts)
@@ -264,6 +278,23 @@ class BlockIndex:
                 row = parent[first]
         return np.array(rows, np.int64), row
 
+    def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
+        """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
+        that came together mostly are."""
+        parent = self.parent
+        row = tip
+        while row != NO_ROW:
+            first, few = row, max(row - FEW_ROWS, 0)
+            while first > few and parent[first] == first - 1:
+                first -= 1
+            if first and first == few:
+                low = max(first - RUN_ROWS, 0)
+                above = np.frombuffer(parent, np.int32, first - low + 1, 4 * low)
+                ends = np.flatnonzero(above != np.arange(low - 1, first, dtype=np.int32))
+                first = low + int(ends[-1]) if len(ends) else low
+            yield first, row + 1
+            row = parent[first]
+
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``,
         which are distinct."""
@@ -282,26 +313,25 @@ class BlockIndex:
             order.add_all(candidates)
 
     def begin_flight(self, row: int) -> None:
-        """A transfer reads or writes copies of the row: no place may drop them."""
+        """A transfer reads or writes copies of the row: no place may drop the block."""
         self.flights[row] += 1
         if self.flights[row] == 1:
             self.flying.add(row)
-            for order in self.orders:
-                order.remove(row)
+            for place in self.places:
+                place.leaves.remove(row)
 
-    def begin_flights(self, rows: list[int]) -> None:
+    def begin_flights(self, rows: array[int]) -> None:
         """``begin_flight`` for each of the distinct ``rows``."""
         if len(rows) < AT_ONCE:
             for row in rows:
                 self.begin_flight(row)
             return
-        column, flights = np.array(rows, np.int64), np.frombuffer(self.flights, np.uint16)
-        fresh = column[flights[column] == 0]
-        flights[column] += np.uint16(1)
-        self.flying.update(fresh.tolist())
-        for order in self.orders:
-            for row in fresh[np.frombuffer(order.filed, np.bool_)[fresh]].tolist():
-                order.remove(row)
+        moving, flights = column(rows), np.frombuffer(self.flights, np.uint16)
+        fresh = moving[flights[moving] == 0]
+        flights[moving] += np.uint16(1)
+        self.flying.add_all(fresh)
+        for place in self.places:
+            place.leaves.remove_all(fresh[np.frombuffer(place.leaves.filed, np.bool_)[fresh]].tolist())
 
     def end_flight(self, row: int) -> None:
         """The transfer is over; the row may be a candidate again. Raises LedgerBroken where none was running."""
@@ -309,9 +339,9 @@ class BlockIndex:
             raise LedgerBroken(f"row {row} is in no flight")
         self.flights[row] -= 1
         if not self.flights[row]:
-            self.flying.discard(row)
-            for order in self.orders:
-                order.update(row)
+            self.flying.remove(row)
+            for place in self.places:
+                place.leaves.update(row)
 
     def has_copy(self, row: int) -> bool:
         """True while any place holds a copy in any state but ABSENT."""
@@ -326,12 +356,21 @@ class BlockIndex:
                 return False
         return self.depth[row] >= depth
 
-    def path(self, row: int, until: int = NO_ROW) -> list[int]:
-        """Rows from just below ``until`` down to ``row``, root first."""
-        parent = self.parent
-        out: list[int] = []
-        while row != until and row >= 0:
-            out.append(row)
-            row = parent[row]
-        out.reverse()
-        return out
+    def path(self, row: int, until: int = NO_ROW) -> array[int]:
+        """Rows from just below ``until``, an ancestor of ``row``, down to it, root first."""
+        if row == NO_ROW:
+            return array("i")
+        return self.last_rows(row, self.depth[row] - (self.depth[until] if until != NO_ROW else -1))
+
+    def last_rows(self, row: int, count: int) -> array[int]:
+        """The last ``count`` rows (fewer where the root is nearer) of the path down to ``row``, root first."""
+        left = max(count, 0)
+        runs: list[Column] = [np.empty(0, np.int32)]
+        for first, last in self._runs(row):
+            if not left:
+                break
+            length = min(last - first, left)
+            runs.append(np.arange(last - length, last, dtype=np.int32))
+            left -= length
+        runs.reverse()
+        return array_of(np.concatenate(runs))

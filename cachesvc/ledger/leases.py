@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -102,7 +103,7 @@ class Lease:
         if now > self.last_heard:
             self.last_heard = now
 
-    def grant(self, group: int, pool: PagePool, count: int) -> list[int]:
+    def grant(self, group: int, pool: PagePool, count: int) -> array[int]:
         """Take free pages into the stock. There are enough."""
         pages = pool.take(count, PageState.PRIVATE)
         self.stock[group].update(pages)

@@ -97,17 +97,21 @@ class SortedEntries:
                 self.insert(entry)
 
     def delete_all(self, entries: list[int]) -> None:
-        """``delete`` for rising entries. See ``insert_all``."""
-        at = bisect_left(self._bounds, entries[0]) if entries else 0
-        bucket = self._buckets[at] if at < len(self._buckets) else []
-        place = bisect_left(bucket, entries[0]) if entries else 0
-        if bucket[place : place + len(entries)] != entries:
-            for entry in entries:
-                self.delete(entry)
-            return
-        del bucket[place : place + len(entries)]
-        if entries and len(bucket) < BUCKET // 4:
-            self._join(at)
+        """``delete`` for rising entries, a bucket's at a time where they lie in a row. See ``insert_all``."""
+        done = 0
+        while done < len(entries):
+            at = bisect_left(self._bounds, entries[done])
+            bucket = self._buckets[at] if at < len(self._buckets) else []
+            place = bisect_left(bucket, entries[done])
+            run = min(len(bucket) - place, len(entries) - done)
+            if run < 2 or bucket[place : place + run] != entries[done : done + run]:
+                self.delete(entries[done])
+                done += 1
+                continue
+            del bucket[place : place + run]
+            done += run
+            if len(bucket) < BUCKET // 4:
+                self._join(at)
 
     def _insert_run(self, entries: list[int]) -> bool:
         """Insert rising entries where all go above the others, or between the same two of them and into their bucket;

@@ -8,9 +8,9 @@ from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.leaves import LeafOrder, Rank
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.queues import Chooser, QueuedLeaves
-from cachesvc.model.words import READY, STAMP_BITS
+from cachesvc.model.words import FILLING, READY, STAMP_BITS
 
-IS_READY = int(READY)  # an enum takes thrice as long to compare
+IS_READY, IS_FILLING = int(READY), int(FILLING)  # an enum takes thrice as long to compare
 DEPTH_BITS = 32
 RankRule = Callable[[int, int, int], Rank]
 """``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
@@ -33,13 +33,15 @@ def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Chooser
 
 
 def window_order(index: BlockIndex, place: Place, group: int, sinks: int) -> LeafOrder:
-    """Windowed copies of a place that no window holds and nothing moves: they may go by themselves. ``sinks``: first
-    blocks of a prompt that count as such."""
-    states, pins = place.states[group], place.window_pins[group]
-    flights, reached, stamp, depth = index.flights, index.reached, index.stamp, index.depth
+    """Windowed copies of a place that no window holds and no transfer reads: they may go by themselves, whatever other
+    groups' copies of their block do. ``sinks``: first blocks of a prompt that count as such."""
+    states, pins, places = place.states[group], place.window_pins[group], index.places
+    reached, stamp, depth = index.reached, index.stamp, index.depth
 
     def may_go(row: int) -> bool:
-        return states[row] == IS_READY and not (pins[row] or flights[row])
+        if states[row] != IS_READY or pins[row]:
+            return False
+        return all(other.states[group][row] != IS_FILLING for other in places)  # from this copy, perhaps
 
     def rank(row: int) -> Rank:
         return window_rank(reached[row], stamp[row], depth[row], depth[row] < sinks)

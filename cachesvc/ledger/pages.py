@@ -10,9 +10,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from cachesvc.model.errors import IllegalMove, LedgerBroken
-from cachesvc.model.words import PageState, runs_of
+from cachesvc.model.int32s import Column
+from cachesvc.model.words import NO_PAGE, PageState, runs_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 
@@ -83,26 +85,27 @@ class PagePool:
         self.counts[FREE] += count
         self._give_back(first, count)
 
-    def take(self, count: int, state: PageState) -> list[int]:
+    def take(self, count: int, state: PageState) -> array[int]:
         """``count`` free pages in as few runs as can be had cheaply. Raises LedgerBroken where fewer are unreserved:
         the caller has seen to it."""
         if count > self.unreserved:
             raise LedgerBroken(
                 f"{self.name}: {count} pages wanted, {self.counts[FREE]} free, {self.reserved} of them reserved"
             )
-        pages: list[int] = []
+        pages = array("i")
         while len(pages) < count:
             start, length = self._best_run(count - len(pages))
             used = min(length, count - len(pages))
             self._remove_run(start, length)
             if used < length:
                 self._insert_run(start + used, length - used)
-            pages.extend(range(start, start + used))
             self.states[start : start + used] = bytes((state,)) * used
             if used < AT_ONCE:
+                pages.extend(range(start, start + used))
                 for page in range(start, start + used):
                     self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
             else:
+                pages.frombytes(np.arange(start, start + used, dtype=np.int32).tobytes())
                 self._generation_column[start : start + used] += np.uint32(1)
         self.counts[FREE] -= count
         self.counts[state] += count
@@ -140,11 +143,11 @@ class PagePool:
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
         """``move`` for each page; of those that become free whole runs come back at a time. Raises IllegalMove before
         anything has moved."""
-        pages = sorted(pages)
+        pages = pages if isinstance(pages, array) else sorted(pages)
         if len(pages) < AT_ONCE:
-            self._move_few(pages, target)
+            self._move_few(sorted(pages), target)
             return
-        column = np.array(pages, np.int64)
+        column = np.sort(np.asarray(pages, np.int32))
         gaps = np.diff(column)
         if column[0] < 0 or column[-1] >= self.pages or not gaps.all():
             raise IllegalMove(
@@ -178,6 +181,11 @@ class PagePool:
         self.counts[target] += len(pages)
         for run in runs_of(pages) if target == FREE else ():
             self._give_back(run.first, run.count)
+
+    def are_private(self, pages: Column) -> npt.NDArray[np.bool_]:
+        """Which of the pages are private; NO_PAGE is not."""
+        found: npt.NDArray[np.bool_] = (self._state_column[pages] == PRIVATE) & (pages != NO_PAGE)
+        return found
 
     def owns(self, page: int, generation: int) -> bool:
         """True when ``page`` is private and still in the generation that was granted."""

@@ -15,7 +15,10 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
+
 from cachesvc.ledger.journal import NO_ROW
+from cachesvc.model.int32s import column
 
 PIECE_BLOCKS = 64
 """A table is one look-up for each of so many blocks, and a walk of fewer: 8 bytes a block are kept for it."""
@@ -72,6 +75,11 @@ class TablePieces:
         return tables
 
     def _make(self, last: int) -> Piece:
+        first = last - self.piece_blocks + 1
+        if first >= 0 and np.array_equal(column(self._parent)[first + 1 : last + 1], np.arange(first, last)):
+            pages = tuple([page_of[first : last + 1].tobytes() for page_of in self._pages])
+            self._kept[last] = piece = self._parent[first], pages
+            return piece
         parent, row, rows = self._parent, last, []
         for _ in range(self.piece_blocks):
             rows.append(row)

@@ -5,7 +5,7 @@ Nothing is pinned in any other way by a flow, so a pin that nobody gives back is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -60,28 +60,35 @@ class WindowPins:
         self._blocks.pin_windows(self.place, group, rows.values())
         self.rows.setdefault(group, {}).update(rows)
 
-    def drop(self, group: int, position: int) -> bool:
-        """Let go of one copy, if any is held there; True if one was."""
-        row = self.rows.get(group, {}).pop(position, NO_ROW)
-        if row != NO_ROW:
-            self._blocks.unpin_windows(self.place, group, (row,))
-        return row != NO_ROW
+    def drop(self, group: int, positions: Iterable[int]) -> None:
+        """Let go of the copies at some positions, where any are held."""
+        held = self.rows.get(group, {})
+        self._blocks.unpin_windows(
+            self.place, group, [held.pop(position) for position in positions if position in held]
+        )
 
     def leave(self, sealed: int, tip: int) -> None:
-        """Let go of everything. The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its
-        last window. Twice is fine."""
-        for group, held in self.rows.items():
-            if tip != NO_ROW:
-                last = window_positions(self._blocks.layout, group, sealed)
-                self._blocks.use_windows([held[position] for position in last if position in held], tip)
+        """Let go of everything, as by ``look_back``. Twice is fine."""
+        self.look_back(sealed, tip)
         self.let_go()
+
+    def look_back(self, sealed: int, tip: int) -> None:
+        """The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its last window."""
+        for group, held in self.rows.items() if tip != NO_ROW else ():
+            last = window_positions(self._blocks.layout, group, sealed)
+            self._blocks.use_windows([held[position] for position in last if position in held], tip)
 
     def let_go(self) -> None:
         """Hold nothing. Twice is fine."""
+        self.let_go_of(sum(map(len, self.rows.values())))
+
+    def let_go_of(self, most: int) -> bool:
+        """Hold ``most`` copies less, the last ones first; True when none is left."""
         for group, held in self.rows.items():
-            rows = list(held.values())
-            held.clear()
+            rows = [held.popitem()[1] for _ in range(min(most, len(held)))]
+            most -= len(rows)
             self._blocks.unpin_windows(self.place, group, rows)
+        return not any(self.rows.values())
 
 
 class Keep(NamedTuple):

@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
 from cachesvc.ledger.leaves import LeafOrder
@@ -31,6 +32,7 @@ from cachesvc.ledger.protected import Protected
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
+from cachesvc.model.int32s import array_of, column, distinct
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 
@@ -82,8 +84,8 @@ class Place:
     ``used[row]`` is 1 once the block was used since it came here: what the deepest block of a hit tells is passed to
     its parent when it goes, as its stamp is.
 
-    ``filling`` and ``draining``: the ticket that brings a row's copies here, and the one that writes them back before
-    they go; each row has one at most. ``reservations``: calls that wait for pages here.
+    ``filling[row]`` and ``draining``: the ticket that brings a row's copies here (0: none), and the one that writes
+    them back before they go; each row has one at most. ``reservations``: calls that wait for pages here.
 
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
     comes is the first and one that goes is the last. ``pinned``: rows with ``pins``; ``protected``: how many blocks are
@@ -122,7 +124,7 @@ class Place:
         self.pages = [array("i") for _ in layout.groups]
         self.states = [bytearray() for _ in layout.groups]
         self.window_pins = {group: array("i") for group in layout.window_groups}
-        self.filling: dict[int, int] = {}
+        self.filling = array("q")
         self.draining: dict[int, int] = {}
         self.reservations: dict[Reservation, None] = {}
 
@@ -134,6 +136,7 @@ class Place:
         zeros = bytes(4 * more)
         self.pins.frombytes(zeros)
         self.children.frombytes(zeros)
+        self.filling.frombytes(zeros + zeros)
         for pages in self.pages:
             pages.frombytes(b"\xff" * (4 * more))
         self.used.extend(bytes(more))
@@ -162,6 +165,20 @@ class Place:
     def is_filling(self, row: int) -> bool:
         """True while a transfer brings any group's copy of the block here."""
         return any(states[row] == FILLING for states in self.states)
+
+    def pages_of(self, group: int, rows: array[int]) -> array[int]:
+        """The pages of some rows."""
+        return array_of(column(self.pages[group])[column(rows)])
+
+    def fillers(self, rows: array[int]) -> list[int]:
+        """The tickets that bring copies of any of ``rows`` here, in their order."""
+        filling = np.frombuffer(self.filling, np.int64)[column(rows)]
+        found: list[int] = distinct(filling[filling != 0]).tolist()
+        return found
+
+    def states_of(self, group: int, rows: array[int]) -> npt.NDArray[np.uint8]:
+        """The states of some rows."""
+        return np.frombuffer(self.states[group], np.uint8)[column(rows)]
 
     # -- moves of a copy and its page ----------------------------------------------------------------------------
 
@@ -194,25 +211,24 @@ class Place:
             if parent != NO_ROW:
                 children[parent] += 1
 
-    def fill(self, group: int, rows: Sequence[int]) -> list[int]:
+    def fill(self, group: int, rows: array[int]) -> array[int]:
         """Copies begin to come: one page for each of ``rows``, in as few runs as can be had. There is room.
 
         Raises IllegalMove before anything has moved.
         """
         states, held = self.states[group], self.pages[group]
-        present = any(map(states.__getitem__, rows))
-        for row in rows if present else ():
-            if states[row] != ABSENT:
-                raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), FILLING)
+        if len(rows) < AT_ONCE or self.states_of(group, rows).any():
+            for row in rows:
+                if states[row] != ABSENT:
+                    raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), FILLING)
         pages = self.pools[group].take(len(rows), IN_FLIGHT)
         if len(rows) < AT_ONCE:
             for row, page in zip(rows, pages, strict=True):
                 states[row] = FILLING
                 held[row] = page
         else:
-            column = np.array(rows, np.int64)
-            np.frombuffer(states, np.uint8)[column] = FILLING
-            np.frombuffer(held, np.int32)[column] = pages
+            np.frombuffer(states, np.uint8)[column(rows)] = FILLING
+            column(held)[column(rows)] = column(pages)
         if group == self.lead:
             self.counts.states[ABSENT] -= len(rows)
             self.counts.states[FILLING] += len(rows)

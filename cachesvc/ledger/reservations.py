@@ -11,6 +11,7 @@ sequence's own, in no table yet. If its call is given up meanwhile, its next one
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from cachesvc.ledger.pages import PagePool
@@ -30,7 +31,7 @@ class Reservation:
         self._line = line
         self._pools = pools
         self._own = own
-        self.ahead: list[list[int]] = [[] for _ in pools]
+        self.ahead = [array("i") for _ in pools]
         self.wanted = [0] * len(pools)
         self.held = [0] * len(pools)
         self.until = 0.0
@@ -67,7 +68,7 @@ class Reservation:
             own.update(pages)
         return missing <= most
 
-    def hand_over(self, count: int) -> list[list[int]]:
+    def hand_over(self, count: int) -> list[array[int]]:
         """Up to ``count`` pages of each group that were taken ahead are no longer kept for a call."""
         pages = [ahead[:count] for ahead in self.ahead]
         for ahead in self.ahead:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
 
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.place import NO_ROW, Place
@@ -14,18 +17,30 @@ from cachesvc.ledger.recent import RecentRequest
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.ledger.tables import BlockTables, no_pages
 from cachesvc.ledger.tickets import MovedPages, Ticket
+from cachesvc.model.int32s import array_of, column
 from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
-Keep = Callable[[int, list[int]], None]
+Keep = Callable[[int, "array[int]"], None]
 """Takes pages of a group that somebody may still write."""
 
 
+WINDOW_COST = 8
+"""A windowed copy that is let go of costs as much as so many pages: it is a candidate from then on."""
+
+
+class SwappedPages(NamedTuple):
+    """Own pages of a group that are on the host: their positions in its table, and the host pages."""
+
+    positions: array[int]
+    host_pages: array[int]
+
+
 class Sequence(BlockTables):
-    """While it is swapped out, ``swapped`` has the ``(group, position, host page)`` of its own pages, and
-    ``host_anchor`` keeps its shared blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are
-    kept for a call that waits, once one has waited. ``recent``: its request among the model's last ones.
+    """While it is swapped out, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared blocks.
+    ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once one has
+    waited. ``recent``: its request among the model's last ones.
     """
 
     __slots__ = (
@@ -45,7 +60,7 @@ class Sequence(BlockTables):
         self.room: Reservation | None = None
         self.swap_ticket = 0
         self.swapped_out = False
-        self.swapped: list[tuple[int, int, int]] = []
+        self.swapped: list[SwappedPages] = []
         self.is_open = True
         self.freed = 0
 
@@ -84,27 +99,43 @@ class Sequence(BlockTables):
             return is_declared
         return self.reserve().take_ahead(fresh, most) and is_declared
 
-    def fresh_pages(self, count: int) -> list[list[int]]:
-        """``count`` pages of each group, those first that were taken ahead."""
-        ahead = self.room.hand_over(count) if self.pages_ahead and self.room is not None else [[] for _ in self.tables]
+    def fresh_pages(self, count: int) -> list[array[int]]:
+        """``count`` pages of each group, its own from now on: those first that were taken ahead."""
+        ahead = [array("i") for _ in self.tables] if self.room is None else self.room.hand_over(count)
         for pages, own, pool in zip(ahead, self.own, self.place.pools, strict=True):
             rest = pool.take(count - len(pages), PageState.PRIVATE)
             own.update(rest)
             pages.extend(rest)
         return ahead
 
+    @property
+    def swapped_pages(self) -> int:
+        """Its own pages that are on the host."""
+        return sum(len(pages.host_pages) for pages in self.swapped)
+
     # -- swap --------------------------------------------------------------------------------------------------
+
+    def moving(self) -> list[int]:
+        """How many pages of each group ``own_moves`` would move."""
+        counts = []
+        for group, (table, pool) in enumerate(zip(self.tables, self.place.pools, strict=True)):
+            pages = column(table)
+            is_moving = pool.are_private(pages) if group in self.place.full_groups else pages != NO_PAGE
+            counts.append(int(np.count_nonzero(is_moving)))
+        return counts
 
     def own_moves(self) -> list[MovedPages]:
         """What a swap out moves: own pages in the tables, and shared ones that windows still need (they come back as
         own pages). The host pages are still to be chosen."""
         moves: list[MovedPages] = []
         for group, table in enumerate(self.tables):
-            own, windowed = self.own[group], group in self.place.window_groups
-            positions = [at for at, page in enumerate(table) if page in own or (windowed and page != NO_PAGE)]
-            pages = [table[at] for at in positions]
-            mine = [page for page in pages if page in own] if windowed else pages
-            moves.append(MovedPages(group, positions, pages, [], mine))
+            pages = column(table)
+            positions = np.flatnonzero(pages != NO_PAGE)
+            is_own = self.place.pools[group].are_private(pages[positions])
+            if group in self.place.full_groups:
+                positions, is_own = positions[is_own], is_own[is_own]
+            moving = pages[positions]
+            moves.append(MovedPages(group, array_of(positions), array_of(moving), array("i"), array_of(moving[is_own])))
         return moves
 
     def leave(self, ticket: Ticket, moves: list[MovedPages]) -> None:
@@ -123,9 +154,11 @@ class Sequence(BlockTables):
         if self.room is not None:
             self.room.hand_over(self.pages_ahead)
         for group, pool in enumerate(self.place.pools):
-            spares = self.own[group].difference(self.tables[group])
-            self.own[group] -= spares
-            pool.move_all(spares, PageState.FREE)
+            own = self.own[group]
+            if len(own) > np.count_nonzero(pool.are_private(column(self.tables[group]))):
+                spares = own.difference(self.tables[group])
+                own -= spares
+                pool.move_all(spares, PageState.FREE)
 
     def come_back(self, ticket: Ticket) -> None:
         """Its own pages begin to come back to device pages, of which there are enough; its shared blocks are on the
@@ -133,19 +166,15 @@ class Sequence(BlockTables):
         place, host = self.place, self.ledger.host
         moves: list[MovedPages] = []
         for group, pool in enumerate(place.pools):
-            positions = [position for g, position, _ in self.swapped if g == group]
-            host_pages = [page for g, _, page in self.swapped if g == group]
+            positions, host_pages = self.swapped[group]
             pages = pool.take(len(positions), PageState.IN_FLIGHT)
             host.pools[group].move_all(host_pages, PageState.IN_FLIGHT)
-            table = self.tables[group]
-            for position, page in zip(positions, pages, strict=True):
-                table[position] = page
+            column(self.tables[group])[column(positions)] = column(pages)
             self.own[group].update(pages)
             moves.append(MovedPages(group, positions, pages, host_pages, pages))
         path = self.ledger.index.path(self.host_anchor)
         for group in place.full_groups:
-            pages_of = place.pages[group]
-            self.tables[group][: len(path)] = array("i", [pages_of[row] for row in path])
+            self.tables[group][: len(path)] = place.pages_of(group, path)
         self._device.move(self.host_anchor)
         self._begin_swap(ticket, moves)
 
@@ -158,7 +187,7 @@ class Sequence(BlockTables):
         ticket.traveller = self
         self.swap_ticket = ticket.id
 
-    def swap_ended(self, ticket: Ticket) -> list[list[int]]:
+    def swap_ended(self, ticket: Ticket) -> list[array[int]]:
         """A swap has ended, well or not; the sequence may have ended before it.
 
         Its own pages are private where it is now, and free where it is not. Only where a swap in failed do the device
@@ -169,7 +198,7 @@ class Sequence(BlockTables):
         left = ticket.direction is Direction.STORE
         failed = bool(ticket.failing)
         is_out = self.is_open and left != failed
-        rest: list[list[int]] = [[] for _ in self.place.pools]
+        rest = [array("i") for _ in self.place.pools]
         self.swap_ticket = 0
         for moved in ticket.moves:
             group, pool = moved.group, self.place.pools[moved.group]
@@ -189,11 +218,7 @@ class Sequence(BlockTables):
 
     def _is_out(self, ticket: Ticket) -> None:
         self.swapped_out = True
-        self.swapped = [
-            (moved.group, position, page)
-            for moved in ticket.moves
-            for position, page in zip(moved.positions, moved.host_pages, strict=True)
-        ]
+        self.swapped = [SwappedPages(moved.positions, moved.host_pages) for moved in ticket.moves]
         self.windows.leave(self.sealed, self.anchor)
         self._device.let_go()
         for group in range(len(self.tables)):
@@ -228,6 +253,7 @@ class Sequence(BlockTables):
             if self.request is not None and not self.ledger.index.take_over():
                 return False  # what it takes over is pinned until then
             self.is_open = False
+            self.windows.look_back(self.sealed, self.anchor)
             if self.room is not None:
                 self.room.release()
             if self.request is not None:
@@ -239,6 +265,8 @@ class Sequence(BlockTables):
             self.declared = max(first, self.declared - most)
             if self.declared > first:
                 return False
+        if not self.windows.let_go_of(max(1, most // WINDOW_COST)):
+            return False
         self.let_go()
         each = max(1, most // len(self.own))
         left = [self._end_own(group, each, keep) for group in range(len(self.own))]
@@ -251,9 +279,9 @@ class Sequence(BlockTables):
         own, pool = self.own[group], self.place.pools[group]
         if not own:
             return False
-        some = [own.pop() for _ in range(min(most, len(own)))]
+        some = array("i", [own.pop() for _ in range(min(most, len(own)))])
         if self.swap_ticket:
-            some = [page for page in some if pool.states[page] == PageState.PRIVATE]
+            some = array_of(column(some)[pool.are_private(column(some))])
         if keep is None:
             pool.move_all(some, PageState.FREE)
         else:
@@ -263,8 +291,11 @@ class Sequence(BlockTables):
 
     def _end_swapped(self, most: int) -> bool:
         """Free some of its host pages; True when none is left."""
-        some = self.swapped[-most:]
-        del self.swapped[-most:]
-        for group, pool in enumerate(self.ledger.host.pools):
-            pool.move_all([page for g, _, page in some if g == group], PageState.FREE)
-        return not self.swapped
+        for (_, host_pages), pool in zip(self.swapped, self.ledger.host.pools, strict=False):
+            some = host_pages[-most:]
+            del host_pages[-most:]
+            pool.move_all(some, PageState.FREE)
+            most -= len(some)
+            if not most:
+                break
+        return not self.swapped_pages

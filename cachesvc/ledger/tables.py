@@ -118,24 +118,23 @@ class BlockTables(Hold):
             self.tables[group] = table
             self.hold_windows(group, rows, hit.row)
 
-    def rely_on(self, rows: Sequence[int], needed: Mapping[int, Mapping[int, int]], tickets: Sequence[Ticket]) -> None:
+    def rely_on(self, rows: array[int], needed: Mapping[int, Mapping[int, int]], tickets: Sequence[Ticket]) -> None:
         """See ``Hold``; the rest of the hit is in the tables from now on."""
         for group, table in enumerate(self.tables):
-            base, pages = len(table), self.place.pages[group]
             if group in needed:
-                wanted = needed[group]
-                table.extend(
-                    pages[row] if position in wanted else NO_PAGE for position, row in enumerate(rows, start=base)
-                )
+                base, pages = len(table), self.place.pages[group]
+                part = no_pages(len(rows))
+                for position, row in needed[group].items():
+                    part[position - base] = pages[row]
+                table.extend(part)
             else:
-                table.extend([pages[row] for row in rows])
+                table.extend(self.place.pages_of(group, rows))
         super().rely_on(rows, needed, tickets)
 
-    def grow(self, pages_of: Sequence[Sequence[int]]) -> None:
-        """Private pages, as many of every group, go to the end of the tables: the request computes these blocks."""
-        for table, own, pages in zip(self.tables, self.own, pages_of, strict=True):
+    def grow(self, pages_of: Sequence[array[int]]) -> None:
+        """Own pages, as many of every group, go to the end of the tables: the request computes these blocks."""
+        for table, pages in zip(self.tables, pages_of, strict=True):
             table.extend(pages)
-            own.update(pages)
         self.declare(self.blocks)
 
     def declare(self, last: int, most: int | None = None) -> bool:
@@ -282,6 +281,7 @@ class BlockTables(Hold):
         """Give back what a windowed group has below position ``dead``, but for its sinks; returns own pages freed."""
         table, own = self.tables[group], self.own[group]
         freed: list[int] = []
+        shared: list[int] = []
         for position in range(self.cursors[group], dead):
             page = table[position]
             if page == NO_PAGE:
@@ -291,7 +291,9 @@ class BlockTables(Hold):
                 own.remove(page)
                 freed.append(page)
             else:
-                self.windows.drop(group, position)
+                shared.append(position)
+        if shared:
+            self.windows.drop(group, shared)
         self.place.pools[group].move_all(freed, PageState.FREE)
         self.cursors[group] = max(self.cursors[group], dead)
         return len(freed)

@@ -7,6 +7,7 @@ that it is linked to, however many others run.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,10 +37,10 @@ class MovedPages:
     while the bytes of the others, which are shared, only go along."""
 
     group: int
-    positions: list[int]
-    device_pages: list[int]
-    host_pages: list[int]
-    own: list[int]
+    positions: array[int]
+    device_pages: array[int]
+    host_pages: array[int]
+    own: array[int]
 
 
 class Waiter(Protocol):
@@ -55,7 +56,7 @@ class Traveller(Protocol):
     id: int
     lease: str
 
-    def swap_ended(self, ticket: Ticket) -> list[list[int]]:
+    def swap_ended(self, ticket: Ticket) -> list[array[int]]:
         """The swap has ended. Returns, by group, device pages in flight that nobody needs any more."""
 
 
@@ -80,7 +81,7 @@ class Ticket:
     source: tuple[int, int] | None = None
     pin: Pin | None = None
     room: Reservation | None = None
-    rows: list[int] = field(default_factory=list)
+    rows: array[int] = field(default_factory=lambda: array("i"))
     drains: list[Drain] = field(default_factory=list)
     moves: list[MovedPages] = field(default_factory=list)
     traveller: Traveller | None = None
@@ -107,7 +108,7 @@ class Ticket:
         """True while copies are to be settled."""
         return bool(self.rows or self.drains)
 
-    def take_rows(self, most: int) -> list[int]:
+    def take_rows(self, most: int) -> array[int]:
         """The next rows to settle, which it no longer has then: root first where they have come, so that a hit never
         has a gap, and leaves first where they have not, so that no child stays where its parent is gone."""
         if not self.failing:
@@ -128,7 +129,7 @@ class Ticket:
     def forget_parts(self) -> None:
         """Keep only what is told of an ended ticket: a page each of thousands of tickets is work for the collector."""
         self.moved_blocks = self.blocks
-        self.rows, self.drains, self.moves, self.waiters = [], [], [], []
+        self.rows, self.drains, self.moves, self.waiters = array("i"), [], [], []
         self.traveller = self.pin = self.room = None
 
 

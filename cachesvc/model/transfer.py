@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,12 +41,12 @@ Outcome = Done | Failed
 class PagePairs:
     """Pages of one group: ``device_pages[i]`` and ``host_pages[i]`` hold the same block.
 
-    In a transfer from another replica ``host_pages`` are pages of that replica's device.
+    Thousands of pages are arrays. In a transfer from another replica ``host_pages`` are pages of that replica's device.
     """
 
     group: int
-    device_pages: tuple[int, ...]
-    host_pages: tuple[int, ...]
+    device_pages: Sequence[int]
+    host_pages: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -61,7 +62,7 @@ class Run:
     count: int
 
 
-def runs_of(pages: list[int]) -> list[Run]:
+def runs_of(pages: Iterable[int]) -> list[Run]:
     """Split ``pages`` into its maximal runs of consecutive rising ids, in order."""
     runs: list[Run] = []
     first = previous = None

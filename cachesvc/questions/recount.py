@@ -218,12 +218,14 @@ class _Candidates:
         self.states = states(place.states[place.lead if group is None else group])
         self.pins = int32s(place.pins if group is None else place.window_pins[group])
         self.children = int32s(place.children) if group is None else np.zeros(len(self.states), np.int32)
-        self.flights = uint16s(index.flights)
+        self.is_moving = uint16s(index.flights) != 0
+        if group is not None:
+            self.is_moving = np.any([states(each.states[group]) == FILLING for each in index.places], axis=0)
 
 
 def recount_candidates(seen: _Candidates) -> list[str]:
     """Who may go is filed, and nobody else."""
-    idle = (seen.states == READY) & (seen.pins == 0) & (seen.children == 0) & (seen.flights == 0)
+    idle = (seen.states == READY) & (seen.pins == 0) & (seen.children == 0) & ~seen.is_moving
     out = told(np.flatnonzero(idle & (seen.filed == 0)), lambda row: f"{seen.name} row {row}: may go, but is not filed")
     out += told(np.flatnonzero(~idle & (seen.filed != 0)), lambda row: f"{seen.name} row {row}: filed, but may not go")
     if int(seen.filed.sum()) != seen.counted:

@@ -216,10 +216,7 @@ def walk_tickets(ledger: Ledger, model: Model) -> Iterator[list[str]]:
         device = places[ticket.replica + 1]
         target = device if ticket.direction is Direction.LOAD else places[0]
         copied = [*ticket.rows, *(drain.row for drain in ticket.drains if drain.copied)]
-        moved = [(target.filling, row, f"{target.name} row {row}: comes") for row in copied]
-        moved += [(device.draining, drain.row, f"{device.name} row {drain.row}: drains") for drain in ticket.drains]
-        yield [
-            f"{what} with ticket {number}, but {known.get(row)} is known"
-            for known, row, what in moved
-            if known.get(row) != number
-        ]
+        moved: list[tuple[int | None, str]]
+        moved = [(target.filling[row], f"{target.name} row {row}: comes") for row in copied]
+        moved += [(device.draining.get(row), f"{device.name} row {row}: drains") for row, _ in ticket.drains]
+        yield [f"{what} with ticket {number}, but {known or None} is known" for known, what in moved if known != number]

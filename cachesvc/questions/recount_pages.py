@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -98,7 +99,7 @@ def _pool(place: Place, group: int) -> PoolColumns:
     )
 
 
-def _hold(seen: PlacePages, group: int, state: PageState, by: str, pages: set[int] | list[int]) -> None:
+def _hold(seen: PlacePages, group: int, state: PageState, by: str, pages: Collection[int]) -> None:
     if pages:
         seen.held.append(Held(group, state, by, np.fromiter(pages, np.int64, len(pages))))
 
@@ -106,8 +107,8 @@ def _hold(seen: PlacePages, group: int, state: PageState, by: str, pages: set[in
 def _host_holders(ledger: Ledger, model: Model, seen: PlacePages) -> None:
     for lease in ledger.leases.values():
         for sequence in lease.sequences.values() if lease.model == model.id else ():
-            for group, _, page in () if sequence.swap_ticket else sequence.swapped:
-                _hold(seen, group, PageState.PRIVATE, f"sequence {sequence.id}", [page])
+            for group, (_, pages) in enumerate(() if sequence.swap_ticket else sequence.swapped):
+                _hold(seen, group, PageState.PRIVATE, f"sequence {sequence.id}", pages)
     for ticket in ledger.tickets.running.values():
         for moved in ticket.moves if ticket.model == model.id else ():
             _hold(seen, moved.group, PageState.IN_FLIGHT, f"ticket {ticket.id}", moved.host_pages)

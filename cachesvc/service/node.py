@@ -42,8 +42,8 @@ def end_wait(wait: Wait) -> None:
 class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
-    ``on_change`` is called after every flow: blocks may have come or gone. It must be quick. ``on_sweep`` is called
-    now and then, with the time: for what has to be done sometime.
+    ``on_change`` is called after every flow: blocks may have come or gone. So is ``on_work``, which may add chores.
+    Both must be quick. ``on_sweep`` is called now and then, with the time: for what has to be done sometime.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -53,6 +53,7 @@ class Node:
         self.started = time.monotonic()
         self.on_change: Callable[[], None] | None = None
         self.on_sweep: Callable[[float], None] | None = None
+        self.on_work: Callable[[], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
@@ -292,6 +293,8 @@ class Node:
         """A flow, or a part of one, has run."""
         if self.on_change is not None:
             self.on_change()
+        if self.on_work is not None:
+            self.on_work()
         if self.core.chores and not self._is_tidying and self._loop is not None:
             self._is_tidying = True
             self._line_up(self._tidy)

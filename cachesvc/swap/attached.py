@@ -14,7 +14,7 @@ from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, Transfer
-from cachesvc.swap.planner import GroupMove, Pool, check_move
+from cachesvc.swap.planner import GroupMove, Pool
 
 RankMoves = tuple[tuple[GroupMove, ...], ...]
 """What each rank has to move, group by group."""
@@ -105,8 +105,8 @@ def attached_replica(
 def rank_moves(
     model: AttachedModel, replica: AttachedReplica, source: AttachedReplica | None, transfer: Transfer
 ) -> RankMoves:
-    """What each rank has to do for a transfer. Raises InvalidRequest for a group or a page that does not
-    exist, and for a store from two replicas.
+    """What each rank has to do for a transfer; pages are checked when it is planned. Raises InvalidRequest for a group
+    that does not exist, and for a store from two replicas.
 
     A replicated group is stored from rank 0 alone, and loaded from the one host page to every rank. From another
     replica (``source``) each rank loads what its like has there.
@@ -128,7 +128,5 @@ def rank_moves(
         for rank, moves in enumerate(ranks[:1] if once else ranks):
             pool = replica.pools[rank][pairs.group]
             there = model.host_pool(pairs.group, rank) if source is None else source.pools[rank][pairs.group]
-            move = GroupMove(pool, there, device_pages, host_pages)
-            check_move(move, transfer.direction)
-            moves.append(move)
+            moves.append(GroupMove(pool, there, device_pages, host_pages))
     return tuple(tuple(moves) for moves in ranks)

@@ -178,8 +178,9 @@ class SwapEngine:
     def submit(self, transfer: Transfer) -> TimelineSlot:
         """Start a transfer and say where it can be followed; returns before anything is planned.
 
-        Raises, with nothing queued: NotFound (model, replica), InvalidRequest (pages, groups),
-        LimitExceeded (too many in flight), LedgerBroken (ticket in use), Unavailable (closed).
+        A ticket whose pages do not fit fails once it is planned. Raises, with nothing queued: NotFound (model,
+        replica), InvalidRequest (groups), LimitExceeded (too many in flight), LedgerBroken (ticket in use), Unavailable
+        (closed).
         """
         with self._lock:
             model = self._model(transfer.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -165,7 +166,7 @@ class Meetings:
         return out + (["beside those of its hit"] if _has_windows(model, sequence, rows) else [])
 
 
-def _has_windows(model: Model, sequence: Sequence, rows: list[int]) -> bool:
+def _has_windows(model: Model, sequence: Sequence, rows: array[int]) -> bool:
     """True where some, and not all, of the windowed copies that a hit still lacks are on the device."""
     place = model.replicas[sequence.replica].place
     there = [place.states[group][row] != ABSENT for group in place.window_groups for row in rows[-2:]]

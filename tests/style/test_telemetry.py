@@ -33,10 +33,8 @@ UNDRAWN = {
     "dropped_unused_blocks",
     "dropped_windows",
     "events",
-    "lanes",
     "remembered_keys",
     "resident_blocks",
-    "transport_calls",
     "waiting_calls_limit",
 }
 """For a question of the moment, not for a panel."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.service.collector import FREEZE_ROWS, FULL_EVERY_SECONDS, LATE_SECONDS, Collector
+from cachesvc.flows.turns import Chore
+from cachesvc.service.collector import FREEZE_ROWS, FULL_EVERY_SECONDS, LATE_SECONDS, YOUNG_OBJECTS, Collector
 
 
 class Ring:
@@ -98,3 +100,21 @@ def test_rows_that_went_are_no_reason_to_freeze_late(rig: Rig) -> None:
     rig.rows = FREEZE_ROWS
     rig.collector.rest(4.0)
     assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_what_is_new_is_passed_over_in_a_turn_once_there_is_enough_of_it(rig: Rig) -> None:
+    chores: deque[Chore] = deque()
+    rig.collector.glance(chores)
+    assert not chores
+    gone = rig.ring()
+    kept = [[number] for number in range(YOUNG_OBJECTS + 1)]
+    rig.collector.glance(chores)
+    rig.collector.glance(chores)
+    [chore] = chores
+    assert gone() is not None
+    assert chore.go_on()
+    assert gone() is None
+    chores.clear()
+    rig.collector.glance(chores)
+    assert not chores
+    assert len(kept) > YOUNG_OBJECTS

@@ -43,10 +43,10 @@ def test_a_load_brings_the_prefix_back_by_position() -> None:
     [transfer] = rig.mover.transfers.values()
     assert transfer.direction is Direction.LOAD
     assert transfer.layered
-    assert transfer.pages[0].device_pages == tuple(answer.tables[0].pages[:4])
+    assert transfer.pages[0].device_pages == answer.tables[0].pages[:4]
     host = rig.host.pages[0]
     rows = [rig.model.blocks.index.rows[chain(*"abcd")[i * KEY_BYTES : (i + 1) * KEY_BYTES]] for i in range(4)]
-    assert transfer.pages[0].host_pages == tuple(host[row] for row in rows)
+    assert list(transfer.pages[0].host_pages) == [host[row] for row in rows]
     assert isinstance(rig.once(publish, a, 1, 4, b"", 1), Wait)
     assert (rig.host.counts.pinned, rig.place().counts.pinned) == (4, 0)
     rig.settle()

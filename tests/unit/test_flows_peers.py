@@ -34,15 +34,15 @@ def test_what_another_replica_has_comes_device_to_device() -> None:
     assert (transfer.urgency, transfer.layered) == (AWAITED, False)
     path = rows(rig, "abcd")
     [pair] = transfer.pages
-    assert pair.host_pages == tuple(rig.place(0).pages[0][row] for row in path)
-    assert pair.device_pages == tuple(rig.place(1).pages[0][row] for row in path)
+    assert list(pair.host_pages) == [rig.place(0).pages[0][row] for row in path]
+    assert list(pair.device_pages) == [rig.place(1).pages[0][row] for row in path]
     assert rig.core.ledger.tickets.running[ticket].waiters == []
     assert rig.core.ledger.leases[b].sequences == {}, "nothing is open while it waits"
     rig.land(ticket)
     answer = ask()
     assert hit(answer) == (4, 0)
     assert isinstance(answer, Matched)
-    assert tuple(answer.tables[0].pages) == pair.device_pages
+    assert answer.tables[0].pages == pair.device_pages
     counters = rig.core.counters
     assert (counters["peer_loads"], counters["peer_blocks"], counters["p2p_bytes"]) == (1, 4, 32)
     assert "h2d_bytes" not in counters

@@ -99,7 +99,7 @@ def test_a_plan_meets_the_demand_or_names_a_group_and_all_that_could_go(seed: in
 
 def pages_of_all_loads(rig: Rig) -> list[int]:
     pairs = [pair for transfer in rig.mover.all for pair in transfer.pages]
-    return [page for pair in pairs for page in pair.device_pages + pair.host_pages]
+    return [page for pair in pairs for page in (*pair.device_pages, *pair.host_pages)]
 
 
 def test_windowed_copies_that_a_hit_will_load_stay_on_the_host() -> None:

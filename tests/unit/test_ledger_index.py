@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -34,7 +35,7 @@ def ledger_of(layout: Layout) -> tuple[BlockLedger, Place]:
 
 def put(ledger: BlockLedger, place: Place, row: int, state: CopyState, groups: tuple[int, ...]) -> None:
     if state == FILLING:
-        ledger.start_fill(place, [[row] if g in groups else [] for g in range(len(place.pools))], 1)
+        ledger.start_fill(place, [array("i", [row] if g in groups else []) for g in range(len(place.pools))], 1)
         return
     private = PageState.PRIVATE
     pages = [pool.take(1, private)[0] if g in groups else NO_PAGE for g, pool in enumerate(place.pools)]
@@ -140,7 +141,7 @@ def test_copies_move_by_the_table_alone(source: CopyState, target: CopyState) ->
     [private] = pool.take(1, PageState.PRIVATE)
     moves: dict[CopyState, list[Callable[[], object]]] = {
         ABSENT: [lambda: place.fail(0, row), lambda: place.drop(0, row)],
-        FILLING: [lambda: place.fill(0, [row])],
+        FILLING: [lambda: place.fill(0, array("i", [row]))],
         READY: [lambda: place.seal(0, row, private), lambda: place.arrive(0, row), lambda: place.keep(0, row)],
         DRAINING: [lambda: place.drain(0, row)],
     }

@@ -204,7 +204,8 @@ def reserve_for_nobody(rig: Rig) -> None:
 def forget_who_fills(rig: Rig) -> None:
     (lease,) = rig.core.ledger.leases.values()
     rig.run(swap_out, lease.id, 3)
-    rig.host.filling.clear()
+    for at in range(len(rig.host.filling)):
+        rig.host.filling[at] = 0
 
 
 def move_a_page(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import close_lease, lose_silent, process_gone
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import Publishing, publish
-from cachesvc.flows.recycle import recycle
+from cachesvc.flows.recycle import Recycling, recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.swap import swap_in, swap_out
@@ -21,7 +21,7 @@ from cachesvc.flows.turns import Turns, tidy
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Wait
 from cachesvc.model.errors import LeaseLost, NotFound, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import PageState
+from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of, serve, windowed
 from tests.unit.turns_rig import SMALL, full, own, reserved
 
@@ -247,6 +247,53 @@ def test_who_needs_pages_that_are_on_their_way_back_has_another_turn() -> None:
     assert isinstance(rig.run(allocate, b, 1, 8), Allocated)
 
 
+def test_windows_are_let_go_of_in_turns() -> None:
+    """A released prompt's windows become candidates some at a time, and none is dropped or held for good."""
+    rig = rig_of(windowed(8), device=(32, 32))
+    a = rig.lease("a")
+    prefill(rig, a, 1, "abcdefghi")
+    held = len(rig.core.ledger.leases[a].sequences[1].window_rows[1])
+    rig.core.turns = SMALL
+    runs = 0
+    while isinstance(rig.once(release, a, 1), Wait):
+        runs += 1
+    assert runs >= held - 1
+    assert not any(rig.place().window_pins[1])
+    assert len(rig.place().window_leaves[1]) == held
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_recycle_in_turns_answers_as_one_in_one_go(is_shared: bool) -> None:
+    answers = []
+    for sizes in (Turns(), SMALL):
+        rig = rig_of(windowed(8), device=(32, 32))
+        a = rig.lease("a")
+        if is_shared:
+            prefill(rig, a, 1, "abcdefghi")
+        else:
+            own(rig, a, 1, 9)
+        rig.core.turns = sizes
+        recycling, runs = Recycling(), 1
+        while isinstance(answer := rig.once(recycle, a, 1, 36, (), recycling), Wait):
+            runs += 1
+        answers.append((answer, rig.free()))
+        assert (runs > 1) == (sizes is SMALL)
+    assert answers[0] == answers[1]
+
+
+def test_a_sequence_that_is_released_between_the_turns_of_a_recycle() -> None:
+    rig = rig_of(windowed(8), device=(32, 32))
+    a = rig.lease("a")
+    own(rig, a, 1, 9)
+    rig.core.turns = SMALL
+    recycling = Recycling()
+    assert isinstance(rig.once(recycle, a, 1, 36, (), recycling), Wait)
+    rig.run(release, a, 1)
+    with pytest.raises(NotFound):
+        rig.once(recycle, a, 1, 36, (), recycling)
+    assert rig.free() == [32, 32]
+
+
 # -- publish -------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +351,24 @@ def test_keys_that_contradict_each_other_far_behind_are_refused_before_anything_
     with pytest.raises(Exception, match="contradict"):
         publishing(rig, a, 1, wrong)()
     assert len(rig.model.blocks.index) == 0
+
+
+def test_a_publish_that_is_backed_up_evicts_a_turn_of_the_host_at_a_time_and_loses_no_backup() -> None:
+    rig = rig_of(one_group(), device=(32,), host=(8,), policy=WritePolicy.WRITE_THROUGH)
+    a = rig.lease("a")
+    prefill(rig, a, 1, "stuvwxyz")
+    rig.settle()
+    rig.run(release, a, 1)
+    own(rig, a, 2, 7)
+    rig.core.turns = SMALL._replace(sealed=4)
+    flow, runs = publishing(rig, a, 2, chain(*"abcdefg")), 1
+    while isinstance(flow(), Wait):
+        rig.settle()
+        runs += 1
+    rig.settle()
+    assert runs > 2
+    path = rig.model.blocks.index.path(rig.core.ledger.leases[a].sequences[2].anchor)
+    assert [rig.host.is_hittable(row) for row in path] == [True] * 7
 
 
 # -- landing -------------------------------------------------------------------------------------------------------

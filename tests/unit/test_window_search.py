@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from math import ceil
 
 import pytest
@@ -44,7 +45,7 @@ def put(ledger: BlockLedger, place: Place, row: int, state: int, windows: list[i
     states = [state, *windows]
     for group, wanted in enumerate(states):
         if wanted == FILLING:
-            place.fill(group, [row])
+            place.fill(group, array("i", [row]))
         elif wanted != ABSENT:
             place.seal(group, row, place.pools[group].take(1, PageState.PRIVATE)[0])
     if state == DRAINING:
@@ -197,7 +198,7 @@ def test_keys_that_are_not_chained_are_refused_or_find_what_is_there(seed: int, 
             hit = ledger.find(b"".join(asked), place)
         except InvalidRequest:
             continue
-        path = [] if hit.row == NO_ROW else ledger.index.path(hit.row)
+        path = [] if hit.row == NO_ROW else list(ledger.index.path(hit.row))
         assert len(path) == hit.blocks >= hit.device_blocks
         assert path[: hit.device_blocks][-1:] == ([] if hit.device_row == NO_ROW else [hit.device_row])
 

@@ -51,7 +51,7 @@ class Tape:
         """Land all transfers, and their bytes."""
         for ticket, transfer in list(self.rig.mover.transfers.items()):
             for pair in transfer.pages:
-                assert NO_PAGE not in pair.device_pages + pair.host_pages, "a hole is never moved"
+                assert NO_PAGE not in (*pair.device_pages, *pair.host_pages), "a hole is never moved"
                 for device, host in zip(pair.device_pages, pair.host_pages, strict=True):
                     if transfer.direction is Direction.LOAD:
                         self.device[pair.group, device] = self.host[pair.group, host]

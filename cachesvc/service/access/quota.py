@@ -204,7 +204,7 @@ class Quotas:
         """Before a sequence that is swapped out gets its pages back. Raises QuotaExceeded."""
         sequence = call.lease.sequences.get(sequence_id)
         if sequence is not None and sequence.swapped_out:
-            self._require_pages(call, len(sequence.swapped))
+            self._require_pages(call, sequence.swapped_pages)
 
     def cap_stock(self, call: Call, targets: tuple[int, ...]) -> tuple[int, ...]:
         """Stock targets that the quotas leave room for: a stock that cannot be filled is no error."""

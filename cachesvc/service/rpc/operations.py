@@ -15,7 +15,7 @@ from cachesvc.flows.match import match, require_clock
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.publish import Publishing, publish
-from cachesvc.flows.recycle import recycle
+from cachesvc.flows.recycle import Recycling, recycle
 from cachesvc.flows.release import ended, release
 from cachesvc.flows.stock import extend
 from cachesvc.flows.swap import swap_in, swap_out
@@ -94,7 +94,8 @@ def _swap(m: cache_pb2.SwapRequest) -> Flow[Swapped]:
 
 
 def _recycle(m: cache_pb2.RecycleRequest) -> Flow[Recycled]:
-    return lambda core, call: recycle(core, call, m.sequence_id, m.computed_tokens, cells_from_proto(m.pages))
+    recycling, pages = Recycling(), cells_from_proto(m.pages)
+    return lambda core, call: recycle(core, call, m.sequence_id, m.computed_tokens, pages, recycling)
 
 
 def _release(m: cache_pb2.ReleaseRequest) -> Flow[int]:
