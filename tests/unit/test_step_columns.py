@@ -83,7 +83,8 @@ async def test_columns_are_applied_in_their_order_before_the_operations() -> Non
 
 async def test_what_each_sequence_adds_to_a_step_is_bounded() -> None:
     """In instructions of the interpreter: a step of many sequences costs what its loops cost for each."""
-    grown, both = [], []
+    grown: list[int] = []
+    both: list[int] = []
     for count in (8, 8, 24):  # what is looked up once for all is of the first
         async with Desk(rig_of(one_group(), device=(128,), host=(0,))) as desk:
             lease = desk.lease()
