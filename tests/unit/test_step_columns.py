@@ -16,8 +16,11 @@ from cachesvc.service.rpc.steps import TURN_BLOCKS
 from cachesvc.wire.columns import NOT_TOLD, ODD
 from tests.unit.dispatch_rig import Desk, kinds, match, release, step, swap_in, turns
 from tests.unit.ledger_rig import chain, one_group, rig_of, windowed
+from tests.work import counted
 
 GROW, PUBLISH, RECYCLE, RELEASE = 1, 2, 3, 4
+MOST_TO_GROW, MOST_TO_PUBLISH = 160, 900
+"""Instructions for each sequence: a block from the stock, and two blocks with keys that nobody has published."""
 
 
 def longs(*numbers: int) -> bytes:
@@ -76,6 +79,27 @@ async def test_columns_are_applied_in_their_order_before_the_operations() -> Non
             ("release", "OK"): 1,
             ("match", "OK"): 1,
         }
+
+
+async def test_what_each_sequence_adds_to_a_step_is_bounded() -> None:
+    """In instructions of the interpreter: a step of many sequences costs what its loops cost for each."""
+    grown: list[int] = []
+    both: list[int] = []
+    for count in (8, 8, 24):  # what is looked up once for all is of the first
+        async with Desk(rig_of(one_group(), device=(128,), host=(0,))) as desk:
+            lease = desk.lease()
+            prompts = {number: f"{chr(0x100 + number)}b" for number in range(1, count + 1)}
+            for number, prompt in prompts.items():
+                desk.fill(lease, number, prompt)
+            for columns, found in ((cache_pb2.StepColumns(), grown), (publish(prompts), both)):
+                columns.grow_sequences = longs(*prompts)
+                columns.grow.extend(granted(desk, lease, count))
+                with counted() as work:
+                    answer = desk.steps(lease, columns=columns)
+                found.append(work.steps)
+                assert odd(answer) == []
+    assert grown[2] - grown[1] <= 16 * MOST_TO_GROW
+    assert both[2] - both[1] <= 16 * (MOST_TO_GROW + MOST_TO_PUBLISH)
 
 
 @pytest.mark.parametrize(
