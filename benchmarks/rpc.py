@@ -364,12 +364,11 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))
             next_s += every_s
             began = time.perf_counter()
-            while True:
+            pending = None
+            while pending is None:
                 try:
-                    pending = stream.send_columns(
-                        columns, grow=slots, publish=(slots, turn) if publish and turn > 0 else None
-                    )
-                    break
+                    publishes = (slots, turn) if publish and turn > 0 else None
+                    pending = stream.send_columns(columns, grow=slots, publish=publishes)
                 except StockEmpty:  # a full pool is evicted for the stock a turn's worth at a time
                     stream.submit()
             sent = time.perf_counter()
