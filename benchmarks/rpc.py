@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from typing import Any
 
 import grpc
 import numpy as np
@@ -38,7 +37,6 @@ from cachesvc_client import (
     gqa_windowed,
     opaque,
 )
-from cachesvc_client.stepping import PendingColumns, StepStream
 from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_ctl.daemon_process import DaemonProcess
@@ -343,15 +341,6 @@ def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list
     return out
 
 
-def send(stream: StepStream, columns: Any, slots: Any, publish: Any) -> PendingColumns:
-    """Send a turn ahead. A full pool is evicted for the stock a turn's worth at a time: then once more."""
-    while True:
-        try:
-            return stream.send_columns(columns, grow=slots, publish=publish)
-        except StockEmpty:
-            stream.submit()
-
-
 def step_times(
     lease: Lease, count: int, rounds: int, *, publish: bool, every_s: float = 0.0, kernels_s: float = 0.0
 ) -> list[float]:
@@ -375,7 +364,13 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))
             next_s += every_s
             began = time.perf_counter()
-            pending = send(stream, columns, slots, (slots, turn) if publish and turn > 0 else None)
+            pending = None
+            while pending is None:
+                try:
+                    publishes = (slots, turn) if publish and turn > 0 else None
+                    pending = stream.send_columns(columns, grow=slots, publish=publishes)
+                except StockEmpty:  # a full pool is evicted for the stock a turn's worth at a time
+                    stream.submit()
             sent = time.perf_counter()
             if kernels_s:
                 time.sleep(kernels_s)
