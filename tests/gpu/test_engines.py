@@ -172,7 +172,10 @@ def test_planes_are_torch_tensors_over_the_same_bytes() -> None:
         bits[8] = np.uint16(0xC000)
         cupy.cuda.Device().synchronize()
         assert bool((wide[8].float() == -2.0).all())
-        del wide, narrow, bits, bytes_
+        slab = engine.pool.slab_to_torch(MIXED.groups[0].name)
+        assert slab.data_ptr() == engine.pool.slab(MIXED.groups[0].name).data.ptr
+        assert (slab.dtype, slab.is_cuda) == (torch.uint8, True)
+        del wide, narrow, bits, bytes_, slab
 
 
 def test_planes_are_paddle_tensors_over_the_same_bytes() -> None:

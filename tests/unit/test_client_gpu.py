@@ -82,6 +82,8 @@ def test_planes_lie_in_the_daemons_memory_and_closing_gives_all_back(daemon: Fak
     assert pool.planes[0, "k"].shape == (PAGES, 2, 4, 8)
     assert pool.planes[0, "k"].dtype == np.uint16
     pool.page("full", 3)[0, "k_scale"][:] = 1.5
+    assert (pool.slab("full").dtype, pool.slab("full").nbytes) == (np.uint8, len(daemon.slab(0)))
+    assert pool.slab("full").ctypes.data == pool.planes[0, "k"].ctypes.data
     seen = bytes(daemon.slab(0)) if kind == "cuda_fd" else rig.gpu.memory[bytes(64)].tobytes()
     assert seen.count(np.float32(1.5).tobytes()) == 8
     assert pool.close()

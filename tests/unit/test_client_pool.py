@@ -103,6 +103,32 @@ def test_planes_of_one_name_in_two_groups_are_found_by_group_alone(pool: Attache
         pool.page("full", PAGES)
 
 
+def test_a_slab_is_all_bytes_of_its_group_in_place_and_keeps_them_mapped(
+    daemon: FakeDaemon, lease: Lease, pool: AttachedPool
+) -> None:
+    slab = pool.slab("full")
+    assert (slab.dtype, slab.shape) == (np.uint8, (len(daemon.slab(0)),))
+    assert {plane.ctypes.data - slab.ctypes.data for plane in pool.group_planes("full").values()} == {0, 1024, 1280}
+    slab[-1] = 7
+    assert bytes(daemon.slab(0))[-1] == 7
+    pool.slab("window")[0] = 9
+    assert (pool.group_planes("window")[1, "k"][0, 0, 0, 0], slab[0]) == (9, 0)
+    with pytest.raises(InvalidRequest, match="full, window"):
+        pool.slab("other")
+    assert (pool.close(), pool.held, slab[-1]) == (False, 1, 7)
+    del slab
+    assert pool.close()
+    with pytest.raises(AlreadyClosed):
+        pool.slab("full")
+
+
+def test_a_slab_as_a_torch_tensor_is_the_same_bytes(pool: AttachedPool) -> None:
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    tensor = pool.slab_to_torch("window")
+    assert (tensor.dtype, tensor.numel()) == (torch.uint8, pool.slab("window").nbytes)
+    assert tensor.data_ptr() == pool.slab("window").ctypes.data
+
+
 def test_a_wait_ends_with_its_layer(daemon: FakeDaemon, pool: AttachedPool) -> None:
     writer = threading.Thread(target=lambda: daemon.timeline.write(4, 12))
     with pytest.raises(DeadlineExceeded):

@@ -28,14 +28,18 @@ class PoolPlanes:
             raise DaemonFault(f"plane {name}.{layer}.{group} is not in the layout")
         return spec
 
+    def require(self, group: str) -> None:
+        """Raises InvalidRequest for an unknown group."""
+        if group not in self._mapped:
+            raise InvalidRequest(f"there is no group {group!r}; the layout has {', '.join(self._mapped)}")
+
     def put(self, spec: Plane, mapped: Any) -> None:
         """Add a plane."""
         self._mapped[spec.group][spec.layer, spec.name] = mapped
 
     def of_group(self, group: str) -> dict[PlaneKey, Any]:
         """Arrays of one group. Raises InvalidRequest, and NotSupported where arrays cannot be made."""
-        if group not in self._mapped:
-            raise InvalidRequest(f"there is no group {group!r}; the layout has {', '.join(self._mapped)}")
+        self.require(group)
         arrays = self._arrays.get(group)
         if arrays is None:
             arrays = self._arrays[group] = {key: self._show(plane) for key, plane in self._mapped[group].items()}

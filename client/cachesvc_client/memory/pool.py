@@ -12,6 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.answers import TicketView
@@ -31,7 +32,7 @@ from cachesvc_client.errors import (
 from cachesvc_client.memory import tensors
 from cachesvc_client.memory.device import Device, DeviceOpener
 from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
-from cachesvc_client.memory.placement import view_of
+from cachesvc_client.memory.placement import PlaneView, view_of
 from cachesvc_client.memory.planes import PlaneKey, PoolPlanes
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
 from cachesvc_client.wire.fork import Maker
@@ -82,6 +83,7 @@ class AttachedPool:
         self._opener = opener
         self._gpu: Device | None = None
         self._memories: list[Memory] = []
+        self._slabs: dict[str, Memory] = {}
         self._planes = PoolPlanes(layout, self._show)
         self._words: Words | None = None
         self._poll_s: tuple[float, float] | None = None
@@ -102,6 +104,7 @@ class AttachedPool:
             for slab in self._attached.slabs:
                 memory = memory_of(slab.handle, self._life.fetch_fd, self._gpu)
                 self._map(memory)
+                self._slabs[self.layout.groups[slab.group].name] = memory
                 for placement in slab.planes:
                     spec = self._planes.spec(placement.group, placement.layer, placement.name)
                     view = view_of(spec, slab.pages, placement, memory.size_bytes)
@@ -128,6 +131,11 @@ class AttachedPool:
         if not 0 <= page < count:
             raise InvalidRequest(f"page {page} of group {group!r}, which has {count}")
         return {key: plane[page] for key, plane in planes.items()}
+
+    def slab(self, group: str) -> Any:
+        """All bytes of a group's slab as one uint8 array ``[bytes]``, for engines that lay their own tensors over it;
+        held and unmapped as planes are. What is behind the last plane is padding. Raises as ``group_planes``."""
+        return self._show(self._slab(group))
 
     @property
     def is_on_gpu(self) -> bool:
@@ -210,6 +218,11 @@ class AttachedPool:
         self._require_open()
         spec, plane = self._planes.find(layer, name, group)
         return tensors.to_torch(plane, spec.dtype)
+
+    def slab_to_torch(self, group: str) -> Any:
+        """``slab`` as a torch tensor ``[bytes]`` of uint8 over the same bytes, which needs no CuPy on a GPU. Raises
+        InvalidRequest for an unknown group, and as ``to_torch``."""
+        return tensors.to_torch(self._slab(group), "uint8")
 
     def to_paddle(self, layer: int, name: str, group: str | None = None) -> Any:
         """A plane as a paddle tensor of the layout's dtype over the same bytes. Raises ImportError without paddle."""
@@ -315,6 +328,12 @@ class AttachedPool:
     def _map(self, memory: Memory) -> None:
         memory.start()
         self._memories.append(memory)
+
+    def _slab(self, group: str) -> Any:
+        self._require_open()
+        self._planes.require(group)
+        memory = self._slabs[group]
+        return memory.plane(PlaneView((memory.size_bytes,), np.uint8, 0, (1,)))
 
     def _show(self, plane: Any) -> Any:
         return plane if self._gpu is None else self._gpu.array(plane)
