@@ -1,0 +1,107 @@
+"""The worker's side: vLLM's KV memory is the daemon's slab, and loads from the host are watched until they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from cachesvc.model.answers import TicketView
+from cachesvc_client import DaemonUnavailable
+from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.memory import SlabMode, require_on_slab
+from cachesvc_vllm.naming import model_facts, model_name
+from cachesvc_vllm.node import Node, drop_node, share_node
+from cachesvc_vllm.refusals import require_supported
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.slab_layout import GROUP, slab_layout
+from cachesvc_vllm.versions import require_version
+from cachesvc_vllm.warm_up import WarmUp
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """Made in each worker process, before its KV memory is."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+        require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
+        require_supported(vllm_config, kv_cache_config)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._engine_id = vllm_config.kv_transfer_config.engine_id
+        self._node: Node | None = None
+        self._mode: SlabMode | None = None
+        self._warm_up = WarmUp()
+        self._loads: dict[str, tuple[TicketView, ...]] = {}
+
+    def memory_context(self) -> SlabMode | None:
+        """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there."""
+        config = self._kv_cache_config
+        facts = model_facts(self._vllm_config, config, self._settings.model)
+        name = model_name(self._vllm_config.model_config.model, facts)
+        node = Node(self._settings, f"vllm-{os.getpid()}", name, slab_layout(config), config.num_blocks)
+        try:
+            node.start()
+        except DaemonUnavailable as gone:
+            node.close()
+            if self._settings.required:
+                raise ConnectorRefused(
+                    f"no cachesvcd answers at {node.socket_path} ({gone}): start it, or go on without by "
+                    '"required": false in kv_connector_extra_config'
+                ) from gone
+            log.warning("no_daemon socket=%s: this engine shares nothing", node.socket_path)
+            return None
+        except BaseException:
+            node.close()
+            raise
+        self._node = node
+        share_node(self._engine_id, node)
+        log.info("shares_as model=%s facts=%s", name, facts)
+        slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: config.kv_cache_tensors[0].size]
+        self._mode = SlabMode(slab)
+        return self._mode
+
+    def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
+        """Raises ConnectorRefused unless all layers lie on the slab. From here on vLLM may warm up."""
+        if self._node is None or self._mode is None:
+            return
+        require_on_slab(kv_caches, self._mode.slab, self._mode.given)
+        self._node.keep_address()
+        self._warm_up.begin()
+
+    def begin_step(self) -> None:
+        """vLLM serves requests: it has warmed up."""
+        self._warm_up.end()
+
+    def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]]) -> None:
+        """Watch these loads."""
+        self._loads.update(loads)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Loads that have ended since, well or not."""
+        results = KVConnectorTransferResults()
+        if not self._loads:
+            return results
+        assert self._node is not None
+        for request_id, tickets in list(self._loads.items()):
+            outcomes = {self._node.pool.outcome(ticket) for ticket in tickets}
+            if LoadOutcome.RUNNING in outcomes:
+                continue
+            del self._loads[request_id]
+            results.finished_recving.add(request_id)
+            if outcomes - {LoadOutcome.CAME}:
+                results.failed_recving.add(request_id)
+        return results
+
+    def close(self) -> None:
+        """End the lease, which is the whole engine's. Idempotent."""
+        self._warm_up.end()
+        drop_node(self._engine_id)
