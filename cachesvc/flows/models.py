@@ -25,13 +25,14 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
-from cachesvc.model.errors import DaemonDraining, InvalidRequest, LimitExceeded
+from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import Run
 
 MAX_SALT_BYTES = 256
 MAX_MODEL_NAME_BYTES = 512
+MAX_RESERVED_PAGES = 1024
 
 
 class Vault(HasHeadroom, Protocol):
@@ -66,7 +67,8 @@ class Vault(HasHeadroom, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegisterRequest:
-    """Pools for a model's layout on a set of devices (none: the daemon's first), of the tenant of ``budget``."""
+    """Pools for a model's layout on a set of devices (none: the daemon's first), of the tenant of ``budget``. The first
+    ``reserved_pages`` of every device pool are never granted."""
 
     name: str
     layout: Layout
@@ -75,6 +77,7 @@ class RegisterRequest:
     device_pool: PoolRequest = field(default_factory=PoolRequest)
     host_pool: PoolRequest = field(default_factory=PoolRequest)
     budget: Budget = field(default_factory=Budget)
+    reserved_pages: int = 0
 
     @property
     def namespace(self) -> bytes:
@@ -125,9 +128,9 @@ class Registration:
         """Free what evicted models held and make the pools. Raises PoolExhausted and Unavailable, with nothing made."""
         new, pools, is_new = self._new, self._plan.pools, self._new.model is None
         where = f"device pool of model {self._model_id}, replica {self._replica_id}"
-        self._on_device = _page_pools(where, new.layout, pools.device_pages)
+        self._on_device = _page_pools(where, new.layout, pools.device_pages, new.reserved_pages)
         for pool in self._on_device:
-            pool.add(0, pool.capacity)
+            pool.add(pool.withheld, pool.capacity)
         vault.close_retired()
         with ExitStack() as undo:
             if is_new:
@@ -163,6 +166,7 @@ class Registration:
             Evictor(blocks),
             self._plan.pools.host_pages,
             tenant=request.budget.tenant,
+            reserved_pages=request.reserved_pages,
             is_salted=bool(request.salt),
         )
         for group, run in vault.announce(self._model_id):
@@ -187,8 +191,8 @@ def register(core: Core, vault: Vault, request: RegisterRequest, now: float) -> 
 def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | None:
     """The pools that are there for this model, layout, salt, tenant and devices, whatever size is asked for.
 
-    Raises InvalidRequest (names, devices, counts, shares), LimitExceeded (salt), Unavailable (a model that is out of
-    service).
+    Raises InvalidRequest (names, devices, counts, shares), LimitExceeded (salt, reserved pages), Conflict (another
+    number of reserved pages), Unavailable (a model that is out of service).
     """
     _check(request)
     devices = _devices(vault, request)
@@ -196,6 +200,11 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
     if model is None:
         return None
     model.require_trusted()
+    if model.reserved_pages != request.reserved_pages:
+        raise Conflict(
+            f"model {request.name} is there with {model.reserved_pages} reserved pages, not {request.reserved_pages}; "
+            "ask for as many"
+        )
     return next((Registered(model, made, existed=True) for made in model.replicas if made.devices == devices), None)
 
 
@@ -209,10 +218,13 @@ def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Re
     layout = request.layout
     device_pool = replace(request.device_pool, pages=layout.fill_pages(request.device_pool.pages))
     host_pool = replace(request.host_pool, pages=layout.fill_host_pages(request.host_pool.pages))
-    if not all(device_pool.pages):
-        raise InvalidRequest(f"a device pool needs at least one page in every group, got {device_pool.pages}")
+    reserved = request.reserved_pages
+    if min(device_pool.pages, default=reserved + 1) <= reserved:
+        beside = f" beside {reserved} reserved ones" if reserved else ""
+        raise InvalidRequest(f"a device pool needs at least one page in every group{beside}, got {device_pool.pages}")
     devices, model = _devices(vault, request), _known_model(core, request)
-    return Registration(core, request, Newcomer(layout, devices, device_pool, host_pool, request.budget, model))
+    newcomer = Newcomer(layout, devices, device_pool, host_pool, request.budget, model, reserved)
+    return Registration(core, request, newcomer)
 
 
 def evict_model(core: Core, vault: Vault, model: Model) -> None:
@@ -240,6 +252,8 @@ def _check(request: RegisterRequest) -> None:
         raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
     if len(request.salt) > MAX_SALT_BYTES:
         raise LimitExceeded("tenant_salt bytes", len(request.salt), MAX_SALT_BYTES)
+    if request.reserved_pages > MAX_RESERVED_PAGES:
+        raise LimitExceeded("reserved pages", request.reserved_pages, MAX_RESERVED_PAGES)
     for pool in (request.device_pool, request.host_pool):
         if pool.pages and len(pool.pages) not in (len(layout.groups), len(layout.own_groups)):
             raise InvalidRequest(f"{len(pool.pages)} page counts for {len(layout.groups)} groups; give one for each")
@@ -262,7 +276,6 @@ def _devices(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
     return chosen
 
 
-def _page_pools(where: str, layout: Layout, pages: tuple[int, ...]) -> tuple[PagePool, ...]:
-    return tuple(
-        PagePool(f"{where}, group {group.name}", count) for group, count in zip(layout.groups, pages, strict=True)
-    )
+def _page_pools(where: str, layout: Layout, pages: tuple[int, ...], withheld: int = 0) -> tuple[PagePool, ...]:
+    groups = zip(layout.groups, pages, strict=True)
+    return tuple(PagePool(f"{where}, group {group.name}", count, withheld) for group, count in groups)

@@ -40,7 +40,8 @@ class HasHeadroom(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A replica to be made, of a ``model`` that is there or of a new one. Page counts are of all groups."""
+    """A replica to be made, of a ``model`` that is there or of a new one. Page counts are of all groups, and of
+    reserved pages too."""
 
     layout: Layout
     devices: tuple[str, ...]
@@ -48,6 +49,12 @@ class Newcomer:
     host_pool: PoolRequest
     budget: Budget
     model: Model | None
+    reserved_pages: int = 0
+
+    @property
+    def pages_least(self) -> int:
+        """Of each group on a device: one that can be granted."""
+        return self.reserved_pages + 1
 
 
 class Pools(NamedTuple):
@@ -137,7 +144,7 @@ class _Sizing:
             return lambda: refusal
         left = self._vault.headroom([model.id for model in gone])
         pages = self._device_pages(left, used)
-        if not all(pages) or sizes.device_bytes(pages) > left.left_on(new.devices):
+        if min(pages) < new.pages_least or sizes.device_bytes(pages) > left.left_on(new.devices):
             return self._no_device_memory
         if new.model is not None:
             return Pools(pages)
@@ -155,7 +162,7 @@ class _Sizing:
     def _memory_at_least(self) -> Memory:
         """What the newcomer takes at least: of a share, one block on the devices."""
         new = self._new
-        is_new, pages = new.model is None, new.device_pool.pages or (1,) * len(new.layout.groups)
+        is_new, pages = new.model is None, new.device_pool.pages or (new.pages_least,) * len(new.layout.groups)
         on_host = self._sizes.host_bytes(new.host_pool.pages) if is_new and new.host_pool.pages else 0
         return Memory(self._sizes.device_bytes(pages) * new.layout.ranks, on_host, int(is_new))
 
@@ -184,7 +191,7 @@ class _Sizing:
         left = now.left_on(new.devices)
         return _exhausted(
             f"device pool of {', '.join(new.devices)} ({left} bytes left, {block_bytes} bytes a block)",
-            new.device_pool.pages,
+            new.device_pool.pages or (new.pages_least,),
             left // block_bytes,
             then.left_on(new.devices) // block_bytes,
             now.device_capacity // block_bytes,

@@ -52,8 +52,9 @@ class Model:
     """A namespace: model, layout and tenant, with its blocks and replicas.
 
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
-    no name. ``is_salted``: its namespace is a secret of those who know the salt. ``suspect``: what broke in the midst
-    of a change to it; nothing is served of it until it was verified. ``defects``: how often that happened.
+    no name. ``reserved_pages``: so many first ones of every device pool are the engines' own. ``is_salted``: its
+    namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
+    served of it until it was verified. ``defects``: how often that happened.
     """
 
     id: int
@@ -64,6 +65,7 @@ class Model:
     evictor: Evictor
     host_pages: tuple[int, ...]
     tenant: str = ""
+    reserved_pages: int = 0
     is_salted: bool = False
     replicas: list[Replica] = field(default_factory=list)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)

@@ -38,17 +38,20 @@ _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in Page
 
 
 class PagePool:
-    """Pages ``0 .. capacity - 1`` of one group on one place. Pages become usable through ``add``."""
+    """Pages ``0 .. pages - 1`` of one group on one place, the first ``withheld`` of which are the engines' own and
+    never usable; ``capacity`` counts the others. Pages become usable through ``add``."""
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, pages: int, withheld: int = 0) -> None:
         self.name = name
-        self.capacity = capacity
-        self.states = bytearray(capacity)
-        self.generations = array("I", bytes(4 * capacity))
+        self.pages = pages
+        self.withheld = withheld
+        self.capacity = pages - withheld
+        self.states = bytearray(pages)
+        self.generations = array("I", bytes(4 * pages))
         self.counts = [0] * len(PageState)
         self.usable = 0
         self.reserved = 0
-        self._added = bytearray(capacity)
+        self._added = bytearray(pages)
         self._state_column = np.frombuffer(self.states, np.uint8)
         self._generation_column = np.frombuffer(self.generations, np.uint32)
         self._added_column = np.frombuffer(self._added, np.bool_)
@@ -68,7 +71,7 @@ class PagePool:
 
     def add(self, first: int, count: int) -> None:
         """Make pages usable (their memory has arrived). Raises LedgerBroken for a page that is there already."""
-        if count < 1 or first < 0 or first + count > self.capacity or any(self._added[first : first + count]):
+        if count < 1 or first < self.withheld or first + count > self.pages or any(self._added[first : first + count]):
             raise LedgerBroken(f"{self.name}: pages {first}+{count} are not new pages of this pool")
         self._added[first : first + count] = b"\x01" * count
         self.usable += count
@@ -138,7 +141,7 @@ class PagePool:
             return
         column = np.array(pages, np.int64)
         gaps = np.diff(column)
-        if column[0] < 0 or column[-1] >= self.capacity or not gaps.all():
+        if column[0] < 0 or column[-1] >= self.pages or not gaps.all():
             raise IllegalMove(
                 f"{self.name}: {len(pages)} pages", "pages that are not distinct pages of the pool", target
             )
@@ -173,7 +176,7 @@ class PagePool:
 
     def owns(self, page: int, generation: int) -> bool:
         """True when ``page`` is private and still in the generation that was granted."""
-        return 0 <= page < self.capacity and self.states[page] == PRIVATE and self.generations[page] == generation
+        return 0 <= page < self.pages and self.states[page] == PRIVATE and self.generations[page] == generation
 
     def problems(self) -> list[str]:
         """What does not add up; empty when the pool is whole."""
@@ -188,11 +191,13 @@ class PagePool:
                 out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
         if not 0 <= self.reserved <= self.counts[FREE]:
             out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
+        if any(self._added[: self.withheld]):
+            out.append(f"{self.name}: some of the first {self.withheld} pages are usable, which are the engines' own")
         if sum(self.counts) != self.usable:
             out.append(f"{self.name}: counts {self.counts} do not add up to {self.usable}")
         for state in PageState:
             seen = self.states.count(state)
-            expected = self.counts[state] + (self.capacity - self.usable if state == FREE else 0)
+            expected = self.counts[state] + (self.pages - self.usable if state == FREE else 0)
             if seen != expected:
                 out.append(f"{self.name}: {seen} pages are {state.name}, {expected} are counted")
         return out

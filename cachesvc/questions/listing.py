@@ -37,6 +37,7 @@ class ModelLine(NamedTuple):
     host_pages: tuple[int, ...]
     device_pages: tuple[int, ...]
     out_of_service: str
+    reserved_pages: int
 
 
 class SequenceLine(NamedTuple):
@@ -65,6 +66,7 @@ def models(view: View) -> list[ModelLine]:
             model.host_pages,
             model.replicas[0].device_pages if model.replicas else (),
             model.suspect,
+            model.reserved_pages,
         )
         for model in view.models()
     ]

@@ -20,7 +20,8 @@ class PoolColumns:
     """One pool of one moment. ``kept``: pages that reservations have there."""
 
     name: str
-    capacity: int
+    pages: int
+    withheld: int
     usable: int
     reserved: int
     kept: int
@@ -82,7 +83,8 @@ def _pool(place: Place, group: int) -> PoolColumns:
     starts, counts = pool.free_runs()
     return PoolColumns(
         pool.name,
-        pool.capacity,
+        pool.pages,
+        pool.withheld,
         pool.usable,
         pool.reserved,
         sum(reservation.held[group] for reservation in place.reservations),
@@ -157,13 +159,13 @@ def _holders(seen: PlacePages, group: int, pool: PoolColumns) -> list[str]:
         pages.append(held.pages)
         expected.append(np.full(len(held.pages), held.state, np.uint8))
     every, states_of = np.concatenate(pages), np.concatenate(expected)
-    inside = (every >= 0) & (every < pool.capacity)
+    inside = (every >= 0) & (every < pool.pages)
     out = [f"{pool.name}: page {page} is held, but not of this pool" for page in every[~inside][:MOST_TOLD].tolist()]
     every, states_of = every[inside], states_of[inside]
-    owners = np.bincount(every, minlength=pool.capacity)
+    owners = np.bincount(every, minlength=pool.pages)
     twice = np.flatnonzero(owners > 1)[:MOST_TOLD].tolist()
     out += [f"{pool.name} page {page}: held by {_names(seen, group, page, mine)}" for page in twice]
-    wanted = np.zeros(pool.capacity, np.uint8)
+    wanted = np.zeros(pool.pages, np.uint8)
     wanted[every] = states_of
     wrong = np.flatnonzero(wanted != pool.states)[:MOST_TOLD].tolist()
     return out + [
@@ -183,11 +185,13 @@ def _counts(pool: PoolColumns) -> list[str]:
     out: list[str] = []
     if sum(pool.counts) != pool.usable or int(pool.added.sum()) != pool.usable:
         out.append(f"{pool.name}: counts {pool.counts} do not add up to {pool.usable}")
+    if pool.added[: pool.withheld].any():
+        out.append(f"{pool.name}: some of the first {pool.withheld} pages are usable, which are the engines' own")
     if pool.reserved != pool.kept or not 0 <= pool.reserved <= pool.counts[PageState.FREE]:
         out.append(f"{pool.name}: {pool.reserved} pages are counted reserved, {pool.kept} are, of the free ones")
     seen = np.bincount(pool.states, minlength=len(PageState))
     for state in PageState:
-        expected = pool.counts[state] + (pool.capacity - pool.usable if state is PageState.FREE else 0)
+        expected = pool.counts[state] + (pool.pages - pool.usable if state is PageState.FREE else 0)
         if seen[state] != expected:
             out.append(f"{pool.name}: {seen[state]} pages are {state.name}, {expected} are counted")
     return out
@@ -195,7 +199,7 @@ def _counts(pool: PoolColumns) -> list[str]:
 
 def _runs(pool: PoolColumns) -> list[str]:
     """Free runs cover the free pages exactly once, and neighbours are joined."""
-    cover = np.zeros(pool.capacity + 1, np.int64)
+    cover = np.zeros(pool.pages + 1, np.int64)
     np.add.at(cover, pool.run_starts, 1)
     np.add.at(cover, pool.run_starts + pool.run_counts, -1)
     inside = np.cumsum(cover)[:-1]

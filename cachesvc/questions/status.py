@@ -22,7 +22,7 @@ SILENT_SHARE = 0.5
 
 
 class PoolLine(NamedTuple):
-    """One page-id space: counts by state."""
+    """One page-id space: counts by state. ``capacity`` leaves out the ``reserved`` pages, the engines' own."""
 
     model: int
     place: str
@@ -30,6 +30,7 @@ class PoolLine(NamedTuple):
     capacity: int
     counts: dict[PageState, int]
     page_bytes: int
+    reserved: int = 0
 
     @property
     def held(self) -> int:
@@ -147,7 +148,8 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
             for group, pool in enumerate(place.pools):
                 counts = {state: pool.counts[state] for state in PageState}
                 name = model.layout.groups[group].name
-                out.append(PoolLine(model.id, place.name, name, pool.capacity, counts, model.layout.page_bytes(group)))
+                page_bytes = model.layout.page_bytes(group)
+                out.append(PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld))
     return out
 
 

@@ -177,6 +177,7 @@ def _blocks(reading: Reading, model: Model, sizes: Sizes) -> None:
         for group, pool in enumerate(place.pools):
             for state in PageState:
                 reading.put("pages", pool.counts[state], *labels, tier, layout.groups[group].name, state.name.lower())
+            reading.put("pages", pool.withheld, *labels, tier, layout.groups[group].name, "reserved")
         _place(reading, place, (*labels, tier), sizes.blocks[tier])
 
 

@@ -94,7 +94,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "pages",
             (*MODEL, "tier", "group", "state"),
             "Pages of the pools by state: `free`, `private` (one sequence may write them), `sealed` (published), "
-            "`in_flight`, `quarantined` (their engine is lost, and may still write). All replicas together.",
+            "`in_flight`, `quarantined` (their engine is lost, and may still write), `reserved` (left to the engines, "
+            "never granted). All replicas together.",
         ),
         _gauge("page_bytes", (*MODEL, "group"), "Bytes of one page on one rank."),
         _gauge("blocks", (*MODEL, "tier", "state"), "Blocks with a copy on the tier: `filling`, `ready`, `draining`."),

@@ -12,7 +12,8 @@ class Registration:
     """A model's pools on one replica. Plain data: hand it to worker processes.
 
     ``namespace`` (32 bytes) is the root of every block key. ``device_pages[g]`` and ``host_pages[g]`` count the pages
-    of each group, in the layout's order; ``devices`` are UUIDs, one a rank. ``epoch`` changes whenever the daemon
+    of each group, in the layout's order, the first ``reserved_pages`` of which on the device are the engines' own;
+    ``devices`` are UUIDs, one a rank. ``epoch`` changes whenever the daemon
     starts anew: what was registered in another epoch is gone. ``existed``: the pools were there, perhaps with blocks.
     """
 
@@ -25,6 +26,7 @@ class Registration:
     epoch: int
     layout: Layout
     existed: bool = False
+    reserved_pages: int = 0
 
     @property
     def key(self) -> tuple[int, int]:

@@ -46,6 +46,7 @@ def registers() -> list[engine_pb2.RegisterRequest]:
                 devices=[device],
                 device_pool=engine_pb2.PoolShare(pages=engine_pb2.PageCounts(pages=[DEVICE_PAGES] * groups)),
                 host_pool=engine_pb2.PoolShare(pages=engine_pb2.PageCounts(pages=[HOST_PAGES] * groups)),
+                reserved_pages=layout,
             )
         )
     return out

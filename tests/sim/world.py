@@ -97,8 +97,8 @@ class World:
         gqa, windowed = gqa_layout(), windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)))
         gqa_host, windowed_host = pages(bias.host), pages(bias.host, bias.host_windows)
         return [
-            RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host),
-            RegisterRequest("model", gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host),
+            RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host, reserved_pages=1),
+            RegisterRequest("model", gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host, reserved_pages=1),
             RegisterRequest("model", windowed, b"tenant 2", ("step-0", "step-1"), pages(*both), windowed_host),
             RegisterRequest("model", windowed, b"tenant 2", ("step-1", "step-0"), pages(*both), windowed_host),
         ]

@@ -253,13 +253,15 @@ def rig_of(
     remember: int = 64,
     replicas: int = 1,
     eviction: str = "lru",
+    reserved_pages: int = 0,
 ) -> Rig:
     mover = RecordingMover()
     core = Core(Ledger(), mover, eviction_policy(eviction), WriteRule(policy, threshold, remember))
     vault = CountedVault({f"gpu-{i}": 1 << 20 for i in range(replicas)})
     on_host = PoolRequest(tuple(host) if host is not None else (0,) * len(layout.groups))
     for i in range(replicas):
-        request = RegisterRequest("m", layout, b"", (f"gpu-{i}",), PoolRequest(tuple(device)), on_host)
+        on_device = PoolRequest(tuple(pages + reserved_pages for pages in device))
+        request = RegisterRequest("m", layout, b"", (f"gpu-{i}",), on_device, on_host, reserved_pages=reserved_pages)
         register(core, vault, request, 0.0)
     for replica in core.ledger.models[1].replicas:
         replica.place.pieces.piece_blocks = 2  # so that short prompts have some

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.errors import InvalidRequest, NotSupported
 from cachesvc_client.layouts.families import gqa_windowed
 from cachesvc_client.wire import messages, methods
 from cachesvc_client.wire.methods import Method
@@ -56,6 +56,8 @@ def test_register_says_pools_as_pages_as_a_share_or_not_at_all() -> None:
     assert not messages.build_register("m", LAYOUT).HasField("device_pool")
     with pytest.raises(InvalidRequest, match="not both"):
         messages.build_register("m", LAYOUT, host_pages=[1, 1], host_share=0.5)
+    with pytest.raises(InvalidRequest, match="-1 is not a number"):
+        messages.build_register("m", LAYOUT, reserved_pages=-1)
 
 
 def test_a_registration_can_be_handed_to_a_worker() -> None:
@@ -65,6 +67,12 @@ def test_a_registration_can_be_handed_to_a_worker() -> None:
     registration = messages.parse_registration(response, LAYOUT)
     assert (registration.key, registration.device_pages, registration.existed) == ((3, 1), (4, 2), True)
     assert pickle.loads(pickle.dumps(registration)) == registration
+
+
+def test_a_daemon_that_would_grant_reserved_pages_is_refused() -> None:
+    assert messages.build_register("m", LAYOUT, reserved_pages=2).reserved_pages == 2
+    with pytest.raises(NotSupported, match="reserves 0 pages, not 2"):
+        messages.parse_registration(engine_pb2.RegisterResponse(), LAYOUT, 2)
 
 
 @pytest.mark.parametrize("slot", [None, TimelineSlot(word=2, failed_word=3, base=7, layers=4)])

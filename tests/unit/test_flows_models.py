@@ -21,10 +21,10 @@ from cachesvc.flows.models import (
 )
 from cachesvc.flows.sizing import STARVED, PoolRequest
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.model.errors import InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
+from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import Run, WritePolicy
+from cachesvc.model.words import PageState, Run, WritePolicy
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from tests.conservation import audit
@@ -63,9 +63,11 @@ class Desk:
         host: PoolRequest = NONE,
         budget: Budget | None = None,
         layout: Layout | None = None,
+        reserved: int = 0,
     ) -> Registered:
         pool = PoolRequest((pages,)) if pages is not None else PoolRequest(share=share)
-        request = RegisterRequest(name, layout or one_group(), salt, (f"gpu-{gpu}",), pool, host, budget or Budget())
+        budget, devices = budget or Budget(), (f"gpu-{gpu}",)
+        request = RegisterRequest(name, layout or one_group(), salt, devices, pool, host, budget, reserved)
         return register(self.core, self.vault, request, now)
 
     def occupy(self, made: Registered) -> None:
@@ -95,6 +97,28 @@ def test_the_same_model_on_the_same_devices_is_found_again() -> None:
     assert (other.replica.id, other.existed) == (1, False)
     assert desk.register("m", 20, salt=b"tenant").model is not first.model
     assert audit(desk.core.ledger).problems == []
+
+
+def test_reserved_pages_are_of_no_pool_and_one_number_for_a_model() -> None:
+    desk = Desk()
+    made = desk.register("m", 4, reserved=1)
+    desk.occupy(made)
+    (pool,) = made.replica.place.pools
+    assert (made.replica.device_pages, pool.capacity, pool.free) == ((4,), 3, 3)
+    assert sorted(pool.take(3, PageState.PRIVATE)) == [1, 2, 3]
+    assert made.model.blocks.host.pools[0].withheld == 0
+    assert desk.register("m", 4, reserved=1).existed
+    for gpu in (0, 1):
+        with pytest.raises(Conflict, match="with 1 reserved pages, not 2"):
+            desk.register("m", 4, reserved=2, gpu=gpu)
+    with pytest.raises(InvalidRequest, match=r"one page in every group beside 4 reserved ones, got \(4,\)"):
+        desk.register("all", 4, reserved=4)
+    with pytest.raises(LimitExceeded, match="reserved pages"):
+        desk.register("many", 4000, reserved=1025)
+    with pytest.raises(PoolExhausted, match="wanted 98 pages, free 96"):
+        desk.register("share", share=1.0, reserved=97)
+    assert (desk.names, len(made.model.replicas)) == (["m"], 1)
+    assert desk.register("share", share=1.0, reserved=90).replica.device_pages == (96,)
 
 
 def test_the_longest_idle_model_is_evicted_first() -> None:

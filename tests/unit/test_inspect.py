@@ -10,11 +10,11 @@ from cachesvc_ctl.main import parse
 from cachesvc_ctl.questions.index import Tree
 from cachesvc_ctl.questions.status import describe_device
 from cachesvc_ctl.top.command import Top
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import admin_pb2, status_pb2
 
 
 def test_a_link_that_was_not_measured_is_not_shown_as_one_of_no_speed() -> None:
-    device = admin_pb2.DeviceStatus(uuid="GPU-1", name="a GPU", pool_bytes=1 << 30, context_bytes=300 << 20)
+    device = status_pb2.DeviceStatus(uuid="GPU-1", name="a GPU", pool_bytes=1 << 30, context_bytes=300 << 20)
     said = describe_device(device)
     assert said.endswith("300.00 MiB beside it\n  link not measured (calibration never)")
     device.load_gb_per_second, device.store_gb_per_second, device.both_gb_per_second = 54.7, 55.1, 95.7

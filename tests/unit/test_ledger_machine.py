@@ -64,6 +64,7 @@ class LedgerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(list(WritePolicy)),
         sinks=st.sampled_from((0, 4)),
         eviction=st.sampled_from(("lru", "hazard")),
+        reserved_pages=st.integers(0, 2),
     )
     def begin(
         self,
@@ -75,6 +76,7 @@ class LedgerMachine(RuleBasedStateMachine):
         policy: WritePolicy,
         sinks: int,
         eviction: str,
+        reserved_pages: int,
     ) -> None:
         layout = windowed(sink_tokens=sinks) if windows else one_group()
         groups = len(layout.groups)
@@ -85,6 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
             policy=policy,
             replicas=replicas,
             eviction=eviction,
+            reserved_pages=reserved_pages,
         )
         self.leases = [(self.rig.lease(f"e{i}", i % replicas), i % replicas) for i in range(2)]
         self.told: dict[int, Told] = {}

@@ -110,9 +110,9 @@ def test_a_page_given_again_is_of_another_generation() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_operations_agree_with_sets(seed: int) -> None:
     rng = random.Random(seed)
-    capacity = rng.randint(1, 40)
-    pool = PagePool("pool", capacity)
-    absent = set(range(capacity))
+    count, withheld = rng.randint(4, 40), rng.choice((0, 0, 1, 3))
+    pool = PagePool("pool", count, withheld)
+    absent = set(range(withheld, count))
     sets: dict[PageState, set[int]] = {state: set() for state in PageState}
     for _ in range(400):
         if absent and rng.random() < 0.1:
@@ -138,4 +138,6 @@ def test_random_operations_agree_with_sets(seed: int) -> None:
                 sets[target].add(page)
         assert pool.problems() == []
         assert {state: pool.counts[state] for state in PageState} == {s: len(pages) for s, pages in sets.items()}
-        assert pool.usable == capacity - len(absent)
+        assert pool.usable == pool.capacity - len(absent)
+    with pytest.raises(LedgerBroken, match="not new pages"):
+        PagePool("pool", 4, 2).add(1, 2)

@@ -173,6 +173,7 @@ def _pool(line: PoolLine) -> dict[str, Any]:
         "group": line.group,
         "capacity": line.capacity,
         "page_bytes": line.page_bytes,
+        "reserved": line.reserved,
         **{state.name.lower(): line.counts[state] for state in PageState},
     }
 

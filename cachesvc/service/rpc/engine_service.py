@@ -60,6 +60,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             _pool(request.device_pool) if request.HasField("device_pool") else PoolRequest(),
             _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
             self._budget(ask.who.acts_for),
+            request.reserved_pages,
         )
         found = self.registrar.find(asked)
         if found is not None:
@@ -80,6 +81,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             devices=made.replica.devices,
             epoch=self._node.epoch,
             existed=made.existed,
+            reserved_pages=made.model.reserved_pages,
         )
 
     def _budget(self, tenant: str) -> Budget:

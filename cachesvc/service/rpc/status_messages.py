@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvcache.v1 import admin_pb2, inspect_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.words import PageState
@@ -49,10 +49,10 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
         tokens=who not in UNPROVEN,
         attention=[*found.attention, *facts.attention()],
         hits=_hits(found.hits),
-        transfers=admin_pb2.TransferStatus(**found.transfers._asdict()),
+        transfers=status_pb2.TransferStatus(**found.transfers._asdict()),
         holders=[_lease(line) for line in found.holders],
         silent=[_lease(line) for line in found.silent],
-        transports=admin_pb2.TransportStatus(**facts.transports()._asdict()),
+        transports=status_pb2.TransportStatus(**facts.transports()._asdict()),
     )
 
 
@@ -69,6 +69,7 @@ def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
         in_flight=line.counts[PageState.IN_FLIGHT],
         quarantined=line.counts[PageState.QUARANTINED],
         page_bytes=line.page_bytes,
+        reserved=line.reserved,
     )
 
 
@@ -112,10 +113,10 @@ def _lease(line: LeaseLine) -> admin_pb2.LeaseStatus:
     return admin_pb2.LeaseStatus(**line._asdict())
 
 
-def _hits(hits: HitLine) -> admin_pb2.HitStatus:
+def _hits(hits: HitLine) -> status_pb2.HitStatus:
     """Counts and their shares of what was looked up."""
     of = max(1, hits.looked_up_blocks)
-    return admin_pb2.HitStatus(
+    return status_pb2.HitStatus(
         **hits._asdict(),
         missed_blocks=hits.missed_blocks,
         device_ratio=hits.device_blocks / of,
@@ -124,6 +125,6 @@ def _hits(hits: HitLine) -> admin_pb2.HitStatus:
     )
 
 
-def _device(line: DeviceLine, fault: str) -> admin_pb2.DeviceStatus:
+def _device(line: DeviceLine, fault: str) -> status_pb2.DeviceStatus:
     known: dict[str, Any] = line.shown()
-    return admin_pb2.DeviceStatus(**known, healthy=not fault, fault=fault)
+    return status_pb2.DeviceStatus(**known, healthy=not fault, fault=fault)

@@ -116,14 +116,17 @@ class ClientCalls:
         device_share: float | None = None,
         host_pages: Seq[int] | None = None,
         host_share: float | None = None,
+        reserved_pages: int = 0,
     ) -> Registration:
         """Make or find the pools of a model.
 
         ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
         rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
-        pools that are there already stay as they are. Raises PoolExhausted with the numbers, InvalidRequest,
-        LimitExceeded, DaemonUnavailable, DeadlineExceeded.
+        pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
+        device are the engines' own and never granted; all engines of a model share them, and name the same number.
+        Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
+        pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
         request = build_register(
             model,
@@ -134,6 +137,7 @@ class ClientCalls:
             device_share=device_share,
             host_pages=host_pages,
             host_share=host_share,
+            reserved_pages=reserved_pages,
         )
         return await self._register(request, layout)
 
@@ -222,7 +226,7 @@ class ClientCalls:
 
     async def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
         answer = await self._require_connection().ask(REGISTER, request, self._timeouts.register_s)
-        registration = parse_registration(answer, layout)
+        registration = parse_registration(answer, layout, request.reserved_pages)
         self._registered[registration.key] = (request, layout)
         return registration
 

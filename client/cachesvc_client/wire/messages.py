@@ -10,7 +10,7 @@ from cachesvc.model.answers import Allocated, GroupCells, Matched, Prefetched, P
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot
 from cachesvc.wire.convert import TICKET_STATES, cells_from_proto, cells_to_proto, layout_to_proto, unpack_numbers
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.errors import InvalidRequest, NotSupported
 from cachesvc_client.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
@@ -29,8 +29,11 @@ def build_register(
     device_share: float | None = None,
     host_pages: Sequence[int] | None = None,
     host_share: float | None = None,
+    reserved_pages: int = 0,
 ) -> engine_pb2.RegisterRequest:
-    """Raises InvalidRequest where a pool is given both as pages and as a share."""
+    """Raises InvalidRequest where a pool is given both as pages and as a share, and for a count that is none."""
+    if not 0 <= reserved_pages < 1 << 32:
+        raise InvalidRequest(f"{reserved_pages} is not a number of reserved pages")
     return engine_pb2.RegisterRequest(
         model=model,
         layout=layout_to_proto(layout),
@@ -38,6 +41,7 @@ def build_register(
         devices=devices,
         device_pool=_pool_share("device", device_pages, device_share),
         host_pool=_pool_share("host", host_pages, host_share),
+        reserved_pages=reserved_pages,
     )
 
 
@@ -49,8 +53,10 @@ def _pool_share(pool: str, pages: Sequence[int] | None, share: float | None) -> 
     return engine_pb2.PoolShare(share=share) if share is not None else None
 
 
-def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout) -> Registration:
-    """What the daemon granted."""
+def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, reserved_pages: int = 0) -> Registration:
+    """What the daemon granted. Raises NotSupported by one that reserves no pages, and would grant them."""
+    if response.reserved_pages != reserved_pages:
+        raise NotSupported(f"the daemon reserves {response.reserved_pages} pages, not {reserved_pages}: update it")
     return Registration(
         model_id=response.model_id,
         replica=response.replica,
@@ -61,6 +67,7 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout) ->
         epoch=response.epoch,
         layout=layout,
         existed=response.existed,
+        reserved_pages=response.reserved_pages,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import admin_pb2, status_pb2
 
 from cachesvc_ctl.command import flag
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
@@ -74,7 +74,7 @@ def describe_daemon(status: admin_pb2.GetStatusResponse) -> str:
     return f"cachesvcd {status.version}, backend {status.backend}, up {status.uptime_seconds:.0f} s{drains}"
 
 
-def describe_device(d: admin_pb2.DeviceStatus) -> str:
+def describe_device(d: status_pb2.DeviceStatus) -> str:
     """What the daemon takes of a GPU, and how fast its link is."""
     link = (
         f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
@@ -86,7 +86,7 @@ def describe_device(d: admin_pb2.DeviceStatus) -> str:
     return f"{d.name} {d.uuid}: {taken}\n  {link}"
 
 
-def describe_hits(h: admin_pb2.HitStatus) -> str:
+def describe_hits(h: status_pb2.HitStatus) -> str:
     """One line: what of the blocks that engines asked for was there."""
     if not h.looked_up_blocks:
         return "hits: nothing was looked up yet"
@@ -96,7 +96,7 @@ def describe_hits(h: admin_pb2.HitStatus) -> str:
     )
 
 
-def describe_transfers(t: admin_pb2.TransferStatus) -> str:
+def describe_transfers(t: status_pb2.TransferStatus) -> str:
     """Two lines: what moves now, and what has moved."""
     return (
         f"transfers: {t.running_loads} loads and {t.running_stores} stores run ({t.awaited} awaited, "
@@ -106,7 +106,7 @@ def describe_transfers(t: admin_pb2.TransferStatus) -> str:
     )
 
 
-def describe_transports(t: admin_pb2.TransportStatus) -> str:
+def describe_transports(t: status_pb2.TransportStatus) -> str:
     """One line: which way calls come."""
     return f"calls: {t.lane_calls:,} by {t.lanes} lanes that are open and earlier ones, {t.grpc_calls:,} by gRPC"
 

@@ -14,6 +14,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvcache.v1 import common_pb2 as _common_pb2
 from kvcache.v1 import inspect_pb2 as _inspect_pb2
+from kvcache.v1 import status_pb2 as _status_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -70,7 +71,9 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
-    """Pages of one group of one model in one place. The states add up to the pages that are usable so far."""
+    """Pages of one group of one model in one place. The states add up to the pages that are usable so far. Reserved ones are
+    in no state and not in the capacity.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -84,6 +87,7 @@ class PoolStatus(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     place: _builtins.str
     """"host", or the replica's number."""
@@ -101,6 +105,7 @@ class PoolStatus(_message.Message):
     """Of a lost lease whose processes may still write."""
     page_bytes: _builtins.int
     """Of one rank."""
+    reserved: _builtins.int
     def __init__(
         self,
         *,
@@ -114,167 +119,15 @@ class PoolStatus(_message.Message):
         in_flight: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
+        reserved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "group", b"group", "in_flight", b"in_flight", "model_id", b"model_id", "page_bytes", b"page_bytes", "place", b"place", "private", b"private", "quarantined", b"quarantined", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "group", b"group", "in_flight", b"in_flight", "model_id", b"model_id", "page_bytes", b"page_bytes", "place", b"place", "private", b"private", "quarantined", b"quarantined", "reserved", b"reserved", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
-
-@_typing.final
-class DeviceStatus(_message.Message):
-    """A device whose memory the daemon owns. The link's figures are 0 where it was not measured."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    UUID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    POOL_BYTES_FIELD_NUMBER: _builtins.int
-    CONTEXT_BYTES_FIELD_NUMBER: _builtins.int
-    LOAD_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
-    STORE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
-    BOTH_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
-    COPY_US_FIELD_NUMBER: _builtins.int
-    ROW_NS_FIELD_NUMBER: _builtins.int
-    STEP_US_FIELD_NUMBER: _builtins.int
-    NARROW_PLANE_BYTES_FIELD_NUMBER: _builtins.int
-    HEALTHY_FIELD_NUMBER: _builtins.int
-    FAULT_FIELD_NUMBER: _builtins.int
-    uuid: _builtins.str
-    name: _builtins.str
-    pool_bytes: _builtins.int
-    """What slabs may take in all."""
-    context_bytes: _builtins.int
-    """What the daemon takes of the device beside its pool."""
-    load_gb_per_second: _builtins.float
-    store_gb_per_second: _builtins.float
-    both_gb_per_second: _builtins.float
-    copy_us: _builtins.float
-    row_ns: _builtins.float
-    step_us: _builtins.float
-    narrow_plane_bytes: _builtins.int
-    """Planes narrower than this load at less than half of the link's speed."""
-    healthy: _builtins.bool
-    """False once the device works no more for this daemon, which only a restart heals; fault says why."""
-    fault: _builtins.str
-    def __init__(
-        self,
-        *,
-        uuid: _builtins.str = ...,
-        name: _builtins.str = ...,
-        pool_bytes: _builtins.int = ...,
-        context_bytes: _builtins.int = ...,
-        load_gb_per_second: _builtins.float = ...,
-        store_gb_per_second: _builtins.float = ...,
-        both_gb_per_second: _builtins.float = ...,
-        copy_us: _builtins.float = ...,
-        row_ns: _builtins.float = ...,
-        step_us: _builtins.float = ...,
-        narrow_plane_bytes: _builtins.int = ...,
-        healthy: _builtins.bool = ...,
-        fault: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["both_gb_per_second", b"both_gb_per_second", "context_bytes", b"context_bytes", "copy_us", b"copy_us", "fault", b"fault", "healthy", b"healthy", "load_gb_per_second", b"load_gb_per_second", "name", b"name", "narrow_plane_bytes", b"narrow_plane_bytes", "pool_bytes", b"pool_bytes", "row_ns", b"row_ns", "step_us", b"step_us", "store_gb_per_second", b"store_gb_per_second", "uuid", b"uuid"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeviceStatus: _TypeAlias = DeviceStatus  # noqa: Y015
-
-@_typing.final
-class HitStatus(_message.Message):
-    """Blocks by where Match found them, since the daemon's start. Ratios are of looked_up_blocks, 0 to 1."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOOKED_UP_BLOCKS_FIELD_NUMBER: _builtins.int
-    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
-    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
-    STORAGE_BLOCKS_FIELD_NUMBER: _builtins.int
-    MISSED_BLOCKS_FIELD_NUMBER: _builtins.int
-    DEVICE_RATIO_FIELD_NUMBER: _builtins.int
-    HOST_RATIO_FIELD_NUMBER: _builtins.int
-    STORAGE_RATIO_FIELD_NUMBER: _builtins.int
-    looked_up_blocks: _builtins.int
-    device_blocks: _builtins.int
-    """In place on the engine's own devices: nothing was copied."""
-    host_blocks: _builtins.int
-    """Loaded from the host."""
-    storage_blocks: _builtins.int
-    missed_blocks: _builtins.int
-    """Not found: the engines had to compute them."""
-    device_ratio: _builtins.float
-    host_ratio: _builtins.float
-    storage_ratio: _builtins.float
-    def __init__(
-        self,
-        *,
-        looked_up_blocks: _builtins.int = ...,
-        device_blocks: _builtins.int = ...,
-        host_blocks: _builtins.int = ...,
-        storage_blocks: _builtins.int = ...,
-        missed_blocks: _builtins.int = ...,
-        device_ratio: _builtins.float = ...,
-        host_ratio: _builtins.float = ...,
-        storage_ratio: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "device_ratio", b"device_ratio", "host_blocks", b"host_blocks", "host_ratio", b"host_ratio", "looked_up_blocks", b"looked_up_blocks", "missed_blocks", b"missed_blocks", "storage_blocks", b"storage_blocks", "storage_ratio", b"storage_ratio"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HitStatus: _TypeAlias = HitStatus  # noqa: Y015
-
-@_typing.final
-class TransferStatus(_message.Message):
-    """Transfers that have not ended, and totals since the start."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUNNING_LOADS_FIELD_NUMBER: _builtins.int
-    RUNNING_STORES_FIELD_NUMBER: _builtins.int
-    AWAITED_FIELD_NUMBER: _builtins.int
-    RUNNING_BYTES_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
-    LOADED_BYTES_FIELD_NUMBER: _builtins.int
-    STORED_BYTES_FIELD_NUMBER: _builtins.int
-    PEER_BYTES_FIELD_NUMBER: _builtins.int
-    running_loads: _builtins.int
-    running_stores: _builtins.int
-    awaited: _builtins.int
-    """Of the running ones: those that an engine waits for now."""
-    running_bytes: _builtins.int
-    done: _builtins.int
-    failed: _builtins.int
-    loaded_bytes: _builtins.int
-    """Begun since the start, from host to devices, back, and between replicas."""
-    stored_bytes: _builtins.int
-    peer_bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        running_loads: _builtins.int = ...,
-        running_stores: _builtins.int = ...,
-        awaited: _builtins.int = ...,
-        running_bytes: _builtins.int = ...,
-        done: _builtins.int = ...,
-        failed: _builtins.int = ...,
-        loaded_bytes: _builtins.int = ...,
-        stored_bytes: _builtins.int = ...,
-        peer_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "done", b"done", "failed", b"failed", "loaded_bytes", b"loaded_bytes", "peer_bytes", b"peer_bytes", "running_bytes", b"running_bytes", "running_loads", b"running_loads", "running_stores", b"running_stores", "stored_bytes", b"stored_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TransferStatus: _TypeAlias = TransferStatus  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
@@ -365,7 +218,7 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
-    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceStatus]: ...
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[_status_pb2.DeviceStatus]: ...
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -375,9 +228,9 @@ class GetStatusResponse(_message.Message):
         """
 
     @_builtins.property
-    def hits(self) -> Global___HitStatus: ...
+    def hits(self) -> _status_pb2.HitStatus: ...
     @_builtins.property
-    def transfers(self) -> Global___TransferStatus: ...
+    def transfers(self) -> _status_pb2.TransferStatus: ...
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]:
         """Those that hold most pages first, at most 16: who keeps pools full."""
@@ -387,7 +240,7 @@ class GetStatusResponse(_message.Message):
         """Leases silent for more than half of what a lease survives, the longest first, at most 16."""
 
     @_builtins.property
-    def transports(self) -> Global___TransportStatus: ...
+    def transports(self) -> _status_pb2.TransportStatus: ...
     def __init__(
         self,
         *,
@@ -401,7 +254,7 @@ class GetStatusResponse(_message.Message):
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         host_pool_bytes: _builtins.int = ...,
         host_pool_ready_bytes: _builtins.int = ...,
-        devices: _abc.Iterable[Global___DeviceStatus] | None = ...,
+        devices: _abc.Iterable[_status_pb2.DeviceStatus] | None = ...,
         ready: _builtins.bool = ...,
         live: _builtins.bool = ...,
         caller: _builtins.str = ...,
@@ -409,11 +262,11 @@ class GetStatusResponse(_message.Message):
         tenant: _builtins.str = ...,
         tokens: _builtins.bool = ...,
         attention: _abc.Iterable[_builtins.str] | None = ...,
-        hits: Global___HitStatus | None = ...,
-        transfers: Global___TransferStatus | None = ...,
+        hits: _status_pb2.HitStatus | None = ...,
+        transfers: _status_pb2.TransferStatus | None = ...,
         holders: _abc.Iterable[Global___LeaseStatus] | None = ...,
         silent: _abc.Iterable[Global___LeaseStatus] | None = ...,
-        transports: Global___TransportStatus | None = ...,
+        transports: _status_pb2.TransportStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "transfers", b"transfers", "transports", b"transports"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -422,35 +275,6 @@ class GetStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
-
-@_typing.final
-class TransportStatus(_message.Message):
-    """Which way calls come."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LANES_FIELD_NUMBER: _builtins.int
-    LANE_CALLS_FIELD_NUMBER: _builtins.int
-    GRPC_CALLS_FIELD_NUMBER: _builtins.int
-    lanes: _builtins.int
-    """Lanes that are open now."""
-    lane_calls: _builtins.int
-    """Calls since the start (of Step and KeepAlive: messages)."""
-    grpc_calls: _builtins.int
-    def __init__(
-        self,
-        *,
-        lanes: _builtins.int = ...,
-        lane_calls: _builtins.int = ...,
-        grpc_calls: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_calls", b"grpc_calls", "lane_calls", b"lane_calls", "lanes", b"lanes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TransportStatus: _TypeAlias = TransportStatus  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
@@ -507,6 +331,7 @@ class ModelStatus(_message.Message):
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     NAMESPACE_HEX_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
+    RESERVED_PAGES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     model: _builtins.str
     namespace: _builtins.bytes
@@ -516,6 +341,7 @@ class ModelStatus(_message.Message):
     """Why calls of the model are refused: one met a defect of the daemon. Empty: they are served. A Verify that finds the
     model sound puts it back.
     """
+    reserved_pages: _builtins.int
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -537,10 +363,11 @@ class ModelStatus(_message.Message):
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         namespace_hex: _builtins.str = ...,
         out_of_service: _builtins.str = ...,
+        reserved_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_pages", b"device_pages", "host_pages", b"host_pages", "layout", b"layout", "model", b"model", "model_id", b"model_id", "namespace", b"namespace", "namespace_hex", b"namespace_hex", "out_of_service", b"out_of_service", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_pages", b"device_pages", "host_pages", b"host_pages", "layout", b"layout", "model", b"model", "model_id", b"model_id", "namespace", b"namespace", "namespace_hex", b"namespace_hex", "out_of_service", b"out_of_service", "replicas", b"replicas", "reserved_pages", b"reserved_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,10 +77,16 @@ class RegisterRequest(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     DEVICE_POOL_FIELD_NUMBER: _builtins.int
     HOST_POOL_FIELD_NUMBER: _builtins.int
+    RESERVED_PAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Names the weights, revision included."""
     tenant_salt: _builtins.bytes
     """Nothing is shared between two salts."""
+    reserved_pages: _builtins.int
+    """Pages 0 to n - 1 of every group's device pool are the engines' own: never granted, cached, evicted or counted. All
+    engines of the model share them; nothing that must last may be written there. Every Register of a model names the
+    same number.
+    """
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -104,10 +110,11 @@ class RegisterRequest(_message.Message):
         devices: _abc.Iterable[_builtins.str] | None = ...,
         device_pool: Global___PoolShare | None = ...,
         host_pool: Global___PoolShare | None = ...,
+        reserved_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "host_pool", b"host_pool", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "devices", b"devices", "host_pool", b"host_pool", "layout", b"layout", "model", b"model", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "devices", b"devices", "host_pool", b"host_pool", "layout", b"layout", "model", b"model", "reserved_pages", b"reserved_pages", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,6 +132,7 @@ class RegisterResponse(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     EXISTED_FIELD_NUMBER: _builtins.int
+    RESERVED_PAGES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     replica: _builtins.int
     namespace: _builtins.bytes
@@ -133,8 +141,12 @@ class RegisterResponse(_message.Message):
     """Changes whenever the daemon starts anew."""
     existed: _builtins.bool
     """True when the pools were there already."""
+    reserved_pages: _builtins.int
+    """As asked for: a daemon that knows of none answers 0."""
     @_builtins.property
-    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Reserved pages included."""
+
     @_builtins.property
     def host_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -150,10 +162,11 @@ class RegisterResponse(_message.Message):
         devices: _abc.Iterable[_builtins.str] | None = ...,
         epoch: _builtins.int = ...,
         existed: _builtins.bool = ...,
+        reserved_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica", "reserved_pages", b"reserved_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
