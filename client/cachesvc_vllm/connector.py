@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cachesvc_vllm.node import shared_node
+from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
-from cachesvc_vllm.transfers import StepTransfers
+from cachesvc_vllm.transfers import StepTransfers, WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide
 
 
@@ -25,14 +26,11 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        engine_id = vllm_config.kv_transfer_config.engine_id
+        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.WORKER:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
-        elif (node := shared_node(engine_id)) is not None:
-            self._scheduler = SchedulerSide(node, settings, engine_id)
+            self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -54,7 +52,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Comes first in each step."""
         assert self._worker is not None
-        self._worker.begin_step()
+        if isinstance(kv_connector_metadata, StepTransfers):
+            self._worker.begin_step(kv_connector_metadata.epoch)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The daemon loads by itself."""
@@ -77,13 +76,24 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         return self._worker.take_results()
 
+    def get_handshake_metadata(self) -> WorkerShare | None:
+        """For the scheduler: whether, and as what, the memory is the daemon's."""
+        assert self._worker is not None
+        return None if self._worker.share is None else WorkerShare(self._worker.share)
+
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Block ids are the daemon's pages from here on."""
-        super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """The workers' memory is the daemon's: block ids are its pages from here on."""
+        assert self._kv_cache_manager is not None
+        node = Node(self._settings, f"vllm-{os.getpid()}", metadata[0].share, attaches=False)
+        try:
+            node.start()
+            self._scheduler = SchedulerSide(node, self._settings)
+        except BaseException:
+            node.close()
+            raise
+        self._scheduler.bind(self._kv_cache_manager)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load from the host."""
@@ -97,7 +107,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """For the workers."""
-        return StepTransfers({} if self._scheduler is None else self._scheduler.take_loads())
+        if self._scheduler is None:
+            return StepTransfers()
+        return StepTransfers(self._scheduler.take_loads(), self._scheduler.epoch)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks may be freed."""

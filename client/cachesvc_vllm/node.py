@@ -1,7 +1,6 @@
-"""An engine's side of the daemon: connected, registered, with one lease and the slab mapped, and brought back after a
-loss.
+"""A process's side of the daemon: connected, registered, with a lease, and brought back after a loss.
 
-An engine's worker and its scheduler are two connectors in one process: they share one ``Node``, by the engine's id.
+An engine's scheduler and each of its workers has one, be they in one process or in several.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from dataclasses import dataclass
 
 from cachesvc.model.layout import Layout
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease
@@ -17,40 +17,50 @@ from cachesvc_vllm.remapping import map_over
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
 
+RESERVED_PAGES = 1
+"""vLLM's kernels read and write block 0 for rows that are padding."""
+
 RETRY_S = 0.1
 """Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
 
 log = logging.getLogger(__name__)
 
-_nodes: dict[str, Node] = {}
+
+@dataclass(frozen=True)
+class Share:
+    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``."""
+
+    model: str
+    layout: Layout
+    pages: int
 
 
 class Node:
-    """``layout`` for ``pages`` blocks under the name ``model``."""
+    """``engine``: the name that operators see. ``attaches``: this process uses the slab."""
 
-    def __init__(self, settings: Settings, engine: str, model: str, layout: Layout, pages: int) -> None:
+    def __init__(self, settings: Settings, engine: str, share: Share, *, attaches: bool) -> None:
         self._settings = settings
-        self._model = model
-        self._layout = layout
-        self._pages = pages
+        self._share = share
+        self._attaches = attaches
         self._client = CacheClient(settings.socket, engine=engine, token_file=settings.token_file)
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
-        self._back: tuple[Lease, AttachedPool] | None = None
+        self._back: Lease | None = None
         self._address: int | None = None
         self._wake = threading.Event()
+        self._came = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="cachesvc-vllm-reattach", daemon=True)
 
     @property
     def lease(self) -> Lease:
-        """The engine's lease: the first one, or what ``move`` gave."""
+        """The lease: the first one, or what ``move`` gave."""
         assert self._lease is not None
         return self._lease
 
     @property
     def pool(self) -> AttachedPool:
-        """The slab that the lease's pages are in."""
+        """The slab that the lease's pages are in, where this process uses it."""
         assert self._pool is not None
         return self._pool
 
@@ -60,27 +70,35 @@ class Node:
         return self._client.socket_path
 
     @property
+    def epoch(self) -> int:
+        """The life of the daemon that gave the lease."""
+        return self.lease.registration.epoch
+
+    @property
     def is_back(self) -> bool:
         """True when a new lease waits to be taken, after the old one was lost."""
         return self._back is not None
 
     def start(self) -> None:
         """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""
-        client, settings = self._client, self._settings
+        client, settings, share = self._client, self._settings, self._share
         client.connect()
         registration = client.register(
-            self._model,
-            self._layout,
+            share.model,
+            share.layout,
             tenant_salt=_salt(settings.tenant_salt),
-            device_pages=[self._pages],
+            device_pages=[share.pages],
             host_pages=None if settings.host_blocks is None else [settings.host_blocks],
+            reserved_pages=RESERVED_PAGES,
         )
-        if registration.device_pages != (self._pages,):
+        if registration.device_pages != (share.pages,):
             raise ConnectorRefused(
-                f"the daemon's pool of {self._model} has {registration.device_pages[0]} blocks, and this engine has "
-                f"{self._pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
+                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
+                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
             )
-        self._take(client.open_lease(registration))
+        self._lease = self._watched(client.open_lease(registration))
+        if self._attaches:
+            self._pool = self._lease.attach(0)
         client.on_lost(self._wake.set)
         self._thread.start()
 
@@ -89,19 +107,26 @@ class Node:
         if not self.pool.is_on_gpu:
             self._address = int(self.pool.slab(GROUP).ctypes.data)
 
+    def wait_back(self, timeout_s: float) -> bool:
+        """Wait until ``is_back``."""
+        return self._came.wait(timeout_s)
+
     def move(self) -> Lease:
-        """Take the new lease, whose slab takes the place of the old one. Nothing uses the pages of the old one."""
+        """Take the new lease; where this process uses the slab, the new one takes the place of the old one. Nothing
+        uses pages of the old one."""
         assert self._back is not None
-        assert self._address is not None
-        old = self.lease
-        (self._lease, self._pool), self._back = self._back, None
-        slab = self._pool.slab(GROUP)
-        map_over(self._address, int(slab.ctypes.data), slab.nbytes)
+        self._came.clear()
+        old, self._lease, self._back = self.lease, self._back, None
+        if self._attaches:
+            assert self._address is not None
+            self._pool = self._lease.attach(0)
+            slab = self._pool.slab(GROUP)
+            map_over(self._address, int(slab.ctypes.data), slab.nbytes)
         try:
             old.close(quiesced=True)
         except CacheClientError as error:
             log.debug("old_lease_not_closed why=%s", error)
-        return self.lease
+        return self._lease
 
     def close(self) -> None:
         """End the lease and disconnect. Idempotent."""
@@ -111,18 +136,15 @@ class Node:
             self._thread.join()
         self._client.close()
 
-    def _take(self, lease: Lease) -> None:
-        self._lease, self._pool = lease, lease.attach(0)
+    def _watched(self, lease: Lease) -> Lease:
         lease.on_lost(lambda _: self._wake.set())
+        return lease
 
     def _run(self) -> None:
         try:
             while not self._is_closed:
                 self._wake.wait()
                 self._wake.clear()
-                if self._address is None:
-                    log.error("daemon_gone restart this engine once the daemon is back")
-                    return
                 while not self._is_closed and self._back is None and self.lease.is_lost and not self._come_back():
                     self._wake.wait(RETRY_S)
         except Exception:
@@ -130,43 +152,25 @@ class Node:
 
     def _come_back(self) -> bool:
         """Try to get a new lease; True when there is one."""
-        client = self._client
+        client, pages = self._client, self._share.pages
         lease = None
         try:
             if client.connected:  # the daemon is there, and took the lease away
                 lease = client.open_lease(self.lease.registration)
             else:
                 lease = client.reconnect()[-1]
-            if lease.registration.device_pages != (self._pages,):
-                raise ConnectorRefused(f"the daemon came back with {lease.registration.device_pages} blocks")
-            self._back = (lease, lease.attach(0))
-        except (CacheClientError, ConnectorRefused, IndexError) as error:
+            if lease.registration.device_pages != (pages,):
+                raise ConnectorRefused(f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}")
+        except (CacheClientError, ConnectorRefused) as error:
             log.debug("daemon_not_back why=%s", error)
             if lease is not None:
                 lease.close()
             return False
-        lease.on_lost(lambda _: self._wake.set())
-        log.warning("daemon_back blocks=%s", self._pages)
+        self._back = self._watched(lease)
+        self._came.set()
+        log.warning("daemon_back blocks=%s", pages)
         return True
-
-
-def shared_node(engine_id: str) -> Node | None:
-    """The node of this process's engine, if its worker has made it."""
-    return _nodes.get(engine_id)
-
-
-def share_node(engine_id: str, node: Node) -> None:
-    """Let the engine's scheduler find it."""
-    _nodes[engine_id] = node
-
-
-def drop_node(engine_id: str) -> None:
-    """Close the node of an engine. Idempotent."""
-    node = _nodes.pop(engine_id, None)
-    if node is not None:
-        node.close()
 
 
 def _salt(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=32).digest() if text else b""
-

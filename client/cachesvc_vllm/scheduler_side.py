@@ -6,17 +6,16 @@ from typing import Any
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.block_pool import DaemonBlockPool
-from cachesvc_vllm.node import Node, drop_node
+from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.settings import Settings
 
 
 class SchedulerSide:
-    """For the engine whose worker has made ``node``. Used from vLLM's scheduler thread."""
+    """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
-    def __init__(self, node: Node, settings: Settings, engine_id: str) -> None:
+    def __init__(self, node: Node, settings: Settings) -> None:
         self._node = node
-        self._engine_id = engine_id
         self._book = PageBook(node.lease, settings.stock_blocks)
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._pool: DaemonBlockPool | None = None
@@ -83,6 +82,11 @@ class SchedulerSide:
             **kwargs,
         )
 
+    @property
+    def epoch(self) -> int:
+        """The life of the daemon whose pages requests have."""
+        return self._node.epoch
+
     def host_tokens(self, request: Any) -> int:
         """Tokens of the request's hit that have to be loaded from the host."""
         pages = self._book.find(request.request_id)
@@ -120,7 +124,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Tell what is left to tell, and end the lease. Idempotent."""
         self._book.close()
-        drop_node(self._engine_id)
+        self._node.close()
 
     def _seal(self, request: Any) -> int:
         """What steps under way may still write is not computed, whatever vLLM counts."""

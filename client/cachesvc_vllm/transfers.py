@@ -1,16 +1,26 @@
-"""What the scheduler's side tells the workers' side in a step: the loads to wait for."""
+"""What the two sides of the connector tell each other through vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from cachesvc.model.answers import TicketView
+from cachesvc_vllm.node import Share
+
+
+@dataclass
+class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker, once: its memory is the daemon's, under this name."""
+
+    share: Share
 
 
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
-    """``loads``: by request, the transfers that bring its blocks from the host."""
+    """To the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
+    ``epoch``: the life of the daemon whose pages the tables of this step are of; 0 without a daemon."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
+    epoch: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
 
 from cachesvc.model.answers import TicketView
 from cachesvc_client import DaemonUnavailable
@@ -17,18 +18,21 @@ from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.memory import SlabMode, require_on_slab
 from cachesvc_vllm.naming import model_facts, model_name
-from cachesvc_vllm.node import Node, drop_node, share_node
+from cachesvc_vllm.node import Node, Share
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
 from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.warm_up import WarmUp
 
-log = logging.getLogger(__name__)
+BACK_S = 30.0
+"""How much later than the scheduler a worker may find a daemon that came back."""
+
+log = init_logger("vllm." + __name__)
 
 
 class WorkerSide:
-    """Made in each worker process, before its KV memory is."""
+    """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
@@ -36,7 +40,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._engine_id = vllm_config.kv_transfer_config.engine_id
+        self.share: Share | None = None
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
@@ -47,7 +51,8 @@ class WorkerSide:
         config = self._kv_cache_config
         facts = model_facts(self._vllm_config, config, self._settings.model)
         name = model_name(self._vllm_config.model_config.model, facts)
-        node = Node(self._settings, f"vllm-{os.getpid()}", name, slab_layout(config), config.num_blocks)
+        share = Share(name, slab_layout(config), config.num_blocks)
+        node = Node(self._settings, f"vllm-{os.getpid()}", share, attaches=True)
         try:
             node.start()
         except DaemonUnavailable as gone:
@@ -62,8 +67,7 @@ class WorkerSide:
         except BaseException:
             node.close()
             raise
-        self._node = node
-        share_node(self._engine_id, node)
+        self._node, self.share = node, share
         log.info("shares_as model=%s facts=%s", name, facts)
         slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: config.kv_cache_tensors[0].size]
         self._mode = SlabMode(slab)
@@ -77,9 +81,15 @@ class WorkerSide:
         self._node.keep_address()
         self._warm_up.begin()
 
-    def begin_step(self) -> None:
-        """vLLM serves requests: it has warmed up."""
+    def begin_step(self, epoch: int) -> None:
+        """vLLM serves requests: it has warmed up. After a loss its scheduler says that it uses the new daemon's pages:
+        then it uses no others any more. Raises ConnectorRefused where this process did not come back."""
         self._warm_up.end()
+        if self._node is None or epoch in (0, self._node.epoch):
+            return
+        if not self._node.wait_back(BACK_S):
+            raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")
+        self._node.move()
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]]) -> None:
         """Watch these loads."""
@@ -102,6 +112,7 @@ class WorkerSide:
         return results
 
     def close(self) -> None:
-        """End the lease, which is the whole engine's. Idempotent."""
+        """Unmap, as far as nothing is held. Idempotent."""
         self._warm_up.end()
-        drop_node(self._engine_id)
+        if self._node is not None:
+            self._node.close()
