@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
+
+from tests.e2e.rig import wait_until
+
 ROOT = Path(__file__).parents[2]
 PYTHON_VARIABLE = "CACHESVC_VLLM_PYTHON"
 BLOCK_TOKENS = 32
@@ -125,6 +130,11 @@ class Engine:
         os.killpg(self.process.pid, signal.SIGKILL)
         self._end()
 
+    def kill_if_running(self) -> None:
+        """For the end of a test that failed."""
+        if self.process.poll() is None:
+            self.kill()
+
     def stop(self) -> int:
         """Let it end by itself: its exit code."""
         assert self.process.stdin is not None
@@ -171,8 +181,20 @@ def engines(*started: Engine) -> Iterator[Sequence[Engine]]:
                 assert each.stop() == 0
     finally:
         for each in started:
-            if each.process.poll() is None:
-                each.kill()
+            each.kill_if_running()
+
+
+def check_daemon(socket: str) -> None:
+    """Nobody holds a page, and every page is in exactly one place."""
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+
+        def held() -> dict[str, int]:
+            pools = admin.GetStatus(admin_pb2.GetStatusRequest()).pools
+            return {each: sum(getattr(pool, each) for pool in pools) for each in ("private", "in_flight", "quarantined")}
+
+        wait_until(lambda: not any(held().values()), f"all pages came back: {held()}")
+        assert list(admin.Verify(admin_pb2.VerifyRequest()).problems) == []
 
 
 def make_fleet(folder: Path) -> Fleet:

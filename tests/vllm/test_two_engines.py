@@ -1,0 +1,125 @@
+"""Two engines on one daemon, through everything that may befall them: each answer is that of vLLM without any cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from cachesvc_ctl.daemon_process import DaemonProcess
+
+from tests.e2e.rig import FLAGS, short_folder
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, engines, random_prompt
+
+REQUESTS = 300
+BATCH = 12
+DEVICE_BLOCKS = 160
+"""Fewer than the random requests have different blocks: what is coldest goes, and requests are preempted."""
+
+
+class Node:
+    """A daemon that can come again behind the same socket, with engines of one model on it."""
+
+    def __init__(self, fleet: Fleet, folder: str) -> None:
+        self.daemon = DaemonProcess(FLAGS, folder=folder)
+        self.daemon.start()
+        self._fleet = fleet
+
+    def engine(self, *, is_split: bool = False) -> Engine:
+        return self._fleet.engine(self.daemon.socket, DEVICE_BLOCKS, is_split=is_split)
+
+
+@pytest.fixture(scope="module")
+def node(fleet: Fleet) -> Iterator[Node]:
+    """A daemon; at its end nothing is held, and its accounting adds up."""
+    with short_folder() as folder:
+        made = Node(fleet, str(folder))
+        try:
+            yield made
+            check_daemon(made.daemon.socket)
+        finally:
+            assert made.daemon.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def plain(fleet: Fleet) -> Iterator[Engine]:
+    """vLLM without a connector, and without its own prefix cache."""
+    with engines(fleet.engine(None, caching=False)) as (engine,):
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def two(node: Node, plain: Engine) -> Iterator[list[Engine]]:
+    """An engine in one process, and one whose core and worker have each their own, as vLLM has it on a GPU."""
+    running = [node.engine(), node.engine(is_split=True)]
+    with engines(*running):
+        yield running
+
+
+def random_requests(seed: int, count: int) -> list[Prompt]:
+    """Prompts of up to 24 blocks, most of which begin as others do."""
+    rng = random.Random(seed)
+    heads = [random_prompt(each, 10).tokens for each in range(6)]
+    requests = []
+    for each in range(count):
+        head = rng.choice(heads)[: rng.randrange(0, 10 * BLOCK_TOKENS)]
+        requests.append(random_prompt(1000 + each, rng.random() * 3 + 0.1, new=rng.randrange(1, 40), head=head))
+    return requests
+
+
+def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(two: list[Engine], plain: Engine) -> None:
+    requests = random_requests(7, REQUESTS)
+    cached = 0
+    for first in range(0, REQUESTS, 2 * BATCH):
+        both = requests[first : first + 2 * BATCH]
+        for engine, mine in zip(two, (both[:BATCH], both[BATCH:]), strict=True):
+            engine.send(*mine)
+        answers = [answer for engine in two for answer in engine.collect()]
+        expected = plain.ask(*both)
+        assert [answer.said for answer in answers] == [answer.said for answer in expected]
+        cached += sum(answer.cached for answer in answers)
+    assert cached > REQUESTS * BLOCK_TOKENS
+
+
+def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
+    node: Node, two: list[Engine], plain: Engine
+) -> None:
+    told, long = random_prompt(50, 6.5), random_prompt(51, 8.5, new=1500)
+    expected, answer = plain.ask(told, random_prompt(51, 8.5)), two[0].ask(told)[0]
+    assert answer.said == expected[0].said
+    two[0].send(long)  # 1,500 tokens take it long enough
+    assert two[1].ask(told)[0].cached == 6 * BLOCK_TOKENS
+    two[0].kill()
+    assert two[1].ask(told)[0].said == expected[0].said
+    with ExitStack() as stack:
+        two[0] = node.engine()
+        stack.callback(two[0].kill_if_running)
+        two[0].wait_ready()
+        stack.pop_all()
+    answer = two[0].ask(told)[0]
+    assert (answer.said, answer.cached) == (expected[0].said, 6 * BLOCK_TOKENS)
+    assert two[0].ask(random_prompt(51, 8.5))[0].said == expected[1].said
+
+
+def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_finds_the_next(
+    node: Node, two: list[Engine], plain: Engine
+) -> None:
+    under_way = [random_prompt(each, 2.5, new=200) for each in (60, 61)]
+    later = random_prompt(62, 5.5)
+    expected = plain.ask(*under_way, later)
+    for engine, prompt in zip(two, under_way, strict=True):
+        engine.send(prompt)
+    node.daemon.process.kill()
+    node.daemon.process.wait()
+    answers = [engine.collect()[0] for engine in two]
+    assert [answer.said for answer in answers] == [answer.said for answer in expected[:2]]
+    assert two[1].ask(random_prompt(63, 1.5))[0].cached == 0  # of private pages, with no daemon at all
+    node.daemon.start()
+    for engine in two:
+        engine.send(*under_way, later)
+    for engine in two:
+        assert [answer.said for answer in engine.collect()] == [answer.said for answer in expected]
+    for engine in two:
+        answer = engine.ask(later)[0]
+        assert (answer.said, answer.cached) == (expected[2].said, 5 * BLOCK_TOKENS)
