@@ -25,6 +25,9 @@ SHORT_PAUSE_S = 0.002
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
 
+STOCK_DIVISOR = 32
+"""A stock takes at most so small a part of the pool: others cannot use what lies in it."""
+
 ANSWER_S = 1.0
 """vLLM's scheduler waits no longer for an answer: what it is about waits, and everything else goes on."""
 
@@ -36,8 +39,8 @@ class PageBook:
 
     def __init__(self, lease: Lease, stock_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease = lease
-        self._stream: StepStream = lease.step(stock_blocks)
-        self._stock_blocks = stock_blocks
+        self._stock_blocks = max(1, min(stock_blocks, lease.registration.device_pages[0] // STOCK_DIVISOR))
+        self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
         self._sealing: dict[RequestPages, Sequence[bytes]] = {}
@@ -90,14 +93,14 @@ class PageBook:
         if request.sequence is None or request.sequence.record.allocations:
             return False
         request.take_cells()
-        missing = blocks - len(request.pages)
-        if missing <= 0:
-            return True
-        if self._grow(request, missing):
+        if len(request.pages) >= blocks or self._grow(request, blocks):
             return True
         if self._clock() < self._short_until_s:
             return False
-        return self._allocate(request, blocks) or (self._drop_idle(request) and self._allocate(request, blocks))
+        if self._ask(request, blocks):
+            return True
+        self._short_until_s = self._clock() + SHORT_PAUSE_S
+        return False
 
     def use_hits(self, request: RequestPages) -> None:
         """vLLM uses the blocks that were found in place."""
@@ -204,11 +207,29 @@ class PageBook:
         except CacheClientError as error:
             self._refused("release", request.request_id, error)
 
-    def _grow(self, request: RequestPages, missing: int) -> bool:
+    def _ask(self, request: RequestPages, blocks: int) -> bool:
+        """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
+        and its stock. True once the request has them."""
+        if self._allocate(request, blocks):
+            return True
+        assert request.sequence is not None
+        if self._drop_idle(request) and self._allocate(request, blocks):
+            return True
+        hit_blocks = request.sequence.hit_blocks
+        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks):
+            return False
+        stock = self._lease.record.stock
+        assert stock is not None
+        if stock.blocks and self._grow(request, min(blocks, len(request.pages) + stock.blocks)):
+            return len(request.pages) >= blocks or self._allocate(request, blocks)
+        return False
+
+    def _grow(self, request: RequestPages, blocks: int) -> bool:
         """Take pages of the stock; False where it has too few, or the hit's own pages must be asked for first."""
         sequence, stock = request.sequence, self._lease.record.stock
         assert sequence is not None
         assert stock is not None
+        missing = blocks - len(request.pages)
         if stock.blocks < missing or sequence.blocks < sequence.hit_blocks:
             return False
         try:
@@ -220,7 +241,7 @@ class PageBook:
         return True
 
     def _allocate(self, request: RequestPages, blocks: int) -> bool:
-        """Ask for pages, in a step that tells of growth first."""
+        """Have the daemon make the table ``blocks`` long, in a step that tells of growth first."""
         sequence = request.sequence
         assert sequence is not None
         try:
@@ -232,10 +253,7 @@ class PageBook:
         except CacheClientError as error:
             self._refused("allocate", request.request_id, error)
         request.take_cells()
-        if len(request.pages) >= blocks:
-            return True
-        self._short_until_s = self._clock() + SHORT_PAUSE_S
-        return False
+        return len(request.pages) >= blocks
 
     def _drop_idle(self, but_for: RequestPages) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""
@@ -243,7 +261,6 @@ class PageBook:
         for request in idle:
             self.forget(request.request_id)
         if idle:
-            self._short_until_s = 0.0
             self.flush()
         return bool(idle)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 from cachesvc_ctl.daemon_process import DaemonProcess
@@ -53,8 +52,14 @@ def plain(fleet: Fleet) -> Iterator[Engine]:
 def two(node: Node, plain: Engine) -> Iterator[list[Engine]]:
     """An engine in one process, and one whose core and worker have each their own, as vLLM has it on a GPU."""
     running = [node.engine(), node.engine(is_split=True)]
-    with engines(*running):
-        yield running
+    try:
+        for engine in running:
+            engine.wait_ready()
+        yield running  # a test may put another in the place of one
+        assert [engine.stop() for engine in running] == [0, 0]
+    finally:
+        for engine in running:
+            engine.kill_if_running()
 
 
 def random_requests(seed: int, count: int) -> list[Prompt]:
@@ -92,11 +97,8 @@ def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
     assert two[1].ask(told)[0].cached == 6 * BLOCK_TOKENS
     two[0].kill()
     assert two[1].ask(told)[0].said == expected[0].said
-    with ExitStack() as stack:
-        two[0] = node.engine()
-        stack.callback(two[0].kill_if_running)
-        two[0].wait_ready()
-        stack.pop_all()
+    two[0] = node.engine()
+    two[0].wait_ready()
     answer = two[0].ask(told)[0]
     assert (answer.said, answer.cached) == (expected[0].said, 6 * BLOCK_TOKENS)
     assert two[0].ask(random_prompt(51, 8.5))[0].said == expected[1].said
