@@ -79,14 +79,16 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_handshake_metadata(self) -> WorkerShare | None:
         """For the scheduler: whether, and as what, the memory is the daemon's."""
         assert self._worker is not None
-        return None if self._worker.share is None else WorkerShare(self._worker.share)
+        return None if self._worker.share is None else WorkerShare(self._worker.share, self._worker.comes_back)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers' memory is the daemon's: block ids are its pages from here on."""
         assert self._kv_cache_manager is not None
-        node = Node(self._settings, f"vllm-{os.getpid()}", metadata[0].share, attaches=False)
+        told: WorkerShare = metadata[0]
+        node = Node(self._settings, f"vllm-{os.getpid()}", told.share, attaches=False)
+        node.comes_back = told.comes_back
         try:
             node.start()
             self._scheduler = SchedulerSide(node, self._settings)

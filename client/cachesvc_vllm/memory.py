@@ -36,11 +36,12 @@ def _size(args: tuple[Any, ...]) -> int | None:
 def require_on_slab(kv_caches: dict[str, Any], slab: Any, given: int) -> None:
     """Raises ConnectorRefused unless vLLM took the slab, once, and every layer lies on it."""
     elsewhere = [
-        name for name, tensor in kv_caches.items() if tensor.untyped_storage().data_ptr() != slab.untyped_storage().data_ptr()
+        name
+        for name, tensor in kv_caches.items()
+        if tensor.untyped_storage().data_ptr() != slab.untyped_storage().data_ptr()
     ]
     if given != 1 or elsewhere:
         raise ConnectorRefused(
             f"vLLM asked {given} times for the daemon's {slab.numel()} bytes, and {len(elsewhere)} of {len(kv_caches)} "
             "layers lie elsewhere: this release allocates in a way that the connector does not know"
         )
-

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +19,17 @@ from cachesvc_vllm.errors import ConnectorRefused
 DIGEST_CHARACTERS = 16
 
 
-def model_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> dict[str, str]:
+@dataclass(frozen=True)
+class Runtime:
+    """What the running vLLM says of itself. ``hash_root``: the seed of its keys' root; ``backends``: of attention."""
+
+    release: str
+    python: str
+    hash_root: str
+    backends: tuple[str, ...]
+
+
+def model_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, runtime: Runtime) -> dict[str, str]:
     """What the name stands for. ``weights``: the operator's own word for them. Raises ConnectorRefused."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
@@ -31,23 +41,25 @@ def model_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> 
         "kv_dtype": str(cache.cache_dtype),
         "kv_specs": repr([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]),
         "kv_layout": str(kv_cache_config.kv_cache_layout),
-        "backend": str(getattr(vllm_config.attention_config, "backend", None)),
+        "backends": ", ".join(runtime.backends),
         "device": str(vllm_config.device_config.device_type),
-        "parallel": "tp{}.pp{}.pcp{}.dcp{}".format(
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-        ),
-        "hash": _hash(cache.prefix_caching_hash_algo),
+        "parallel": _sizes(parallel),
+        "hash": _hash(cache.prefix_caching_hash_algo, runtime),
         "speculative": "none" if speculative is None else str(speculative.method),
-        "vllm": _release(),
+        "vllm": ".".join(runtime.release.split(".")[:2]),
     }
 
 
 def model_name(model: str, facts: Mapping[str, str]) -> str:
     """For operators the last part of the model's path, for the daemon a digest of all facts."""
     return f"{PurePath(model).name}@vllm-{_digest(json.dumps(dict(facts), sort_keys=True))}"
+
+
+def _sizes(parallel: Any) -> str:
+    return (
+        f"tp{parallel.tensor_parallel_size}.pp{parallel.pipeline_parallel_size}"
+        f".pcp{parallel.prefill_context_parallel_size}.dcp{parallel.decode_context_parallel_size}"
+    )
 
 
 def _weights(vllm_config: Any) -> str:
@@ -63,20 +75,10 @@ def _weights(vllm_config: Any) -> str:
         ) from error
 
 
-def _hash(algorithm: str) -> str:
-    """vLLM's keys: their root is PYTHONHASHSEED's where that is set, and one of them hashes pickles."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-
-    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    python = "" if algorithm.endswith("cbor") else f".python{sys.version_info.major}.{sys.version_info.minor}"
-    return f"{algorithm}{python}.{seed}"
-
-
-def _release() -> str:
-    import vllm
-
-    return ".".join(vllm.__version__.split(".")[:2])
+def _hash(algorithm: str, runtime: Runtime) -> str:
+    """vLLM's keys: their root may be PYTHONHASHSEED's, and one algorithm hashes pickles."""
+    pickles = "" if algorithm.endswith("cbor") else f".python{runtime.python}"
+    return f"{algorithm}{pickles}.{runtime.hash_root}"
 
 
 def _digest(text: str) -> str:

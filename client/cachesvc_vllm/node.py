@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import subprocess
 import threading
 from dataclasses import dataclass
 
-from cachesvc.model.layout import Layout
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease
+
+from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.keeper import start_keeper
 from cachesvc_vllm.remapping import map_over
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
@@ -36,12 +39,16 @@ class Share:
 
 
 class Node:
-    """``engine``: the name that operators see. ``attaches``: this process uses the slab."""
+    """``engine``: the name that operators see. ``attaches``: this process uses the slab; one that does not holds the
+    lease that requests have their pages under, and a ``keeper`` keeps it alive. ``comes_back``: look for a lost
+    daemon."""
 
     def __init__(self, settings: Settings, engine: str, share: Share, *, attaches: bool) -> None:
         self._settings = settings
         self._share = share
         self._attaches = attaches
+        self.comes_back = True
+        self._keeper: subprocess.Popen[bytes] | None = None
         self._client = CacheClient(settings.socket, engine=engine, token_file=settings.token_file)
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
@@ -99,6 +106,8 @@ class Node:
         self._lease = self._watched(client.open_lease(registration))
         if self._attaches:
             self._pool = self._lease.attach(0)
+        else:
+            self._keep()
         client.on_lost(self._wake.set)
         self._thread.start()
 
@@ -122,6 +131,8 @@ class Node:
             self._pool = self._lease.attach(0)
             slab = self._pool.slab(GROUP)
             map_over(self._address, int(slab.ctypes.data), slab.nbytes)
+        else:
+            self._keep()
         try:
             old.close(quiesced=True)
         except CacheClientError as error:
@@ -134,7 +145,19 @@ class Node:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._end_keeper()
         self._client.close()
+
+    def _keep(self) -> None:
+        self._end_keeper()
+        beat_seconds = self.lease.record.beat_interval_s
+        self._keeper = start_keeper(self.socket_path, self.lease.id, beat_seconds, self._settings.token_file)
+
+    def _end_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.kill()
+            self._keeper.wait()
+            self._keeper = None
 
     def _watched(self, lease: Lease) -> Lease:
         lease.on_lost(lambda _: self._wake.set())
@@ -145,7 +168,10 @@ class Node:
             while not self._is_closed:
                 self._wake.wait()
                 self._wake.clear()
-                while not self._is_closed and self._back is None and self.lease.is_lost and not self._come_back():
+                if not self.comes_back and self.lease.is_lost and not self._is_closed:
+                    log.error("daemon_gone restart this engine once the daemon is back")
+                    return
+                while not self._is_closed and (self._back or self.lease).is_lost and not self._come_back():
                     self._wake.wait(RETRY_S)
         except Exception:
             log.exception("reattach_failed")
@@ -155,12 +181,12 @@ class Node:
         client, pages = self._client, self._share.pages
         lease = None
         try:
-            if client.connected:  # the daemon is there, and took the lease away
-                lease = client.open_lease(self.lease.registration)
-            else:
-                lease = client.reconnect()[-1]
+            # connected: the daemon is there, and took the lease away
+            lease = client.open_lease(self.lease.registration) if client.connected else client.reconnect()[-1]
             if lease.registration.device_pages != (pages,):
-                raise ConnectorRefused(f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}")
+                raise ConnectorRefused(
+                    f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"
+                )
         except (CacheClientError, ConnectorRefused) as error:
             log.debug("daemon_not_back why=%s", error)
             if lease is not None:

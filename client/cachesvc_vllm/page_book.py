@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from cachesvc_client import CacheClientError, Lease, PendingStep, PoolExhausted, StepStream
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc_client import CacheClientError, Lease, PendingStep, PoolExhausted, StepStream
 from cachesvc_vllm.request_pages import RequestPages
 
 SHORT_PAUSE_S = 0.002

@@ -40,16 +40,22 @@ def _of_parallelism(parallel: Any) -> list[str]:
 def _of_caching(vllm_config: Any) -> list[str]:
     cache, found = vllm_config.cache_config, []
     if not cache.enable_prefix_caching:
-        found.append("prefix caching is off, and the daemon's cache is nothing else: leave out --no-enable-prefix-caching")
+        found.append(
+            "prefix caching is off, and the daemon's cache is nothing else: leave out --no-enable-prefix-caching"
+        )
     if cache.prefix_caching_hash_algo not in DIGESTS:
         found.append(
             f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} is not collision-free and differs between "
             f"processes: take one of {', '.join(DIGESTS)}"
         )
     if getattr(cache, "calculate_kv_scales", False):
-        found.append("KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales")
+        found.append(
+            "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
+        )
     if vllm_config.lora_config is not None:
-        found.append("vLLM names a LoRA adapter by its name alone, which two engines may give to two adapters: leave out --enable-lora")
+        found.append(
+            "vLLM knows a LoRA adapter by its name alone, which two engines may give to two: leave out --enable-lora"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         found.append(f"speculative decoding by {speculative.method} is not supported: ngram is")
@@ -60,10 +66,11 @@ def _of_groups(kv_cache_config: Any) -> list[str]:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        return [
+        why = (
             f"this model has {len(groups)} KV cache groups ({kinds}); hybrid models are not supported: leave the "
             "connector out, or try --disable-hybrid-kv-cache-manager"
-        ]
+        )
+        return [why]
     kind, block = type(groups[0].kv_cache_spec).__name__, groups[0].kv_cache_spec.block_size
     if kind not in FULL_ATTENTION:
         return [f"KV cache groups of {kind} are not supported; {', '.join(FULL_ATTENTION)} are"]

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 from cachesvc_client import Sequence
 
 
+def computed_blocks(*, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int) -> int:
+    """How many leading blocks of a request may be sealed, at most one for each of its ``keys``: vLLM counts tokens as
+    computed that steps under way still write."""
+    return min(max(0, computed_tokens - in_flight_tokens) // block_tokens, keys)
+
+
 @dataclass(slots=True, eq=False)
 class RequestPages:
     """``sequence``: None where there was no daemon to match it: all pages are private then.

@@ -1,4 +1,4 @@
-"""The scheduler's side: matches requests when vLLM looks for hits, reserves before it counts, seals what is computed."""
+"""The scheduler's side: match when vLLM looks for hits, reserve before it counts, seal what is computed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.block_pool import DaemonBlockPool
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
+from cachesvc_vllm.request_pages import computed_blocks
 from cachesvc_vllm.settings import Settings
 
 
@@ -61,7 +62,12 @@ class SchedulerSide:
         assert self._pool is not None
         self._move_if_back()
         pages = self._book.find(request.request_id)
-        if self._book.is_moving and pages is not None and pages.held and request.status.name in ("WAITING", "PREEMPTED"):
+        if (
+            self._book.is_moving
+            and pages is not None
+            and pages.held
+            and request.status.name in ("WAITING", "PREEMPTED")
+        ):
             self._manager.free(request)  # it came from the host, and vLLM does not preempt what has not run
             request.num_computed_tokens = 0
         if pages is None:
@@ -127,9 +133,12 @@ class SchedulerSide:
         self._node.close()
 
     def _seal(self, request: Any) -> int:
-        """What steps under way may still write is not computed, whatever vLLM counts."""
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        full_blocks = min(computed // self._block_tokens, len(request.block_hashes))
+        full_blocks = computed_blocks(
+            computed_tokens=request.num_computed_tokens,
+            in_flight_tokens=request.num_in_flight_tokens,
+            block_tokens=self._block_tokens,
+            keys=len(request.block_hashes),
+        )
         pages = self._book.find(request.request_id)
         if pages is not None:
             self._book.seal(pages, min(full_blocks, pages.taken), request.block_hashes)

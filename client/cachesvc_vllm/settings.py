@@ -31,14 +31,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            kind = _KINDS[each.name]
-            if isinstance(value, bool) != (kind is bool) or not (value is None or isinstance(value, kind)):
-                if value is None and each.default is None:
-                    continue
+            value, kind = getattr(self, each.name), _KINDS[each.name]
+            if type(value) is not kind and not (value is None and each.default is None):
                 raise ConnectorRefused(f"kv_connector_extra_config: {each.name} is {kind.__name__}, got {value!r}")
-            if value is None and each.default is not None:
-                raise ConnectorRefused(f"kv_connector_extra_config: {each.name} cannot be null")
         if self.stock_blocks < 1:
             raise ConnectorRefused(f"kv_connector_extra_config: stock_blocks is at least 1, got {self.stock_blocks}")
         if self.host_blocks is not None and self.host_blocks < 0:
@@ -58,7 +53,7 @@ _KINDS: dict[str, type] = {
 
 
 def read_settings(extra_config: Mapping[str, Any]) -> Settings:
-    """The settings of ``kv_connector_extra_config``. Raises ConnectorRefused for what is not one, or not of its type."""
+    """The settings of ``kv_connector_extra_config``. Raises ConnectorRefused for what is none, or not of its type."""
     if unknown := sorted(set(extra_config) - set(_KINDS)):
         raise ConnectorRefused(
             f"kv_connector_extra_config has {', '.join(unknown)}; what can be set is {', '.join(_KINDS)}"

@@ -24,22 +24,22 @@ def slab_layout(kv_cache_config: Any) -> Layout:
     if any(tensor.host_resident for tensor in tensors):
         raise ConnectorRefused("KV tensors in host memory are not supported; leave the connector out for this model")
     starts = [
-        (tensor.offset + at * tensor.layer_stride, tensor.block_stride) for tensor in tensors for at in range(len(tensor.layers))
+        (tensor.offset + at * tensor.layer_stride, tensor.block_stride)
+        for tensor in tensors
+        for at in range(len(tensor.layers))
     ]
     widths = {width for _, width in starts}
     if widths == {size // pages} and all(start < size // pages for start, _ in starts):
         planes = [Plane("block", 0, GROUP, (size // pages,), "uint8")]  # a block has all layers' bytes in a row
     else:
-        planes = [
-            Plane("kv", layer, GROUP, (width,), "uint8") for layer, (_, width) in enumerate(sorted(starts))
-        ]
+        planes = [Plane("kv", layer, GROUP, (width,), "uint8") for layer, (_, width) in enumerate(sorted(starts))]
     layout = Layout(block_tokens, 1, (PlaneGroup(GROUP),), tuple(planes))
     geometry = device_geometry(layout, 0, pages)
     placed = [(span.offset, span.page_stride) for span in geometry.spans]
     wanted = [(0, size // pages)] if len(planes) == 1 else sorted(starts)
     if placed != wanted or size > geometry.total_bytes:
         raise ConnectorRefused(
-            f"vLLM lays {len(starts)} layers over {size} bytes in a way that a slab of {pages} pages cannot have (first "
-            f"layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
+            f"vLLM lays {len(starts)} layers over {size} bytes in a way that a slab of {pages} pages cannot have "
+            f"(first layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
         )
     return layout

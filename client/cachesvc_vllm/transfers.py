@@ -12,9 +12,11 @@ from cachesvc_vllm.node import Share
 
 @dataclass
 class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker, once: its memory is the daemon's, under this name."""
+    """From a worker, once: its memory is the daemon's, under this name. ``comes_back``: after a loss it can go on with
+    the next daemon."""
 
     share: Share
+    comes_back: bool
 
 
 @dataclass

@@ -17,6 +17,6 @@ def require_version(version: str, *, allow_any: bool) -> None:
     known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
     if not allow_any:
         raise ConnectorRefused(
-            f"cachesvc_vllm works with vLLM {known}, and this is {version}: install one of these, or try it at your own "
-            'risk with "allow_untested_vllm": true in kv_connector_extra_config'
+            f"cachesvc_vllm works with vLLM {known}, and this is {version}: install one of these, or try it at your "
+            'own risk with "allow_untested_vllm": true in kv_connector_extra_config'
         )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.logger import init_logger
-
-from cachesvc.model.answers import TicketView
 from cachesvc_client import DaemonUnavailable
 from cachesvc_client.memory.pool import LoadOutcome
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from cachesvc.model.answers import TicketView
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.memory import SlabMode, require_on_slab
-from cachesvc_vllm.naming import model_facts, model_name
+from cachesvc_vllm.naming import Runtime, model_facts, model_name
 from cachesvc_vllm.node import Node, Share
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
@@ -32,7 +35,8 @@ log = init_logger("vllm." + __name__)
 
 
 class WorkerSide:
-    """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is."""
+    """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
+    ``comes_back``: after a loss it can go on with the next daemon."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
@@ -41,6 +45,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self.share: Share | None = None
+        self.comes_back = False
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
@@ -49,7 +54,7 @@ class WorkerSide:
     def memory_context(self) -> SlabMode | None:
         """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there."""
         config = self._kv_cache_config
-        facts = model_facts(self._vllm_config, config, self._settings.model)
+        facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
         name = model_name(self._vllm_config.model_config.model, facts)
         share = Share(name, slab_layout(config), config.num_blocks)
         node = Node(self._settings, f"vllm-{os.getpid()}", share, attaches=True)
@@ -68,6 +73,7 @@ class WorkerSide:
             node.close()
             raise
         self._node, self.share = node, share
+        self.comes_back = node.comes_back = not node.pool.is_on_gpu
         log.info("shares_as model=%s facts=%s", name, facts)
         slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: config.kv_cache_tensors[0].size]
         self._mode = SlabMode(slab)
@@ -116,3 +122,12 @@ class WorkerSide:
         self._warm_up.end()
         if self._node is not None:
             self._node.close()
+
+
+def _runtime(vllm_config: Any) -> Runtime:
+    return Runtime(
+        release=vllm.__version__,
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        hash_root=resolve_none_hash_seed(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)),
+        backends=tuple(sorted(each.get_name() for each in get_current_attn_backends(vllm_config))),
+    )

@@ -164,7 +164,13 @@ class Fleet:
     folder: Path
 
     def engine(
-        self, socket: str | None, blocks: int = 256, *, is_split: bool = False, extra: Mapping[str, Any] | None = None, **wish: Any
+        self,
+        socket: str | None,
+        blocks: int = 256,
+        *,
+        is_split: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        **wish: Any,
     ) -> Engine:
         """An engine that starts."""
         settings = None if socket is None else {"socket": socket, **(extra or {})}
@@ -191,7 +197,9 @@ def check_daemon(socket: str) -> None:
 
         def held() -> dict[str, int]:
             pools = admin.GetStatus(admin_pb2.GetStatusRequest()).pools
-            return {each: sum(getattr(pool, each) for pool in pools) for each in ("private", "in_flight", "quarantined")}
+            return {
+                each: sum(getattr(pool, each) for pool in pools) for each in ("private", "in_flight", "quarantined")
+            }
 
         wait_until(lambda: not any(held().values()), f"all pages came back: {held()}")
         assert list(admin.Verify(admin_pb2.VerifyRequest()).problems) == []

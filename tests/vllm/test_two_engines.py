@@ -73,7 +73,9 @@ def random_requests(seed: int, count: int) -> list[Prompt]:
     return requests
 
 
-def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(two: list[Engine], plain: Engine) -> None:
+def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(
+    two: list[Engine], plain: Engine
+) -> None:
     requests = random_requests(7, REQUESTS)
     cached = 0
     for first in range(0, REQUESTS, 2 * BATCH):
