@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from cachesvc.ledger.holds import Hold
+from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
@@ -305,6 +306,8 @@ def _waiters(ledger: Ledger) -> Iterator[str]:
         for _, ticket_id in set(waiting) ^ set(told):
             yield f"model {model.id}: ticket {ticket_id} is waited for or told, not both"
     for lease in ledger.leases.values():
+        if not lease.processes.issuperset(lease.members) or (not lease.members and lease.state is LeaseState.LIVE):
+            yield f"lease {lease.id}: its members are {lease.members}, of processes {lease.processes}"
         for token in lease.processes:
             if token not in ledger.processes or lease.id not in ledger.processes[token].leases:
                 yield f"lease {lease.id}: a process of it does not know it"
@@ -323,6 +326,9 @@ def _counts(model: Model, place: Place) -> Iterator[str]:
     pinned = sum(pins * (depth[row] + 1) for row, pins in enumerate(place.pins) if pins)
     if pinned != place.counts.pinned:
         yield f"model {model.id} {place.name}: {pinned} blocks are pinned, {place.counts.pinned} are counted"
+    protected = {above for row, pins in enumerate(place.pins) if pins for above in model.blocks.index.path(row)}
+    if len(protected) != place.protected.blocks:
+        yield f"{place.name}: pins protect {len(protected)} blocks, {place.protected.blocks} are counted"
 
 
 def _computing(ledger: Ledger, model: Model) -> list[str]:

@@ -1,18 +1,23 @@
-"""Leases: opened, kept, lost, closed; and what becomes of the pages of an engine that is gone or only silent."""
+"""Leases: opened, joined, kept, closed; and what becomes of them with the processes behind them.
+
+A lease is one process's, and ends with any process that has mapped its pools. Or it is an instance's, whose processes
+open it by the name that they share, whichever comes first: it lives while one of these does, and what a process held
+that leaves ends with it (``ending.py``).
+"""
 
 from __future__ import annotations
 
-from functools import partial
-
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
-from cachesvc.flows.counters import LEASES_ENDED, Count
-from cachesvc.flows.turns import TURN, begin
+from cachesvc.flows.counters import Count
+from cachesvc.flows.ending import end_member, free_quarantine, free_unwritten, lose, unbind
+from cachesvc.flows.turns import TURN
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
-from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LedgerBroken, LimitExceeded, NotFound
-from cachesvc.model.words import PageState
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
+
+MOST_MEMBERS = 256
+"""Processes that share a lease: ranks and schedulers of one engine."""
 
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
@@ -30,7 +35,8 @@ def process_holds(core: Core, token: bytes) -> bool:
 
 
 def process_gone(core: Core, token: bytes) -> None:
-    """The kernel says that a process has ended: its leases are lost, and pages come back where it was the last."""
+    """The kernel says that a process has ended: its leases are lost, but for those that others share, and pages come
+    back where it was the last."""
     process = core.ledger.processes.pop(token, None)
     if process is None:
         return
@@ -40,27 +46,67 @@ def process_gone(core: Core, token: bytes) -> None:
             continue
         lease.processes.discard(token)
         lease.attached.pop(token, None)
-        if lease.state is LeaseState.LIVE:
+        number = lease.members.pop(token, None)
+        if lease.state is LeaseState.LIVE and not (lease.instance and lease.members):
             lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED)
+        elif lease.state is LeaseState.LIVE:
+            _go_on_without(core, lease, number)
         elif not lease.processes:
             free_quarantine(core, lease)
 
 
+def find_lease(
+    core: Core, model_id: int, replica_id: int, token: bytes, request_id: int, instance: str = ""
+) -> Lease | None:
+    """The live lease that is opened again: the same token and request_id (not 0) give the same lease, and so do an
+    instance and the uid of the process behind ``token``. Raises KeyReused, NotFound (process)."""
+    process = _process(core, token)
+    for lease_id in process.leases if request_id else ():
+        known = core.ledger.leases.get(lease_id)
+        if known is not None and known.opened_by == (token, request_id) and known.state is LeaseState.LIVE:
+            if (known.model, known.replica, known.instance) != (model_id, replica_id, instance):
+                raise KeyReused(request_id)
+            return known
+    wanted = (model_id, replica_id, instance, process.uid)
+    for lease in core.ledger.leases.values() if instance else ():
+        if (lease.model, lease.replica, lease.instance, lease.uid) == wanted and lease.state is LeaseState.LIVE:
+            return lease
+    return None
+
+
 def open_lease(
-    core: Core, model_id: int, replica_id: int, engine: str, token: bytes, request_id: int, now: float
+    core: Core,
+    model_id: int,
+    replica_id: int,
+    engine: str,
+    token: bytes,
+    request_id: int,
+    now: float,
+    instance: str = "",
 ) -> Lease:
-    """A new lease for the process behind ``token``; the same token and request_id (not 0) give the same lease.
+    """A lease for the process behind ``token``: the one that ``find_lease`` finds, or a new one. Of an ``instance`` the
+    process is a member from now on.
 
     Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining, Unavailable (the model is out
     of service).
     """
     process = _process(core, token)
-    for lease_id in process.leases if request_id else ():
-        known = core.ledger.leases.get(lease_id)
-        if known is not None and known.opened_by == (token, request_id) and known.state is LeaseState.LIVE:
-            if (known.model, known.replica) != (model_id, replica_id):
-                raise KeyReused(request_id)
-            return known
+    lease = find_lease(core, model_id, replica_id, token, request_id, instance)
+    if lease is None:
+        lease = _new_lease(core, model_id, replica_id, engine, process, now)
+        lease.opened_by = (token, request_id)
+        lease.instance = instance
+    elif lease.instance and len(lease.members) >= MOST_MEMBERS and token not in lease.members:
+        raise LimitExceeded("processes of a lease", len(lease.members) + 1, MOST_MEMBERS)
+    if token not in lease.members:
+        lease.members[token] = lease.joined
+        lease.joined += 1
+        _bind(lease, process)
+    lease.heard(now)
+    return lease
+
+
+def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process: Process, now: float) -> Lease:
     if core.ledger.draining:
         raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
     if len(core.ledger.leases) >= core.limits.leases:
@@ -68,9 +114,7 @@ def open_lease(
     model = core.ledger.model(model_id)
     model.require_trusted()
     model.replica(replica_id)
-    lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups))
-    lease.opened_by = (token, request_id)
-    _bind(lease, process)
+    lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
     core.ledger.leases[lease.id] = lease
     model.last_used = now
     return lease
@@ -97,10 +141,11 @@ def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
     ranks.discard(rank)
     if not ranks:
         del lease.attached[token]
-        if token != lease.opened_by[0]:
-            _unbind(core, lease, token)
+        if token not in lease.members and token != lease.opened_by[0]:
+            unbind(core, lease, token)
             if not lease.processes and lease.state is LeaseState.QUARANTINED:
                 free_quarantine(core, lease)
+        free_unwritten(core, lease)
 
 
 def pause_write_backs(core: Core, call: Call, milliseconds: int) -> None:
@@ -116,19 +161,44 @@ def pause_write_backs(core: Core, call: Call, milliseconds: int) -> None:
     core.count(Count.WRITE_BACK_PAUSES)
 
 
-def close_lease(core: Core, lease_id: str, *, quiesced: bool) -> Wait | None:
-    """End a lease, or quiesce one that was lost: with ``quiesced`` its pages have come back when it answers. Closing
-    twice is fine."""
+def close_lease(core: Core, lease_id: str, *, quiesced: bool, token: bytes = b"") -> Wait | None:
+    """End a lease, or quiesce one that was lost: with ``quiesced`` its pages have come back when it answers. With the
+    ``token`` of a process it is that process alone that leaves, and says that nothing of its own writes any more: the
+    lease ends with the last. Closing twice is fine."""
     lease = core.ledger.leases.get(lease_id)
     if lease is None:
         if lease_id not in core.ledger.lost:
             raise NotFound("lease", lease_id, "open one first")
         return None
+    if token and lease.instance:
+        return _leave(core, lease, token, quiesced=quiesced)
     if lease.state is LeaseState.LIVE:
         lose(core, lease, "it was closed", LeaseEnd.CLOSED)
     if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
         free_quarantine(core, lease)
     return TURN if quiesced and lease_id in core.ledger.leases else None
+
+
+def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | None:
+    """One process of an instance is done. What the others may write waits for them."""
+    if quiesced:
+        lease.attached.pop(token, None)
+        unbind(core, lease, token)
+    number = lease.members.pop(token, None)
+    if lease.state is LeaseState.LIVE and not lease.members:
+        lose(core, lease, "it was closed", LeaseEnd.CLOSED)
+    elif lease.state is LeaseState.LIVE:
+        _go_on_without(core, lease, number)
+    elif not lease.processes and not lease.is_quiet:
+        free_quarantine(core, lease)
+    return TURN if quiesced and lease.is_quiet and lease.id in core.ledger.leases else None
+
+
+def _go_on_without(core: Core, lease: Lease, number: int | None) -> None:
+    """A process has left a lease that lives on; ``number``: as a member."""
+    if number is not None:
+        end_member(core, lease, number)
+    free_unwritten(core, lease)
 
 
 def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
@@ -143,91 +213,6 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
     return [lease.id for lease in silent]
 
 
-def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -> None:
-    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting.
-
-    It is lost at once, and what it holds in turns. Where the ledger breaks meanwhile, the model is out of service, and
-    other leases are lost as ever.
-    """
-    lease.state = LeaseState.QUARANTINED
-    lease.why = why
-    core.count(LEASES_ENDED[cause])
-    if cause is not LeaseEnd.CLOSED:
-        core.count(Count.LEASES_LOST)
-    lease.is_quiet = not lease.processes
-    _end_holds(core, lease)
-
-
-def free_quarantine(core: Core, lease: Lease) -> None:
-    """Nothing writes the lease's pages any more: they come back, and the lease is forgotten but for its name."""
-    lease.is_quiet = True
-    _end_holds(core, lease)
-
-
-def _end_holds(core: Core, lease: Lease) -> None:
-    if not lease.is_ending:
-        lease.is_ending = True
-        begin(core.chores, lease.model, partial(_end_some, core, lease))
-
-
-def _end_some(core: Core, lease: Lease) -> bool:
-    """A turn of ending what a lost lease has; True when it has no more to give back."""
-    model = core.ledger.models[lease.model]
-    is_over = None
-    while is_over is None:
-        try:
-            is_over = _end_part(core, lease, model)
-        except LedgerBroken as broken:  # what broke is left as it is: it is not served again
-            model.distrust(str(broken))
-    if is_over:
-        lease.is_ending = False
-        if lease.is_quiet:
-            _forget(core, lease)
-    return is_over
-
-
-def _end_part(core: Core, lease: Lease, model: Model) -> bool:
-    """What it may still write is quarantined, unless it is quiet by now; True when all is. Whatever breaks has left the
-    lease by then, so the next turn goes on behind it."""
-    pools = model.replicas[lease.replica].place.pools
-
-    def give_up(group: int, pages: list[int]) -> None:
-        if lease.is_quiet:
-            pools[group].move_all(pages, PageState.FREE)
-        else:
-            lease.set_aside(group, pools[group], pages)
-
-    left = core.turns.pages
-    while left > 0 and (lease.prefetches or lease.sequences):
-        left -= core.turns.pages // core.turns.holds
-        if lease.prefetches:
-            held = next(iter(lease.prefetches))
-            lease.prefetches.pop(held)
-            held.let_go()
-            continue
-        number, sequence = lease.sequences.popitem()
-        before = sequence.freed
-        is_over = sequence.end_part(max(1, left), give_up)
-        left -= sequence.freed - before
-        if not is_over:
-            lease.sequences[number] = sequence
-            return False
-    for group, stock in enumerate(lease.stock):
-        some = [stock.pop() for _ in range(min(len(stock), max(0, left)))]
-        give_up(group, some)
-        left -= len(some)
-    if left <= 0:
-        return False
-    return not lease.is_quiet or lease.free_quarantine(pools, left)
-
-
-def _forget(core: Core, lease: Lease) -> None:
-    for token in list(lease.processes):
-        _unbind(core, lease, token)
-    core.ledger.remember_lost(lease.id, lease.why)
-    del core.ledger.leases[lease.id]
-
-
 def _process(core: Core, token: bytes) -> Process:
     process = core.ledger.processes.get(token)
     if process is None:
@@ -238,10 +223,3 @@ def _process(core: Core, token: bytes) -> Process:
 def _bind(lease: Lease, process: Process) -> None:
     lease.processes.add(process.token)
     process.leases.add(lease.id)
-
-
-def _unbind(core: Core, lease: Lease, token: bytes) -> None:
-    lease.processes.discard(token)
-    process = core.ledger.processes.get(token)
-    if process is not None:
-        process.leases.discard(lease.id)

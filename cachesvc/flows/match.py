@@ -11,6 +11,7 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.peers import Sharing, share
 from cachesvc.flows.turns import NO_MODEL, Chore
 from cachesvc.ledger.blocks import Hit
+from cachesvc.ledger.leases import member_of
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.requests import PromptPath, Request
@@ -34,12 +35,14 @@ def match(
 
     ``waited``: seconds since the request came to its engine. ``clock``: by which eviction goes from now on.
 
-    With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys), LimitExceeded,
-    Conflict (the sequence is open), DaemonDraining.
+    With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys, an id of no
+    process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
     """
     lease, model, replica = call.lease, call.model, call.replica
     if sequence_id in lease.sequences:
         raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
+    if lease.instance and member_of(sequence_id) not in lease.members.values():
+        raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
     if clock is not None:

@@ -201,6 +201,18 @@ def _wait_or_refuse(
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
 
 
+def room_left(place: Place) -> tuple[list[int], list[int]]:
+    """Pages of each group that can be taken now, and that eviction can give, some of them once transfers have ended.
+
+    Both are counted all the time: asking costs nothing, however many there are.
+    """
+    blocks = max(0, place.unprotected)
+    evictable = [blocks] * len(place.pools)
+    for group, idle in place.window_leaves.items():
+        evictable[group] = len(idle)
+    return [pool.unreserved for pool in place.pools], evictable
+
+
 def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
     """The refusal of a pool, with its numbers. What is reserved counts as held."""
     quarantined = pool.counts[PageState.QUARANTINED]

@@ -121,8 +121,9 @@ def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
         raise LimitExceeded("stock pages of a lease", sum(targets), core.limits.stock_pages_per_lease)
 
 
-def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[GroupCells, ...]:
-    """Grant pages until the lease's stock has ``targets[g]`` of each group, as far as can be had at once.
+def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int = 0) -> tuple[GroupCells, ...]:
+    """Grant pages until the lease's stock has ``targets[g]`` of each group, as far as can be had at once. It is the
+    stock of process ``member`` from then on.
 
     Raises InvalidRequest, LimitExceeded.
     """
@@ -139,6 +140,7 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[Grou
         lease.grown = grown - replaced
     granted: list[GroupCells] = []
     is_short = False
+    lease.stocked_by = member
     for group, (count, pool) in enumerate(zip(wanted, pools, strict=True)):
         is_short |= count > pool.unreserved
         pages = lease.grant(group, pool, min(count, pool.unreserved))

@@ -15,7 +15,6 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
 from cachesvc.flows.turns import begin
 from cachesvc.ledger.blocks import Filling
-from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Miss
@@ -220,12 +219,12 @@ def _tell_waiters(core: Core, replica: Replica, ticket: Ticket) -> None:
 
 
 def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
-    """Pages of a sequence that has ended are free, unless its lease is lost and somebody may still write them."""
+    """Pages of a sequence that has ended are free, unless somebody may still write them."""
     assert ticket.traveller is not None
     lease = core.ledger.leases.get(ticket.traveller.lease)
     for group, pages in enumerate(ticket.traveller.swap_ended(ticket)):
         pool = replica.place.pools[group]
-        if lease is not None and lease.state is LeaseState.QUARANTINED:
+        if lease is not None and lease.may_write(ticket.traveller.id):
             lease.set_aside(group, pool, pages)
         else:
             pool.move_all(pages, PageState.FREE)

@@ -22,6 +22,7 @@ from cachesvc.ledger.orders import RankRule, leaf_order, window_order, window_ra
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.protected import Protected
 from cachesvc.ledger.queues import NO_SEGMENT, Chooser, QueuedLeaves
 from cachesvc.ledger.windows import (
     Prefix,
@@ -98,6 +99,7 @@ class BlockLedger:
     def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
         place = Place(name, self.layout, pools, self.journal, self.index.places)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
+        place.protected = Protected(self.index.parent, self.index.depth, self.index.head)
         place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
         place.window_leaves = {
             group: window_order(self.index, place, group, self.layout.sink_blocks(group))
@@ -205,6 +207,7 @@ class BlockLedger:
         place.counts.pinned += self.index.depth[row] + 1
         if place.pins[row] == 1:
             place.pinned.add(row)
+            place.protected.keep(row)
             place.leaves.remove(row)
 
     def unpin(self, place: Place, row: int) -> None:
@@ -215,24 +218,8 @@ class BlockLedger:
         place.counts.pinned -= self.index.depth[row] + 1
         if not place.pins[row]:
             place.pinned.discard(row)
+            place.protected.leave(row)
             self.offer(place, row)
-
-    def pin_below(self, place: Place, moves: Iterable[tuple[int, int]]) -> None:
-        """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which has just come somewhere
-        below it: neither is a candidate."""
-        pins, pinned, depth = place.pins, place.pinned, self.index.depth
-        blocks = 0
-        for above, row in moves:
-            pins[row] += 1
-            pinned.add(row)
-            blocks += depth[row] + 1
-            if above != NO_ROW:
-                blocks -= depth[above] + 1
-                left = pins[above] - 1
-                pins[above] = left
-                if not left:
-                    pinned.discard(above)
-        place.counts.pinned += blocks
 
     def pin_windows(self, place: Place, group: int, rows: Collection[int]) -> None:
         """Keep windowed copies; their blocks are protected by pins of their own."""

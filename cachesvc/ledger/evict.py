@@ -250,6 +250,8 @@ def evictable_pages(
     All others are those that somebody holds, and their ancestors. Held rows are few, and of their ancestors only the
     chains are looked at, so this does not grow with the pool.
     """
+    if after_flights and not unpinned:
+        return place.unprotected
     states, pins = place.states[place.lead], place.pins
     ending = Counter(unpinned)
     held = [row for row in place.pinned if pins[row] > ending[row]]

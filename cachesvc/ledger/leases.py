@@ -11,6 +11,18 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.words import PageState
 
+MEMBER_BITS = 40
+
+
+def first_id(member: int) -> int:
+    """The ids of a member's requests and sequences follow on this number: those of two never meet."""
+    return member << MEMBER_BITS
+
+
+def member_of(number: int) -> int:
+    """Which member an id is of."""
+    return number >> MEMBER_BITS
+
 
 class LeaseState(Enum):
     """A lease is live until it is closed, falls silent or loses its processes; then only its quarantine is left."""
@@ -31,6 +43,10 @@ class LeaseEnd(Enum):
 @dataclass(slots=True)
 class Lease:
     """What one engine holds on one replica. ``processes`` are the life-socket tokens of all that may write its pages.
+
+    ``instance``: the name by which processes of the user ``uid`` share it, empty for one process alone. ``members``:
+    the processes that have opened it, numbered as they came, of which ``joined`` have; the number of a process stands
+    in the ids of its requests and sequences (``first_id``). ``stocked_by``: whose the stock is.
 
     ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet; ``grown``
     how many blocks its sequences have grown by for which the stock has evicted nothing yet, ``is_replacing`` while that
@@ -57,12 +73,29 @@ class Lease:
     quarantine: list[tuple[int, int]] = field(default_factory=list)
     attached: dict[bytes, set[int]] = field(default_factory=dict)
     opened_by: tuple[bytes, int] = (b"", 0)
+    instance: str = ""
+    uid: int = 0
+    members: dict[bytes, int] = field(default_factory=dict)
+    joined: int = 0
+    stocked_by: int = 0
     is_quiet: bool = False
     is_ending: bool = False
 
     def __post_init__(self) -> None:
         if not self.stock:
             self.stock = [set() for _ in range(self.groups)]
+
+    @property
+    def is_unwritten(self) -> bool:
+        """True where nothing can write its pages any more. While an instance lives, that is where no process of it has
+        them mapped."""
+        return self.is_quiet or (self.state is LeaseState.LIVE and not self.attached)
+
+    def may_write(self, sequence: int) -> bool:
+        """True where pages of a sequence that has ended may be written yet: the lease is lost, or whose it was has left
+        an instance of which others have the pools mapped."""
+        has_left = bool(self.instance) and member_of(sequence) not in self.members.values()
+        return self.state is LeaseState.QUARANTINED or (has_left and bool(self.attached))
 
     def heard(self, now: float) -> None:
         """A sign of life. A call that waited brings the time when it began, which moves nothing back."""

@@ -27,6 +27,7 @@ from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_c
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
+from cachesvc.ledger.protected import Protected
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
@@ -85,7 +86,8 @@ class Place:
     they go; each row has one at most. ``reservations``: calls that wait for pages here.
 
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
-    comes is the first and one that goes is the last. ``pinned``: rows with ``pins``. ``leaves``: blocks that may go,
+    comes is the first and one that goes is the last. ``pinned``: rows with ``pins``; ``protected``: how many blocks are
+    kept by them. ``leaves``: blocks that may go,
     and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here,
     and ``pieces`` too: what is kept of block tables.
     """
@@ -93,6 +95,7 @@ class Place:
     leaves: LeafOrder
     window_leaves: dict[int, LeafOrder]
     pieces: TablePieces
+    protected: Protected
 
     def __init__(
         self,
@@ -142,6 +145,11 @@ class Place:
     def state(self, row: int) -> CopyState:
         """State of the block's full groups here."""
         return CopyState(self.states[self.lead][row])
+
+    @property
+    def unprotected(self) -> int:
+        """Blocks that are here, in whatever state, and that no pin protects."""
+        return sum(self.counts.states[FILLING:]) - self.protected.blocks
 
     def is_present(self, row: int) -> bool:
         """True when any group of the block has a copy here, in whatever state."""

@@ -6,10 +6,11 @@ itself. So nothing that is filed anywhere moves, and the columns are written in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
-from cachesvc.ledger.place import Place
+from cachesvc.ledger.index import BlockIndex
+from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tables import BlockTables
 
 NewBlocks = tuple[BlockTables, Sequence[bytes]]
@@ -34,7 +35,37 @@ def seal_new(
             tables.own[group].difference_update(mine)
         place.seal_new(group, rows, pages)
     place.come(rows, index.parent)
-    ledger.pin_below(place, [(tables.anchor, path[-1]) for (tables, _), path in zip(parts, paths, strict=True)])
+    pin_below(place, index, [(tables.anchor, path[-1]) for (tables, _), path in zip(parts, paths, strict=True)])
     for (tables, keys), path in zip(parts, paths, strict=True):
         tables.sealed_new(keys, path)
     return paths
+
+
+def pin_below(place: Place, index: BlockIndex, moves: Iterable[tuple[int, int]]) -> None:
+    """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which has just come somewhere below
+    it: neither is a candidate."""
+    pins, pinned, depth, head = place.pins, place.pinned, index.depth, index.head
+    protected, tips = place.protected, place.protected.tips
+    kept = protected.blocks
+    blocks = 0
+    for above, row in moves:
+        last = depth[row]
+        pins[row] += 1
+        pinned.add(row)
+        blocks += last + 1
+        if above != NO_ROW:
+            blocks -= depth[above] + 1
+            left = pins[above] - 1
+            pins[above] = left
+            if not left:
+                pinned.discard(above)
+                chain_of = head[row]
+                if chain_of == head[above]:  # whose last row ``above`` was, and so its tip
+                    tips[chain_of] = last
+                else:
+                    protected.keep(row)
+                    protected.leave(above)
+                continue
+        protected.keep(row)
+    protected.blocks = kept + blocks  # all that is new, for what they come from was kept
+    place.counts.pinned += blocks

@@ -52,6 +52,7 @@ class Waiter(Protocol):
 class Traveller(Protocol):
     """Whose own pages a swap moves."""
 
+    id: int
     lease: str
 
     def swap_ended(self, ticket: Ticket) -> list[list[int]]:

@@ -39,6 +39,7 @@ class _PlaceHolds:
         self.pins = int32s(place.pins)
         self.windows = {group: int32s(pins) for group, pins in place.window_pins.items()}
         self.counted = place.counts.pinned
+        self.protected = place.protected.blocks
         self.known = np.array(sorted(place.pinned), np.int64)
         self.pinned: list[int] = []
         self.windowed: dict[int, list[int]] = {group: [] for group in place.window_pins}
@@ -51,7 +52,7 @@ class _Holds:
         index = model.blocks.index
         self.where = f"model {model.id}"
         self.places = [_PlaceHolds(place) for place in index.places]
-        self.depth = int32s(index.depth)
+        self.depth, self.parent = int32s(index.depth), int32s(index.parent)
         self.flights: Any = uint16s(index.flights)
         self.known = np.array(sorted(index.flying), np.int64)
         self.flying: list[int] = []
@@ -81,6 +82,9 @@ def recount_holds(seen: _Holds) -> list[str]:
         pinned = int((place.pins.astype(np.int64) * (seen.depth + 1)).sum())
         if pinned != place.counted:
             out.append(f"{seen.where} {place.name}: {pinned} blocks are pinned, {place.counted} are counted")
+        protected = _count_above(np.flatnonzero(place.pins > 0), seen.parent)
+        if protected != place.protected:
+            out.append(f"{seen.where} {place.name}: pins protect {protected} blocks, {place.protected} are counted")
         for group, pins in place.windows.items():
             where = f"{place.name} group {group} row"
             out += _compare(where, "window pins", pins, place.windowed[group], rows)
@@ -93,6 +97,17 @@ def recount_holds(seen: _Holds) -> list[str]:
         out += told(alone, lambda row, at=place.name: f"{at} row {row}: on its way, but no ticket moves it")  # type: ignore[misc]
     out += _known(seen.where, "in flight", seen.known, seen.flights)
     return out + _compare(f"{seen.where} row", "transfers", seen.flights, seen.flying, rows)
+
+
+def _count_above(rows: Any, parent: Any) -> int:
+    """How many blocks the rows and all their ancestors are."""
+    seen = np.zeros(len(parent), np.bool_)
+    while len(rows):
+        rows = rows[~seen[rows]]
+        seen[rows] = True
+        rows = np.unique(parent[rows])
+        rows = rows[rows != NO_ROW]
+    return int(seen.sum())
 
 
 def _compare(where: str, what: str, counted: Any, holders: list[int], rows: int) -> list[str]:

@@ -51,6 +51,7 @@ class LeaseLine(NamedTuple):
     private_pages: int
     process_ids: tuple[int, ...]
     pinned_blocks: int
+    instance_id: str
 
 
 class HitLine(NamedTuple):
@@ -135,6 +136,7 @@ def lease_lines(view: View) -> list[LeaseLine]:
             private_pages(lease),
             view.process_ids(lease),
             sum(sequence.sealed for sequence in lease.sequences.values() if not sequence.swapped_out),
+            lease.instance[:SHOWN_LETTERS],
         )
         out.append(line)
     return out

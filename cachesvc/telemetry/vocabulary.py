@@ -65,6 +65,9 @@ VOCABULARY: dict[str, Event] = {
     ),
     "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
+    "lease_joined": Event(
+        "info", "A process shares the lease of its engine's others.", ("lease", "engine", "model", "replica")
+    ),
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
     "lease_silent": Event("warning", "A lease was silent for too long and is lost.", ("lease", "seconds")),
     "life_connection_refused": Event(

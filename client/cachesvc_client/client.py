@@ -117,9 +117,14 @@ class CacheClient:
         )
         return drive(registering)
 
-    def open_lease(self, registration: Registration) -> Lease:
-        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
-        return self._show(drive(self._calls.open_lease(registration)))
+    def open_lease(self, registration: Registration, *, instance: str = "") -> Lease:
+        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
+
+        ``instance``: a name of at most 64 characters that the processes of one engine share, such as a uuid. They get
+        one lease, whichever opens it first (``Lease.joined``), for as long as one of them lives; each has sequences of
+        its own, and one of them, which takes the steps, has the stock. Asked again, this client gives the same handle.
+        """
+        return self._show(drive(self._calls.open_lease(registration, instance=instance)))
 
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> AttachedPool:
         """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""

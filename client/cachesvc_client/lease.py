@@ -89,14 +89,15 @@ class Lease(LeaseView):
         """
         return drive(self._calls.wait_tickets(tickets, timeout_s))
 
-    def close(self, *, quiesced: bool | None = None) -> None:
-        """End the lease with all that it holds, unmap its pools, stop beating. Idempotent.
+    def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
+        """End the lease with all that it holds, unmap its pools, stop beating. Idempotent. That of an instance ends
+        with its last process, and what the others hold stays; ``for_all``: it ends now, for all of them.
 
         ``quiesced``: no kernel of this engine uses the pool any more, so its private pages come back at once. Say False
         where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then. Left
         out, it is so unless a launch is under way. Raises UsedAfterFork.
         """
-        drive(self._calls.close(quiesced=quiesced))
+        drive(self._calls.close(quiesced=quiesced, for_all=for_all))
 
     def __enter__(self) -> Lease:
         return self

@@ -48,6 +48,18 @@ class StepStream:
         self._calls = calls
         self._lease = lease
 
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
+        stock is not among them, and other engines take from them too."""
+        return self._calls.free_pages
+
+    @property
+    def evictable_pages(self) -> tuple[int, ...]:
+        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
+        take a transfer, such as their write-back, before they are free."""
+        return self._calls.evictable_pages
+
     def batch(self) -> StepBatch[Sequence]:
         """An empty batch."""
         return StepBatch(self._lease.record, lambda record: Sequence(AsyncSequence(record, self._lease)))

@@ -89,12 +89,14 @@ class Engine(AbstractContextManager["Engine"]):
         device_pages: int | None = 64,
         host_pages: int | None = 0,
         timeouts: Timeouts | None = None,
+        instance: str = "",
     ) -> None:
         self.client = CacheClient(socket, engine=name, timeouts=timeouts or Timeouts(call_s=WAIT_SECONDS))
         self.layout = layout
         self._model = model
         self._salt = salt
         self._devices = devices
+        self._instance = instance
         self._device_pages = device_pages
         self._host_pages = host_pages
         self._lease: Lease | None = None
@@ -131,7 +133,7 @@ class Engine(AbstractContextManager["Engine"]):
             device_pages=None if self._device_pages is None else [self._device_pages] * groups,
             host_pages=None if self._host_pages is None else [self._host_pages] * groups,
         )
-        self._lease = self.client.open_lease(self._registration)
+        self._lease = self.client.open_lease(self._registration, instance=self._instance)
         self._pool = self._lease.attach(0)
         return self
 

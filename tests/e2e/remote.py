@@ -99,7 +99,13 @@ class RemoteLoop:
         """Connect and attach."""
         self._engine.start()
         registration = self._engine.registration
-        return {"lease": self._engine.lease.id, "model": registration.model_id, "existed": registration.existed}
+        lease = self._engine.lease
+        return {
+            "lease": lease.id,
+            "joined": lease.joined,
+            "model": registration.model_id,
+            "existed": registration.existed,
+        }
 
     def serve(self, tokens: list[int]) -> dict[str, object]:
         """A whole prompt."""

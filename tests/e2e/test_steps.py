@@ -91,6 +91,38 @@ def test_the_stock_is_granted_as_far_as_it_goes_and_told_when_empty(node: Node) 
         assert node.pages("free", "replica 0") == 4
 
 
+def test_each_answer_tells_what_is_free_and_what_eviction_can_give(node: Node) -> None:
+    """Whatever a step does, and whatever anybody else has done since the last one."""
+    with Engine(node.socket, layout=WINDOWED, device_pages=16) as engine, engine.lease.step([3, 2]) as steps:
+        assert (steps.free_pages, steps.evictable_pages) == ((), ())
+        steps.submit()
+        assert (steps.free_pages, steps.evictable_pages) == ((13, 14), (0, 0))
+        with Engine(node.socket, layout=WINDOWED, device_pages=16, name="other") as other:
+            tokens = prompt(5, 6)
+            keys = other.keys(tokens)
+            assert other.serve(tokens).computed == 6
+            steps.submit()
+            assert (steps.free_pages, steps.evictable_pages) == ((7, 8), (6, 6))
+            held = other.lease.match(keys[: 4 * 32])
+            steps.submit()
+            assert (steps.free_pages, steps.evictable_pages) == ((7, 8), (2, 3)), "a window of three blocks is held"
+            held.release()
+        sequence = engine.lease.match(engine.keys(prompt(6, 5)))
+        batch = steps.batch()
+        batch.allocate(sequence, 5)
+        steps.submit(batch)
+        assert (steps.free_pages, steps.evictable_pages) == ((2, 3), (6, 6))
+        columns = engine.lease.columns(2, 8)
+        slot = columns.add(sequence)
+        steps.submit_columns(columns, publish=([slot], [5]))
+        assert (steps.free_pages, steps.evictable_pages) == ((2, 3), (6, 6)), "its own are pinned"
+        with engine.lease.match(b"") as another, pytest.raises(PoolExhausted, match="free 2, evictable 6"):
+            another.allocate(9)
+        steps.submit_columns(columns, release=[slot])
+        assert (steps.free_pages, steps.evictable_pages) == ((2, 3), (11, 11))
+        assert node.problems() == []
+
+
 def test_growth_is_told_before_the_next_call_of_the_sequence(node: Node) -> None:
     with Engine(node.socket, device_pages=8) as engine, engine.lease.step(stock_pages=4) as steps:
         steps.submit()

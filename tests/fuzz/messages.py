@@ -185,6 +185,7 @@ REAL: dict[str, Maker] = {
     "name": lambda g: g.rng.choice(("full", "window", "k", "v")),
     "model": lambda g: g.rng.choice(("model@1", "other@1", "m")),
     "tenant_salt": lambda g: g.rng.choice((b"", b"a", b"b")),
+    "instance_id": lambda g: g.rng.choice(("", "a", "b")),
     "reserved_pages": lambda g: g.rng.choice((0, 0, 0, 1)),
     "pause_write_backs_ms": lambda g: g.rng.choice((0, 1, 5)),
 }

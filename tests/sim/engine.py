@@ -18,6 +18,7 @@ from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.ledger.leases import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
 from cachesvc.model.errors import (
@@ -127,7 +128,7 @@ class SimEngine(SimCalls):
         self._ids += 1
         keys = self._keys()
         told = keys[: self.rng.choice((0, 1, 8)) * KEY_BYTES] or keys
-        request = Request(self._ids, keys, [[] for _ in self.model.layout.groups])
+        request = Request(first_id(self.member) + self._ids, keys, [[] for _ in self.model.layout.groups])
         limit = self.rng.choice((0, 0, len(keys) // KEY_BYTES - 1))
         flow = self._flow(match, request.id, told, limit, self._sharing())
 
@@ -293,7 +294,7 @@ class SimEngine(SimCalls):
     def _refill(self) -> None:
         assert self.model is not None
         groups = len(self.model.layout.groups)
-        for cells in self.node.run(self._flow(refill_stock, (2,) * groups)):
+        for cells in self.node.run(self._flow(refill_stock, (2,) * groups, self.member)):
             granted = list(zip(cells.pages, cells.generations, strict=True))
             self.stock[cells.group] += granted
             assert self.grants.isdisjoint((cells.group, *each) for each in granted), "a grant was given twice"

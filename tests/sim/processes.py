@@ -72,29 +72,46 @@ class SimProcesses:
         self.owned_when_lost: list[tuple[int, int]] = []
         self.silent_until = 0.0
         self.verified = 0
+        self.instance = ""
+        self.member = 0
         self._ids = 0
 
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self, model: Model) -> None:
-        """Connect, open a lease, attach from every process."""
+        """Connect, open a lease, alone or each process for itself, and attach from every process."""
         self.model = model
-        self.tokens = [self.rng.randbytes(8) for _ in range(self.rng.choice((1, 2)))]
-        core, now = self.node.core, self.node.now
+        self.tokens = [self.rng.randbytes(8) for _ in range(self.rng.choice((1, 2, 2)))]
+        self.instance = self.rng.choice(("", self.rng.randbytes(4).hex()))
         for token in self.tokens:
-            process_arrived(core, token, 1, 1)
-        try:
-            lease = open_lease(core, model.id, self.replica, self.name, self.tokens[0], 1, now)
-            again = open_lease(core, model.id, self.replica, self.name, self.tokens[0], 1, now)
-        except (Unavailable, LimitExceeded):
+            process_arrived(self.node.core, token, 1, 1)
+        opening = self.tokens if self.instance else self.tokens[:1]
+        if not all(self._open(token) for token in self.rng.sample(opening, len(opening))):
             self.die()
             return
-        assert again is lease
-        self.lease = lease.id
         for token in self.tokens:
-            attach(core, resolve(core.ledger, self.lease, now), 0, token)
+            self._attach(token)
         self.stock = [[] for _ in model.layout.groups]
         self.grants = set()
+
+    def _open(self, token: bytes) -> bool:
+        """Have a process open the lease, perhaps twice. The first of the tokens is the scheduler's, which calls."""
+        assert self.model is not None
+        core, now = self.node.core, self.node.now
+        try:
+            lease = open_lease(core, self.model.id, self.replica, self.name, token, 1, now, self.instance)
+            again = open_lease(core, self.model.id, self.replica, self.name, token, 1, now, self.instance)
+        except (Unavailable, LimitExceeded):
+            return False
+        assert again is lease
+        assert self.lease in ("", lease.id)
+        self.lease = lease.id
+        if token == self.tokens[0]:
+            self.member = lease.members[token]
+        return True
+
+    def _attach(self, token: bytes) -> None:
+        attach(self.node.core, resolve(self.node.core.ledger, self.lease, self.node.now), 0, token)
 
     @property
     def is_open(self) -> bool:
@@ -107,11 +124,27 @@ class SimProcesses:
         self._forget()
 
     def lose_worker(self) -> bool:
-        """One process of two ends; the other may still write."""
+        """One process of two ends; the other may still write. An instance goes on, perhaps with a new scheduler."""
         if len(self.tokens) < 2:
             return False
+        lease = self.node.core.ledger.leases.get(self.lease)
+        if self.instance and lease is not None and lease.members and self.rng.random() < 0.5:
+            self._change_scheduler()
+            return True
         self.node.run(partial(process_gone, self.node.core, self.tokens.pop()))
         return True
+
+    def _change_scheduler(self) -> None:
+        """The worker lives, and its kernels go on with what the dead scheduler had told them."""
+        self.node.run(partial(process_gone, self.node.core, self.tokens.pop(0)))
+        self._lost()
+        self.tokens.insert(0, self.rng.randbytes(8))
+        process_arrived(self.node.core, self.tokens[0], 1, 1)
+        if self._open(self.tokens[0]):
+            self._attach(self.tokens[0])
+            self.node.faults["scheduler_changed"] += 1
+        else:
+            self.die()
 
     def own_pages(self) -> list[tuple[int, int]]:
         """Pages that this engine believes to be its own to write."""
@@ -152,6 +185,7 @@ class SimProcesses:
 
     def _forget(self) -> None:
         self.lease, self.tokens, self.requests, self.stock = "", [], {}, []
+        self.instance, self.member = "", 0
         self.pending, self.owned_when_lost = [], []
 
     def _lost(self) -> None:

@@ -39,6 +39,7 @@ FAULTS = (
     "host_pages_late",
     "mover_refused",
     "patience_ended",
+    "scheduler_changed",
     "ticket_expedited",
     "worker_died",
     "write_backs_paused",

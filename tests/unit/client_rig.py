@@ -87,6 +87,8 @@ class FakeDaemon:
         self.step_answers: deque[cache_pb2.StepResponse] = deque()
         self.beats = threading.Semaphore(0)
         self.draining = False
+        self.knows_instances = True
+        self.first_id = 0
         self.layout: Layout | None = None
         self.memory_kind = "memfd"
         self.timeline = HostTimeline(64)
@@ -227,7 +229,12 @@ class _Lease(lease_pb2_grpc.LeaseServiceServicer):
     def Open(self, request: lease_pb2.OpenRequest, context: Any) -> lease_pb2.OpenResponse:
         self._daemon.enter("Open", request, context)
         return lease_pb2.OpenResponse(
-            lease_id=LEASE_ID, silence_limit_ms=self._daemon.silence_limit_ms, epoch=self._daemon.epoch
+            lease_id=LEASE_ID,
+            silence_limit_ms=self._daemon.silence_limit_ms,
+            epoch=self._daemon.epoch,
+            instance_id=request.instance_id if self._daemon.knows_instances else "",
+            first_id=self._daemon.first_id,
+            joined=self._daemon.first_id > 0,
         )
 
     def KeepAlive(self, request_iterator: Any, context: Any) -> Iterator[lease_pb2.KeepAliveResponse]:

@@ -30,6 +30,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import Allocated, Published
 from cachesvc.model.errors import ErrorCode
+from cachesvc.wire.convert import pack_numbers
 from tests.unit.client_rig import FakeDaemon, break_way, cells, hang_until
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
@@ -58,6 +59,15 @@ def refusal(code: ErrorCode) -> Result:
 
 def allocated(blocks: range) -> Result:
     return Result(allocate=cache_pb2.AllocateResponse(tables=[cells(0, blocks, first_block=blocks[0])]))
+
+
+def test_counts_of_pages_are_those_of_the_last_answer(daemon: FakeDaemon, lease: Lease) -> None:
+    stream = lease.step()
+    daemon.step_answers.append(Step(free_pages=pack_numbers([3]), evictable_pages=pack_numbers([70_000])))
+    daemon.step_answers.append(Step())  # of a daemon that tells none
+    for _ in range(2):
+        stream.submit()
+        assert (stream.free_pages, stream.evictable_pages) == ((3,), (70_000,))
 
 
 def test_results_stand_in_the_order_of_the_batch_each_with_its_own_outcome(daemon: FakeDaemon, lease: Lease) -> None:

@@ -87,6 +87,7 @@ def test_what_could_go_is_what_a_walk_counts(seed: int) -> None:
             plan, _ = Evictor(ledger).plan_device(place, rng.randint(1, 3), to_host=False)
             if not any(place.window_pins[1][row] for row in plan.drops):  # a pin of the block goes with it
                 Evictor(ledger).carry_out(plan)
+        assert place.unprotected == by_walking(ledger, place, [], after_flights=True)
         unpinned = rng.sample(pinned, rng.randint(0, len(pinned)))
         for after in (False, True):
             expected = by_walking(ledger, place, unpinned, after_flights=after)

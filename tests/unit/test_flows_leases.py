@@ -7,6 +7,7 @@ import pytest
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import (
+    MOST_MEMBERS,
     attach,
     close_lease,
     detach,
@@ -18,6 +19,8 @@ from cachesvc.flows.leases import (
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.stock import refill_stock
+from cachesvc.flows.swap import swap_out
+from cachesvc.ledger.leases import first_id
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
@@ -169,6 +172,165 @@ def test_opening_again_with_the_same_key_gives_the_same_lease() -> None:
     open_lease(two.core, 1, 0, "engine", SCHEDULER, 5, 1.0)
     with pytest.raises(KeyReused):
         open_lease(two.core, 1, 1, "engine", SCHEDULER, 5, 1.0)
+
+
+def instance(
+    first: bytes = SCHEDULER, *, attached: tuple[bytes, ...] = (SCHEDULER, WORKER), host: int = 0
+) -> tuple[Rig, str]:
+    """As ``engine``, of two processes that share it, whichever comes first; the scheduler holds what is held."""
+    rig = rig_of(one_group(), device=(8,), host=(host,))
+    for token in (SCHEDULER, WORKER):
+        process_arrived(rig.core, token, 1, 1)
+    second = WORKER if first == SCHEDULER else SCHEDULER
+    lease = open_lease(rig.core, 1, 0, "engine", first, 5, 0.0, "uuid")
+    assert open_lease(rig.core, 1, 0, "engine", second, 1, 0.0, "uuid") is lease
+    for token in attached:
+        attach(rig.core, resolve(rig.core.ledger, lease.id, 0.0), 0, token)
+    member = lease.members[SCHEDULER]
+    rig.run(match, lease.id, first_id(member) + 1, chain(*"abcd"), 0)
+    rig.run(allocate, lease.id, first_id(member) + 1, 4)
+    rig.run(publish, lease.id, first_id(member) + 1, 0, b"", 2)
+    rig.run(refill_stock, lease.id, (1,), member)
+    rig.check()
+    return rig, lease.id
+
+
+@pytest.mark.parametrize("first", [SCHEDULER, WORKER])
+def test_a_lease_of_an_instance_lives_while_one_of_its_processes_does(first: bytes) -> None:
+    rig, lease = instance(first)
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 0), "the scheduler goes on with all that it has"
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert rig.core.ledger.leases == {}
+    assert rig.core.ledger.lost == {lease: "its process ended"}
+
+
+@pytest.mark.parametrize("first", [SCHEDULER, WORKER])
+def test_what_a_dead_process_held_ends_and_waits_for_those_who_may_write_it(first: bytes) -> None:
+    rig, lease = instance(first)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    held = rig.core.ledger.leases[lease]
+    assert (counts(rig), held.sequences) == ((3, 2, 3), {}), "the worker's kernels may run on"
+    assert not rig.place().pinned
+    detach(rig.core, lease, 0, WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert resolve(rig.core.ledger, lease, 1.0).lease is held, "the worker is one of its processes still"
+    process_arrived(rig.core, b"next", 1, 1)
+    assert open_lease(rig.core, 1, 0, "engine", b"next", 1, 0.0, "uuid") is held
+    rig.run(match, lease, first_id(held.members[b"next"]) + 1, chain(*"abcd"), 0)
+    rig.check()
+    process_gone(rig.core, WORKER)
+    assert resolve(rig.core.ledger, lease, 1.0).lease is held
+
+
+def test_what_a_dead_process_held_is_free_where_no_other_has_it_mapped() -> None:
+    rig, _ = instance(attached=(SCHEDULER,))
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_the_swap_of_a_dead_process_lands_where_another_may_write(is_attached: bool) -> None:
+    rig, lease = instance(attached=(WORKER,) if is_attached else (), host=8)
+    rig.run(swap_out, lease, 1)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig)[2] == (1 if is_attached else 0), "its stock"
+    rig.settle()
+    rig.check()
+    assert counts(rig) == ((3, 2, 3) if is_attached else (6, 2, 0))
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+
+
+def test_processes_of_an_instance_leave_one_by_one_or_all_at_once() -> None:
+    rig, lease = instance()
+    close_lease(rig.core, lease, quiesced=True, token=SCHEDULER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3), "its own pages wait for the worker"
+    close_lease(rig.core, lease, quiesced=True, token=SCHEDULER)
+    resolve(rig.core.ledger, lease, 1.0)
+    close_lease(rig.core, lease, quiesced=False, token=WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3), "it may still write"
+    with pytest.raises(LeaseLost, match="closed"):
+        resolve(rig.core.ledger, lease, 1.0)
+    close_lease(rig.core, lease, quiesced=True, token=WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert rig.core.ledger.leases == {}
+    rig, lease = instance()
+    close_lease(rig.core, lease, quiesced=True)
+    rig.check()
+    assert (counts(rig), rig.core.ledger.leases) == ((6, 2, 0), {})
+
+
+def test_who_left_without_being_quiet_may_still_write() -> None:
+    rig, lease = instance(attached=(SCHEDULER,))
+    close_lease(rig.core, lease, quiesced=False, token=SCHEDULER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    resolve(rig.core.ledger, lease, 1.0)
+
+
+def test_silence_of_an_instance_is_that_of_all_its_processes() -> None:
+    rig, lease = instance()
+    assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    fresh = open_lease(rig.core, 1, 0, "engine", WORKER, 2, 31.0, "uuid")
+    assert fresh.id != lease
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    close_lease(rig.core, lease, quiesced=True, token=WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert resolve(rig.core.ledger, fresh.id, 32.0).lease is fresh
+
+
+def test_who_does_not_share_a_lease_has_one_of_its_own() -> None:
+    rig, lease = instance()
+    process_arrived(rig.core, b"stranger", 9, 2)
+    process_arrived(rig.core, b"other", 9, 1)
+    others = [
+        open_lease(rig.core, 1, 0, "engine", b"stranger", 1, 0.0, "uuid"),
+        open_lease(rig.core, 1, 0, "engine", b"other", 1, 0.0, "another"),
+        open_lease(rig.core, 1, 0, "engine", b"other", 2, 0.0),
+    ]
+    assert len({lease, *(each.id for each in others)}) == 4
+    assert [each.members for each in others] == [{b"stranger": 0}, {b"other": 0}, {b"other": 0}]
+    held = rig.core.ledger.leases[lease]
+    assert open_lease(rig.core, 1, 0, "engine", WORKER, 9, 0.0, "uuid") is held
+    assert held.members == {SCHEDULER: 0, WORKER: 1}
+    with pytest.raises(KeyReused):
+        open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0, "another")
+    with pytest.raises(InvalidRequest, match="of no process of this lease"):
+        rig.run(match, lease, first_id(2) + 1, b"", 0)
+
+
+def test_an_instance_has_so_many_processes_and_may_be_joined_while_the_daemon_drains() -> None:
+    rig, lease = instance()
+    for number in range(2, MOST_MEMBERS):
+        process_arrived(rig.core, b"%d" % number, 1, 1)
+        open_lease(rig.core, 1, 0, "engine", b"%d" % number, 1, 0.0, "uuid")
+    process_arrived(rig.core, b"late", 1, 1)
+    with pytest.raises(LimitExceeded, match="processes of a lease"):
+        open_lease(rig.core, 1, 0, "engine", b"late", 1, 0.0, "uuid")
+    rig.core.ledger.draining = True
+    process_gone(rig.core, b"2")
+    assert open_lease(rig.core, 1, 0, "engine", b"late", 1, 0.0, "uuid").id == lease, "nothing new is opened"
+    rig.check()
 
 
 def test_a_waiting_call_does_not_turn_the_clock_back() -> None:

@@ -193,6 +193,10 @@ def miscount_pins(rig: Rig) -> None:
     rig.place().counts.pinned -= 1
 
 
+def miscount_protected(rig: Rig) -> None:
+    rig.place().protected.blocks += 1
+
+
 def reserve_for_nobody(rig: Rig) -> None:
     rig.place().pools[0].reserved += 1
 
@@ -244,6 +248,7 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (count_children_here, "1 children counted, 2 there"),
     (miscount_states, "blocks are READY"),
     (miscount_pins, "blocks are pinned"),
+    (miscount_protected, "pins protect 4 blocks, 5 are counted"),
     (reserve_for_nobody, "1 pages are counted reserved, 0 are"),
     (move_a_page, "is not its blocks' pages"),
     (forget_who_fills, "but None is known"),

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.leases import close_lease, open_lease, pause_write_backs
+from cachesvc.flows.leases import close_lease, find_lease, open_lease, pause_write_backs
+from cachesvc.ledger.leases import first_id
 from cachesvc.model.answers import Wait
 from cachesvc.questions.owned import require_model, require_no_others
 from cachesvc.service.access.admission import Kind, Place
@@ -54,24 +55,37 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
     def _open(self, ask: Ask, request: lease_pb2.OpenRequest) -> lease_pb2.OpenResponse:
         node = self._node
         require_model(node.core, ask.who.acts_for, request.model_id, request.namespace)
-        if self._quotas is not None:
+        model, replica, token = request.model_id, request.replica, request.process_token
+        instance = request.instance_id
+        known = find_lease(node.core, model, replica, token, request.request_id, instance)
+        if known is None and self._quotas is not None:
             self._quotas.check_open(ask.who.acts_for)
         lease = node.run_of(
-            request.model_id,
+            model,
             open_lease,
             node.core,
-            request.model_id,
-            request.replica,
+            model,
+            replica,
             request.engine,
-            request.process_token,
+            token,
             request.request_id,
             node.now(),
+            instance,
         )
-        events.event(
-            "lease_opened", lease=shown_id(lease.id), engine=lease.engine, model=lease.model, replica=lease.replica
-        )
+        number = lease.members[token]
+        shown, engine = shown_id(lease.id), request.engine[:128]
+        if number:
+            events.event("lease_joined", lease=shown, engine=engine, model=model, replica=replica)
+        else:
+            events.event("lease_opened", lease=shown, engine=engine, model=model, replica=replica)
         return lease_pb2.OpenResponse(
-            step_columns=True, lease_id=lease.id, silence_limit_ms=int(node.lease_seconds * 1000), epoch=node.epoch
+            step_columns=True,
+            lease_id=lease.id,
+            silence_limit_ms=int(node.lease_seconds * 1000),
+            epoch=node.epoch,
+            joined=number > 0,
+            first_id=first_id(number),
+            instance_id=instance,
         )
 
     def _beat(self, ask: Ask, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:
@@ -93,7 +107,8 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         model = 0 if ask.lease is None else ask.lease.model
 
         def run() -> Wait | None:
-            return node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced)
+            token = request.process_token
+            return node.run_of(model, close_lease, node.core, lease_id, quiesced=request.quiesced, token=token)
 
         wait = run()
         events.event("lease_closed", lease=shown_id(lease_id), quiesced=request.quiesced)

@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.call import Call
+from cachesvc.flows.room import room_left
 from cachesvc.flows.stock import check_stock, refill_stock
+from cachesvc.ledger.leases import member_of
+from cachesvc.ledger.place import Place as DevicePlace
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import Kind, Place
@@ -33,7 +36,7 @@ from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
-from cachesvc.wire.convert import cells_to_proto
+from cachesvc.wire.convert import cells_to_proto, pack_numbers
 from cachesvc.wire.limits import check_fields
 
 TURN_BLOCKS = 256
@@ -69,6 +72,7 @@ class StepRun:
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
         self._results = [self._response.results.add() for _ in self._operations]
         self._columns: ColumnRun | None = None
+        self._device: DevicePlace | None = None
         self._next = 0
         self._parked: list[tuple[Parked, deque[Spot]]] = []
         self._behind: dict[int, deque[Spot]] = {}
@@ -80,6 +84,7 @@ class StepRun:
     def begin(self) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         """Apply what can be applied at once. Raises what refuses the step as a whole, with nothing applied."""
         call = self._dispatcher.resolve(self._ask)
+        self._device = call.replica.place
         if self._request.stock_pages:
             check_stock(self._dispatcher.node.core, call.lease, tuple(self._request.stock_pages))
         if self._request.HasField("columns"):
@@ -277,6 +282,10 @@ class StepRun:
         targets = tuple(self._request.stock_pages)
         if targets and not self._is_broken:
             self._response.stock.extend(cells_to_proto(self._fill_stock(targets)))
+        if self._device is not None:
+            free, evictable = room_left(self._device)
+            self._response.free_pages = pack_numbers(free)
+            self._response.evictable_pages = pack_numbers(evictable)
         for key, count in self._counts.items():
             self._all_counts[key] = self._all_counts.get(key, 0) + count
         return self._response
@@ -289,7 +298,8 @@ class StepRun:
             call = self._dispatcher.resolve(self._ask)
             allowed = targets if quotas is None else quotas.cap_stock(call, targets)
             node = self._dispatcher.node
-            return node.run_of(call.model.id, refill_stock, node.core, call, allowed)
+            member = member_of(self._request.request_id)
+            return node.run_of(call.model.id, refill_stock, node.core, call, allowed, member)
         except CacheError:
             return ()
         except Exception:  # noqa: BLE001 - the root of the refill: the operations have their results

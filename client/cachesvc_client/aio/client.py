@@ -141,9 +141,14 @@ class ClientCalls:
         )
         return await self._register(request, layout)
 
-    def open_lease(self, registration: Registration) -> Opening[AsyncLease]:
-        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
-        return Opening(self._open_lease(registration))
+    def open_lease(self, registration: Registration, *, instance: str = "") -> Opening[AsyncLease]:
+        """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
+
+        ``instance``: a name of at most 64 characters that the processes of one engine share, such as a uuid. They get
+        one lease, whichever opens it first (``Lease.joined``), for as long as one of them lives; each has sequences of
+        its own, and one of them, which takes the steps, has the stock. Asked again, this client gives the same handle.
+        """
+        return Opening(self._open_lease(registration, instance))
 
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> Opening[AttachedPool]:
         """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
@@ -171,7 +176,8 @@ class ClientCalls:
             self._connection, self._leases, self._registered = connection, [], {}
             try:
                 renewed = {key: await self._register(*wish) for key, wish in registered.items()}
-                opened = tuple([await self._open_lease(renewed[lease.registration.key]) for lease in lost])
+                wanted = [(renewed[lease.registration.key], lease.instance) for lease in lost]
+                opened = tuple([await self._open_lease(*wish) for wish in wanted])
             except (CacheClientError, *INTERRUPTS):
                 self._connection, self._leases, self._registered = before, lost, registered
                 await connection.close()
@@ -214,8 +220,13 @@ class ClientCalls:
     ) -> None:
         await self.close(quiesced=None if kind is None else False)
 
-    async def _open_lease(self, registration: Registration) -> AsyncLease:
-        lease = await open_lease(self._require_connection(), registration, self.engine, next(self._open_ids))
+    async def _open_lease(self, registration: Registration, instance: str) -> AsyncLease:
+        connection = self._require_connection()
+        for known in self._leases if instance else ():
+            is_open = not known.is_lost and not known.record.is_closed
+            if is_open and (known.instance, known.registration.key) == (instance, registration.key):
+                return known
+        lease = await open_lease(connection, registration, self.engine, next(self._open_ids), instance)
         self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
         return lease
 

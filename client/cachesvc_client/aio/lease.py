@@ -16,7 +16,14 @@ from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncStepStream
-from cachesvc_client.errors import Conflict, DaemonUnavailable, DeadlineExceeded, LeaseLost, LimitExceeded
+from cachesvc_client.errors import (
+    Conflict,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LeaseLost,
+    LimitExceeded,
+    NotSupported,
+)
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
@@ -32,11 +39,19 @@ from cachesvc_client.wire.port import INTERRUPTS
 log = logging.getLogger(__name__)
 
 
-async def open_lease(connection: Connection, registration: Registration, engine: str, request_id: int) -> AsyncLease:
-    """Open a lease and begin to beat. Raises NotFound (register again), LimitExceeded, DaemonUnavailable."""
-    request = build_open(registration, engine, connection.process_token, request_id)
-    opened = await connection.ask(OPEN, request, connection.timeouts.call_s)
-    record = LeaseRecord(opened, registration, connection.lost)
+async def open_lease(
+    connection: Connection, registration: Registration, engine: str, request_id: int, instance: str = ""
+) -> AsyncLease:
+    """Open a lease, or join that of an ``instance``, and begin to beat. Raises NotFound (register again),
+    LimitExceeded, NotSupported (a daemon that knows no instances), DaemonUnavailable."""
+    token = connection.process_token
+    opened = await connection.ask(
+        OPEN, build_open(registration, engine, token, request_id, instance), connection.timeouts.call_s
+    )
+    record = LeaseRecord(opened, registration, connection.lost, token)
+    if record.instance != instance:
+        await LeaseCalls(connection, record).end(quiesced=True)
+        raise NotSupported("this daemon lets no processes share a lease: update it")
     keeping = Keeping(connection, record)
     keeping.start()
     return AsyncLease(LeaseCalls(connection, record), keeping)
@@ -131,8 +146,9 @@ class AsyncLease(LeaseView):
         """
         return await self.calls.wait_tickets(tickets, timeout_s)
 
-    async def close(self, *, quiesced: bool | None = None) -> None:
-        """End the lease with all that it holds, unmap its pools, stop beating. Idempotent.
+    async def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
+        """End the lease with all that it holds, unmap its pools, stop beating. Idempotent. That of an instance ends
+        with its last process, and what the others hold stays; ``for_all``: it ends now, for all of them.
 
         ``quiesced``: no kernel of this engine uses the pool any more, so its private pages come back at once. Say False
         where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then. Left
@@ -151,7 +167,7 @@ class AsyncLease(LeaseView):
         await connection.port.settle()
         self.record.is_closed = True
         await self._keeping.close()
-        await self.calls.end(quiesced=quiesced)
+        await self.calls.end(quiesced=quiesced, for_all=for_all)
 
     async def __aenter__(self) -> AsyncLease:
         return self

@@ -121,9 +121,11 @@ class LeaseCalls:
         except CacheClientError as error:  # the stock goes back with the lease
             log.debug("stock_not_returned lease=%s why=%s", self.record.id, error)
 
-    async def end(self, *, quiesced: bool) -> None:
-        """Tell the daemon that the lease is over; what cannot be told now waits for the next connection."""
-        request = lease_pb2.CloseRequest(lease_id=self.record.id, quiesced=quiesced)
+    async def end(self, *, quiesced: bool, for_all: bool = False) -> None:
+        """Tell the daemon that the lease is over, of an instance for this process unless ``for_all``; what cannot be
+        told now waits for the next connection."""
+        leaver = self.record.process_token if self.record.instance and not for_all else b""
+        request = lease_pb2.CloseRequest(lease_id=self.record.id, quiesced=quiesced, process_token=leaver)
         try:
             await self.connection.insist(CLOSE, request, self.connection.timeouts.close_s)
         except (LeaseLost, NotFound) as over:

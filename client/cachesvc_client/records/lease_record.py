@@ -60,6 +60,9 @@ log = logging.getLogger(__name__)
 class LeaseRecord:
     """Ids rise, because the daemon tells a repeated request from a new one by them. Safe to use from several threads.
 
+    ``instance``: the name under which processes share it, empty where none do; ``joined``: another one had opened it.
+    Ids begin behind ``first_id``, which each process of it has for itself. ``process_token``: by which it was opened.
+
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
@@ -69,9 +72,17 @@ class LeaseRecord:
     """
 
     def __init__(
-        self, opened: lease_pb2.OpenResponse, registration: Registration, daemon_lost: threading.Event
+        self,
+        opened: lease_pb2.OpenResponse,
+        registration: Registration,
+        daemon_lost: threading.Event,
+        process_token: bytes = b"",
     ) -> None:
         self.id = opened.lease_id
+        self.instance = opened.instance_id
+        self.joined = opened.joined
+        self.first_id = opened.first_id
+        self.process_token = process_token
         self.epoch = opened.epoch
         self.has_columns = opened.step_columns
         self.silence_limit_s = opened.silence_limit_ms / 1000
@@ -89,8 +100,8 @@ class LeaseRecord:
         self._daemon_lost = daemon_lost
         self._callbacks: list[Callable[[CacheClientError], None]] = []
         self._pause_ms = 0
-        self._request_ids = itertools.count(1)
-        self._sequence_ids = itertools.count(1)
+        self._request_ids = itertools.count(self.first_id + 1)
+        self._sequence_ids = itertools.count(self.first_id + 1)
         self._used_ids: set[int] = set()
         self._lock = threading.Lock()
 
@@ -173,7 +184,7 @@ class LeaseRecord:
         operation.request.request_id = self.next_request_id()
 
     def new_sequence(self, sequence_id: int | None) -> SequenceRecord:
-        """A sequence under the caller's id (positive), or under the next one that is free."""
+        """A sequence under the caller's id (positive; ``first_id`` is added), or under the next one that is free."""
         with self._lock:
             if sequence_id is None:
                 sequence_id = next(self._sequence_ids)
@@ -182,6 +193,7 @@ class LeaseRecord:
             elif sequence_id < 1:
                 raise InvalidRequest(f"a sequence_id is positive, got {sequence_id}")
             else:
+                sequence_id += self.first_id
                 self._used_ids.add(sequence_id)
         sequence = SequenceRecord(sequence_id, self.registration.layout, self.launches)
         sequence.clock_seconds = self.clock_seconds

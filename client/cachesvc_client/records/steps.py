@@ -61,10 +61,15 @@ class SentStep:
 
 
 class StepBook:
-    """The steps of one lease that have no answer yet, oldest first; answers come in the order of the requests."""
+    """The steps of one lease that have no answer yet, oldest first; answers come in the order of the requests.
+
+    ``free_pages``, ``evictable_pages``: of each group, as of the last answer; empty before the first.
+    """
 
     def __init__(self, lease: LeaseRecord) -> None:
         self.under_way: deque[SentStep] = deque()
+        self.free_pages: tuple[int, ...] = ()
+        self.evictable_pages: tuple[int, ...] = ()
         self._lease = lease
 
     @property
@@ -144,6 +149,9 @@ class StepBook:
         except DaemonFault as fault:
             self._end(step, fault)
             return
+        if response.free_pages:
+            self.free_pages = tuple(unpack_numbers(response.free_pages))
+            self.evictable_pages = tuple(unpack_numbers(response.evictable_pages))
         if self._lease.stock is not None:
             for cells in response.stock:
                 self._lease.stock.add_packed(cells.group, cells.pages, cells.generations)

@@ -25,6 +25,16 @@ class LeaseView:
         return self.record.id
 
     @property
+    def instance(self) -> str:
+        """The name under which processes of one engine share it; empty where none do."""
+        return self.record.instance
+
+    @property
+    def joined(self) -> bool:
+        """True where another process of the instance had opened it."""
+        return self.record.joined
+
+    @property
     def registration(self) -> Registration:
         """The model and replica that it is on."""
         return self.record.registration

@@ -71,14 +71,17 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
     )
 
 
-def build_open(registration: Registration, engine: str, process_token: bytes, request_id: int) -> lease_pb2.OpenRequest:
-    """A lease on the replica that was registered."""
+def build_open(
+    registration: Registration, engine: str, process_token: bytes, request_id: int, instance: str = ""
+) -> lease_pb2.OpenRequest:
+    """A lease on the replica that was registered, of one process or of an ``instance``'s."""
     return lease_pb2.OpenRequest(
         model_id=registration.model_id,
         replica=registration.replica,
         engine=engine,
         process_token=process_token,
         request_id=request_id,
+        instance_id=instance,
         namespace=registration.namespace,
     )
 

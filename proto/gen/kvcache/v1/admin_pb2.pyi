@@ -422,6 +422,7 @@ class LeaseStatus(_message.Message):
     PRIVATE_PAGES_FIELD_NUMBER: _builtins.int
     PROCESS_IDS_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Its first twelve letters for callers who may only read: the whole id is the key to the lease."""
     engine: _builtins.str
@@ -436,6 +437,8 @@ class LeaseStatus(_message.Message):
     """In sequences, in its stock, and in quarantine."""
     pinned_blocks: _builtins.int
     """Sealed blocks that its sequences keep from being evicted, counted once a sequence."""
+    instance_id: _builtins.str
+    """How the name begins under which several processes share it."""
     @_builtins.property
     def process_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -451,10 +454,11 @@ class LeaseStatus(_message.Message):
         private_pages: _builtins.int = ...,
         process_ids: _abc.Iterable[_builtins.int] | None = ...,
         pinned_blocks: _builtins.int = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "lease_id", b"lease_id", "model_id", b"model_id", "pinned_blocks", b"pinned_blocks", "private_pages", b"private_pages", "process_ids", b"process_ids", "replica", b"replica", "sequences", b"sequences", "silent_seconds", b"silent_seconds", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "instance_id", b"instance_id", "lease_id", b"lease_id", "model_id", b"model_id", "pinned_blocks", b"pinned_blocks", "private_pages", b"private_pages", "process_ids", b"process_ids", "replica", b"replica", "sequences", b"sequences", "silent_seconds", b"silent_seconds", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -911,7 +911,15 @@ class StepResponse(_message.Message):
     STOCK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    FREE_PAGES_FIELD_NUMBER: _builtins.int
+    EVICTABLE_PAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    free_pages: _builtins.bytes
+    """For each group (packed little-endian uint32), once all of the step was done: device pages that nobody has, and those
+    that eviction can give because nobody keeps them. Some of these take a transfer: the write-back before they go, or
+    the end of one that moves them now. The caller's stock is in neither. Others take from both at any time.
+    """
+    evictable_pages: _builtins.bytes
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationResult]: ...
     @_builtins.property
@@ -934,10 +942,12 @@ class StepResponse(_message.Message):
         stock: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
         error: Global___OperationError | None = ...,
         columns: Global___StepColumnsAnswer | None = ...,
+        free_pages: _builtins.bytes = ...,
+        evictable_pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "error", b"error", "request_id", b"request_id", "results", b"results", "stock", b"stock"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "error", b"error", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "request_id", b"request_id", "results", b"results", "stock", b"stock"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

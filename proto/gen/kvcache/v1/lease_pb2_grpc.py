@@ -55,7 +55,10 @@ class LeaseServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Open(self, request, context):
-        """Opens a lease on one replica of a model. Idempotent by process_token and request_id.
+        """Opens a lease on one replica of a model. Idempotent by process_token and request_id. With an instance_id it joins the
+        live lease that another process of the same user has opened under it, whichever comes first. That lease lives while
+        one of its processes lives and beats. What a process has opened or in stock ends when it leaves; of that, pages that
+        others of the instance have mapped come back once none has them mapped any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +74,7 @@ class LeaseServiceServicer(object):
 
     def Close(self, request, context):
         """Ends the lease. With quiesced the engine says that nothing of its own still writes, so its pages come back at once.
-        Idempotent.
+        With process_token one process alone leaves a lease of an instance, which ends with the last. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

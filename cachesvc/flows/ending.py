@@ -1,0 +1,171 @@
+"""What a lease holds is given back, in turns, once it has ended; or what one process of it held that has left.
+
+Whatever a process may still write goes to quarantine, and is free once none can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from cachesvc.flows.core import Core
+from cachesvc.flows.counters import LEASES_ENDED, Count
+from cachesvc.flows.turns import begin
+from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, member_of
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.pages import PagePool
+from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.words import PageState
+
+
+def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -> None:
+    """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting.
+
+    It is lost at once, and what it holds in turns. Where the ledger breaks meanwhile, the model is out of service, and
+    other leases are lost as ever.
+    """
+    lease.state = LeaseState.QUARANTINED
+    lease.why = why
+    lease.members.clear()
+    core.count(LEASES_ENDED[cause])
+    if cause is not LeaseEnd.CLOSED:
+        core.count(Count.LEASES_LOST)
+    lease.is_quiet = not lease.processes
+    _end_holds(core, lease)
+
+
+def free_quarantine(core: Core, lease: Lease) -> None:
+    """Nothing writes a lost lease's pages any more: they come back, and the lease is forgotten but for its name."""
+    lease.is_quiet = True
+    _end_holds(core, lease)
+
+
+def end_member(core: Core, lease: Lease, number: int) -> None:
+    """A process has left a lease that lives on with others: its sequences end, and its stock goes back."""
+    mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
+    begin(core.chores, lease.model, partial(_end_left, core, lease, number, mine))
+
+
+def free_unwritten(core: Core, lease: Lease) -> None:
+    """A process has unmapped the pools of a live lease, or is gone: where it was the last that had, pages in quarantine
+    come back."""
+    if lease.state is LeaseState.LIVE and lease.quarantine and not lease.attached:
+        begin(core.chores, lease.model, partial(_free_some, core, lease))
+
+
+def unbind(core: Core, lease: Lease, token: bytes) -> None:
+    """A process is none of the lease's any more."""
+    lease.processes.discard(token)
+    process = core.ledger.processes.get(token)
+    if process is not None:
+        process.leases.discard(lease.id)
+
+
+def _end_holds(core: Core, lease: Lease) -> None:
+    if not lease.is_ending:
+        lease.is_ending = True
+        begin(core.chores, lease.model, partial(_end_some, core, lease))
+
+
+def _end_some(core: Core, lease: Lease) -> bool:
+    """A turn of ending what a lost lease has; True when it has no more to give back."""
+    model = core.ledger.models[lease.model]
+    is_over = None
+    while is_over is None:
+        try:
+            is_over = _end_part(core, lease, model)
+        except LedgerBroken as broken:  # what broke is left as it is: it is not served again
+            model.distrust(str(broken))
+    if is_over:
+        lease.is_ending = False
+        if lease.is_quiet:
+            _forget(core, lease)
+    return is_over
+
+
+def _end_left(core: Core, lease: Lease, number: int, mine: list[int]) -> bool:
+    """A turn of ending what a process had that has left; True when that is done, or the lease ends whole."""
+    if lease.state is not LeaseState.LIVE:
+        return True
+    model = core.ledger.models[lease.model]
+    while True:
+        try:
+            left = _end_sequences(core, lease, model, core.turns.pages, mine)
+            if left > 0 and not mine and lease.stocked_by == number:
+                left = _end_stock(lease, model, left)
+            if left > 0:
+                free_unwritten(core, lease)
+            return left > 0
+        except LedgerBroken as broken:
+            model.distrust(str(broken))
+
+
+def _end_part(core: Core, lease: Lease, model: Model) -> bool:
+    """What it may still write is quarantined, unless it is quiet by now; True when all is. Whatever breaks has left the
+    lease by then, so the next turn goes on behind it."""
+    left = core.turns.pages
+    while left > 0 and lease.prefetches:
+        left -= core.turns.pages // core.turns.holds
+        held = next(iter(lease.prefetches))
+        lease.prefetches.pop(held)
+        held.let_go()
+    left = _end_sequences(core, lease, model, left, None)
+    left = _end_stock(lease, model, left)
+    if left <= 0:
+        return False
+    return not lease.is_quiet or lease.free_quarantine(_pools(lease, model), left)
+
+
+def _end_sequences(core: Core, lease: Lease, model: Model, left: int, mine: list[int] | None) -> int:
+    """End sequences, all or ``mine``, as far as ``left`` pages go; returns what is left of these, 0 or less where more
+    are to be ended."""
+    while left > 0 and (lease.sequences if mine is None else mine):
+        left -= core.turns.pages // core.turns.holds
+        number = next(reversed(lease.sequences)) if mine is None else mine.pop()
+        sequence = lease.sequences.pop(number, None)
+        if sequence is None:
+            continue
+        before = sequence.freed
+        is_over = sequence.end_part(max(1, left), lambda group, pages: _give_up(lease, model, group, pages))
+        left -= sequence.freed - before
+        if not is_over:
+            lease.sequences[number] = sequence
+            if mine is not None:
+                mine.append(number)
+            return 0
+    return left
+
+
+def _end_stock(lease: Lease, model: Model, left: int) -> int:
+    """Give the stock up as far as ``left`` pages go; returns what is left of these."""
+    for group, stock in enumerate(lease.stock):
+        some = [stock.pop() for _ in range(min(len(stock), max(0, left)))]
+        _give_up(lease, model, group, some)
+        left -= len(some)
+    return left
+
+
+def _give_up(lease: Lease, model: Model, group: int, pages: list[int]) -> None:
+    pool = _pools(lease, model)[group]
+    if lease.is_unwritten:
+        pool.move_all(pages, PageState.FREE)
+    else:
+        lease.set_aside(group, pool, pages)
+
+
+def _free_some(core: Core, lease: Lease) -> bool:
+    """A turn of freeing what no process of a live lease can write; True when all is."""
+    if lease.state is not LeaseState.LIVE:
+        return True
+    return lease.free_quarantine(_pools(lease, core.ledger.models[lease.model]), core.turns.pages)
+
+
+def _pools(lease: Lease, model: Model) -> Sequence[PagePool]:
+    return model.replicas[lease.replica].place.pools
+
+
+def _forget(core: Core, lease: Lease) -> None:
+    for token in list(lease.processes):
+        unbind(core, lease, token)
+    core.ledger.remember_lost(lease.id, lease.why)
+    del core.ledger.leases[lease.id]
