@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +17,7 @@ from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerShare
-from cachesvc_vllm.worker_side import WorkerSide
+from cachesvc_vllm.worker_side import WorkerSide, instance_of
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -87,7 +86,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The workers' memory is the daemon's: block ids are its pages from here on."""
         assert self._kv_cache_manager is not None
         told: WorkerShare = metadata[0]
-        node = Node(self._settings, f"vllm-{os.getpid()}", told.share, attaches=False)
+        node = Node(self._settings, instance_of(self._vllm_config), told.share, attaches=False)
         node.comes_back = told.comes_back
         try:
             node.start()

@@ -23,6 +23,8 @@ from cachesvc_vllm.slab_layout import GROUP
 RESERVED_PAGES = 1
 """vLLM's kernels read and write block 0 for rows that are padding."""
 
+INSTANCE_CHARACTERS = 64
+
 RETRY_S = 0.1
 """Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
 
@@ -39,17 +41,19 @@ class Share:
 
 
 class Node:
-    """``engine``: the name that operators see. ``attaches``: this process uses the slab; one that does not holds the
-    lease that requests have their pages under, and a ``keeper`` keeps it alive. ``comes_back``: look for a lost
-    daemon."""
+    """``instance``: the engine's id, under which its processes share a lease, and the name that operators see.
+    ``attaches``: this process uses the slab; one that does not is the scheduler's, whose requests the lease is kept alive
+    for by a ``keeper``. ``comes_back``: look for a lost daemon.
+    """
 
-    def __init__(self, settings: Settings, engine: str, share: Share, *, attaches: bool) -> None:
+    def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool) -> None:
         self._settings = settings
+        self._instance = instance[:INSTANCE_CHARACTERS]
         self._share = share
         self._attaches = attaches
         self.comes_back = True
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._client = CacheClient(settings.socket, engine=engine, token_file=settings.token_file)
+        self._client = CacheClient(settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file)
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
         self._back: Lease | None = None
@@ -103,7 +107,7 @@ class Node:
                 f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
                 f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
             )
-        self._lease = self._watched(client.open_lease(registration))
+        self._lease = self._watched(client.open_lease(registration, instance=self._instance))
         if self._attaches:
             self._pool = self._lease.attach(0)
         else:
@@ -181,8 +185,10 @@ class Node:
         client, pages = self._client, self._share.pages
         lease = None
         try:
-            # connected: the daemon is there, and took the lease away
-            lease = client.open_lease(self.lease.registration) if client.connected else client.reconnect()[-1]
+            if client.connected:  # the daemon is there, and took the lease away
+                lease = client.open_lease(self.lease.registration, instance=self._instance)
+            else:
+                lease = client.reconnect()[-1]
             if lease.registration.device_pages != (pages,):
                 raise ConnectorRefused(
                     f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"

@@ -133,7 +133,13 @@ class PageBook:
         are free for vLLM, which counts them among those that it takes."""
         if self.is_adrift:
             return len(self._private) + (0 if request is None else len(request.pages) - request.taken)
-        return pool_blocks - self.held_blocks
+        known = self._stream.free_pages
+        if not known:
+            return pool_blocks - self.held_blocks
+        stock = self._lease.record.stock
+        assert stock is not None
+        mine = stock.blocks + (0 if request is None else len(request.pages) - request.taken)
+        return min(pool_blocks - self.held_blocks, known[0] + self._stream.evictable_pages[0] + mine)
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""
@@ -151,6 +157,17 @@ class PageBook:
             for request in ended:
                 self._release(batch, request)
             self._pending = self._stream.send(batch)
+        except CacheClientError as error:
+            self._refused("step", "", error)
+
+    def ask_room(self) -> None:
+        """Have the daemon say anew what is free: vLLM found it too little, and others may have ended since."""
+        if not self._is_with_daemon() or self._clock() < self._short_until_s:
+            return
+        self._short_until_s = self._clock() + SHORT_PAUSE_S
+        try:
+            self._collect()
+            self._pending = self._stream.send()
         except CacheClientError as error:
             self._refused("step", "", error)
 

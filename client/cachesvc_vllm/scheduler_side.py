@@ -77,7 +77,7 @@ class SchedulerSide:
         if not self._book.reserve(pages, -(-tokens // self._block_tokens)):
             return None
         self._pool.schedule(pages)
-        return self._allocate(
+        blocks = self._allocate(
             request,
             num_new_tokens,
             num_new_computed_tokens,
@@ -87,6 +87,9 @@ class SchedulerSide:
             *args,
             **kwargs,
         )
+        if blocks is None:
+            self._book.ask_room()
+        return blocks
 
     @property
     def epoch(self) -> int:

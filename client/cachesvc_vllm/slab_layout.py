@@ -40,6 +40,6 @@ def slab_layout(kv_cache_config: Any) -> Layout:
     if placed != wanted or size > geometry.total_bytes:
         raise ConnectorRefused(
             f"vLLM lays {len(starts)} layers over {size} bytes in a way that a slab of {pages} pages cannot have "
-            f"(first layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
+            f"(layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
         )
     return layout

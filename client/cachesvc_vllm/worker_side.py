@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -57,7 +56,7 @@ class WorkerSide:
         facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
         name = model_name(self._vllm_config.model_config.model, facts)
         share = Share(name, slab_layout(config), config.num_blocks)
-        node = Node(self._settings, f"vllm-{os.getpid()}", share, attaches=True)
+        node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True)
         try:
             node.start()
         except DaemonUnavailable as gone:
@@ -122,6 +121,11 @@ class WorkerSide:
         self._warm_up.end()
         if self._node is not None:
             self._node.close()
+
+
+def instance_of(vllm_config: Any) -> str:
+    """The engine's id, which all of its processes know."""
+    return str(vllm_config.kv_transfer_config.engine_id)
 
 
 def _runtime(vllm_config: Any) -> Runtime:

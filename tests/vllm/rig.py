@@ -66,28 +66,31 @@ class Answer:
         return self.tokens, self.logprobs
 
 
+def engine_environment() -> dict[str, str]:
+    """What a process with vLLM is started with."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen")),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+
+
 class Engine:
     """A vLLM, with its core in this process's child alone, or (``is_split``) in a child of that."""
 
     def __init__(self, wish: Mapping[str, Any], *, is_split: bool = False) -> None:
         read_fd, write_fd = os.pipe()
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen")),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_CI_ENV": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_split else "0",
-        }
         self.process = subprocess.Popen(
             [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.engine_process", json.dumps(wish), str(write_fd)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[write_fd],
-            env=environment,
+            env={**engine_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))},
             cwd=ROOT,
             start_new_session=True,
             text=True,
