@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
+from cachesvc_client.wire.credentials import credentials_from
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
@@ -32,11 +33,15 @@ OVER = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
 def start_keeper(
     socket_path: str, lease_id: str, beat_seconds: float, token_file: str | None
 ) -> subprocess.Popen[bytes]:
-    """Start one for a lease of this process; terminate it with the lease."""
-    command = [sys.executable, "-m", __spec__.name, socket_path, lease_id, str(beat_seconds)]
-    return subprocess.Popen(  # noqa: S603 - ourselves
-        [*command, *([token_file] if token_file else [])], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    """Start one for a lease of this process, and wait until it beats; terminate it with the lease."""
+    command = [sys.executable, "-m", __name__, socket_path, lease_id, str(beat_seconds)]
+    keeper = subprocess.Popen(  # noqa: S603 - ourselves
+        [*command, *([token_file] if token_file else [])], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
+    assert keeper.stdout is not None
+    with keeper.stdout as said:
+        said.readline()
+    return keeper
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,8 +49,10 @@ def main(arguments: Sequence[str]) -> None:
     socket_path, lease_id, beat_seconds = arguments[0], arguments[1], float(arguments[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the engine's whole group
     engine = os.getppid()
+    print("beats", flush=True)
     while os.getppid() == engine:
-        proof = _proof(arguments[3]) if len(arguments) > 3 else ()
+        token = credentials_from(None, arguments[3] if len(arguments) > 3 else None).read_token()
+        proof = ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else ()
         with grpc.insecure_channel(f"unix:{Path(socket_path).absolute()}") as channel:
             try:
                 for _ in lease_pb2_grpc.LeaseServiceStub(channel).KeepAlive(
@@ -71,10 +78,6 @@ def _state(process: int) -> str:
     except OSError:
         return "X"
     return said.rpartition(")")[2].split()[0]
-
-
-def _proof(token_file: str) -> tuple[tuple[str, str], ...]:
-    return ((AUTHORIZATION_METADATA_KEY, BEARER + Path(token_file).read_text(encoding="utf-8").strip()),)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def _size(args: tuple[Any, ...]) -> int | None:
     return first if isinstance(first, int) else None
 
 
-def require_on_slab(kv_caches: dict[str, Any], slab: Any, given: int) -> None:
+def require_on_slab(kv_caches: Mapping[str, Any], slab: Any, given: int) -> None:
     """Raises ConnectorRefused unless vLLM took the slab, once, and every layer lies on it."""
     elsewhere = [
         name

@@ -11,7 +11,7 @@ import subprocess
 import threading
 from dataclasses import dataclass
 
-from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease
+from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Timeouts
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
@@ -28,22 +28,27 @@ INSTANCE_CHARACTERS = 64
 RETRY_S = 0.1
 """Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
 
+TIMEOUTS = Timeouts(call_s=2.0)
+"""vLLM's scheduler waits for a match: a daemon that hangs must not hold it for long."""
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``."""
+    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of its
+    GPU; none for the daemon's first device."""
 
     model: str
     layout: Layout
     pages: int
+    devices: tuple[str, ...] = ()
 
 
 class Node:
     """``instance``: the engine's id, under which its processes share a lease, and the name that operators see.
-    ``attaches``: this process uses the slab; one that does not is the scheduler's, whose requests the lease is kept alive
-    for by a ``keeper``. ``comes_back``: look for a lost daemon.
+    ``attaches``: this process uses the slab; one that does not is the scheduler's, and has a ``keeper`` for the lease.
+    ``comes_back``: look for a lost daemon.
     """
 
     def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool) -> None:
@@ -53,7 +58,9 @@ class Node:
         self._attaches = attaches
         self.comes_back = True
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._client = CacheClient(settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file)
+        self._client = CacheClient(
+            settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file, timeouts=TIMEOUTS
+        )
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
         self._back: Lease | None = None
@@ -98,6 +105,7 @@ class Node:
             share.model,
             share.layout,
             tenant_salt=_salt(settings.tenant_salt),
+            devices=share.devices,
             device_pages=[share.pages],
             host_pages=None if settings.host_blocks is None else [settings.host_blocks],
             reserved_pages=RESERVED_PAGES,
@@ -169,16 +177,19 @@ class Node:
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
-                self._wake.wait()
+            while self._wake.wait() and not self._is_closed:
                 self._wake.clear()
-                if not self.comes_back and self.lease.is_lost and not self._is_closed:
+                if (self._back or self.lease).is_lost and not self.comes_back:
                     log.error("daemon_gone restart this engine once the daemon is back")
                     return
-                while not self._is_closed and (self._back or self.lease).is_lost and not self._come_back():
+                while self._is_wanting() and not self._come_back():
                     self._wake.wait(RETRY_S)
         except Exception:
             log.exception("reattach_failed")
+
+    def _is_wanting(self) -> bool:
+        """True while there is no lease."""
+        return not self._is_closed and (self._back or self.lease).is_lost
 
     def _come_back(self) -> bool:
         """Try to get a new lease; True when there is one."""

@@ -172,7 +172,9 @@ class PageBook:
             self._refused("step", "", error)
 
     def change_namespace(self) -> None:
-        """What is computed from now on is found by nobody else, and nothing older is found."""
+        """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
+        for request_id in list(self._requests):
+            self.forget(request_id)
         self._salt = secrets.token_bytes(KEY_BYTES)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class WorkerSide:
         config = self._kv_cache_config
         facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
         name = model_name(self._vllm_config.model_config.model, facts)
-        share = Share(name, slab_layout(config), config.num_blocks)
+        share = Share(name, slab_layout(config), config.num_blocks, _devices())
         node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True)
         try:
             node.start()
@@ -126,6 +126,12 @@ class WorkerSide:
 def instance_of(vllm_config: Any) -> str:
     """The engine's id, which all of its processes know."""
     return str(vllm_config.kv_transfer_config.engine_id)
+
+
+def _devices() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}",)
 
 
 def _runtime(vllm_config: Any) -> Runtime:

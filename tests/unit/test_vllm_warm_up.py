@@ -26,15 +26,20 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> type[BlockTables]:
     return BlockTables
 
 
+def is_redirected(runner: type[BlockTables]) -> bool:
+    """What the runner does now."""
+    return runner.redirect_writes_to_null_block
+
+
 def test_writes_go_to_page_0_until_vllm_serves(runner: type[BlockTables]) -> None:
     warm_up = WarmUp()
     warm_up.begin()
-    assert runner.redirect_writes_to_null_block
+    assert is_redirected(runner)
     warm_up.end()
-    assert not runner.redirect_writes_to_null_block
+    assert not is_redirected(runner)
     runner.redirect_writes_to_null_block = True
     warm_up.end()  # in every step: what somebody else wants is left alone
-    assert runner.redirect_writes_to_null_block
+    assert is_redirected(runner)
     runner.redirect_writes_to_null_block = False
 
 
