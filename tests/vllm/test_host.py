@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from tests.e2e.rig import running_node
-from tests.vllm.rig import BLOCK_TOKENS, Fleet, engines, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, random_prompt
 
 DEVICE_BLOCKS = 72
 """A request of the largest size fits; the prompts together do not."""
 
 
-def test_a_prompt_that_left_the_device_is_loaded_and_not_computed(fleet: Fleet) -> None:
+def test_a_prompt_that_left_the_device_is_loaded_and_not_computed(fleet: Fleet, plain: Engine) -> None:
     prompts = [random_prompt(each, 20.5) for each in range(8)]
     with running_node() as node:
         engine = fleet.engine(node.socket, DEVICE_BLOCKS, extra={"host_blocks": 400})
-        with engines(engine, fleet.engine(None, caching=False)) as (mine, plain):
-            expected = plain.ask(*prompts)
+        expected = plain.ask(*prompts)
+        with engines(engine) as (mine,):
             first = [mine.ask(prompt)[0] for prompt in prompts]
             assert [answer.said for answer in first] == [answer.said for answer in expected]
             answers = [mine.ask(prompt)[0] for prompt in prompts]
@@ -23,15 +23,3 @@ def test_a_prompt_that_left_the_device_is_loaded_and_not_computed(fleet: Fleet) 
             assert node.counters()["hit_blocks_host"] >= 20
             together = mine.ask(*prompts)  # more than fit at a time
             assert [answer.said for answer in together] == [answer.said for answer in expected]
-
-
-def test_after_a_reset_nothing_older_is_found_and_nothing_newer_by_others(fleet: Fleet) -> None:
-    prompt = random_prompt(90, 4.5)
-    with running_node() as node, engines(fleet.engine(node.socket), fleet.engine(node.socket)) as (one, other):
-        expected = one.ask(prompt)[0].said
-        assert one.reset()
-        answers = [one.ask(prompt)[0], one.ask(prompt)[0]]
-        assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS]
-        assert {answer.said for answer in answers} == {expected}
-        assert other.reset()
-        assert other.ask(prompt)[0].cached == 0

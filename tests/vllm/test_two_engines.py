@@ -9,7 +9,7 @@ import pytest
 from cachesvc_ctl.daemon_process import DaemonProcess
 
 from tests.e2e.rig import FLAGS, short_folder
-from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, engines, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, random_prompt
 
 REQUESTS = 300
 BATCH = 12
@@ -39,13 +39,6 @@ def node(fleet: Fleet) -> Iterator[Node]:
             check_daemon(made.daemon.socket)
         finally:
             assert made.daemon.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def plain(fleet: Fleet) -> Iterator[Engine]:
-    """vLLM without a connector, and without its own prefix cache."""
-    with engines(fleet.engine(None, caching=False)) as (engine,):
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +117,19 @@ def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_f
     node.daemon.start()
     for engine in two:
         assert [answer.said for answer in engine.collect()] == [answer.said for answer in expected[:2]]
-    for engine in two:
-        answer = engine.ask(later)[0]
-        assert (answer.said, answer.cached) == (expected[2].said, 5 * BLOCK_TOKENS)
+    answers = [engine.ask(later)[0] for engine in two]
+    assert [answer.said for answer in answers] == [expected[2].said] * 2
+    assert [answer.cached for answer in answers] == [0, 5 * BLOCK_TOKENS]
+
+
+def test_after_a_reset_nothing_older_is_found_and_nothing_newer_by_others(two: list[Engine], plain: Engine) -> None:
+    prompt = random_prompt(90, 4.5)
+    expected = plain.ask(prompt)[0].said
+    answers = [engine.ask(prompt)[0] for engine in two]
+    assert two[0].reset()
+    answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
+    assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
+    assert two[1].reset()
+    answers.append(two[1].ask(prompt)[0])
+    assert answers[-1].cached == 0
+    assert {answer.said for answer in answers} == {expected}
