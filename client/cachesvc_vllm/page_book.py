@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from cachesvc_client import CacheClientError, Lease, PendingStep, PoolExhausted, StepStream
+from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, PoolExhausted, StepStream
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_vllm.request_pages import RequestPages
@@ -86,16 +86,19 @@ class PageBook:
 
     def reserve(self, request: RequestPages, blocks: int) -> bool:
         """Make the request's table ``blocks`` long; False where there is no room now."""
+        is_with_daemon = self._is_with_daemon()
         if self.is_moving:
             return False
-        if not self._is_with_daemon():
+        if not is_with_daemon:
             return self._reserve_private(request, blocks - len(request.pages))
         if request.sequence is None or request.sequence.record.allocations:
             return False
         request.take_cells()
         if len(request.pages) >= blocks or self._grow(request, blocks):
             return True
-        if self._clock() < self._short_until_s:
+        if self._ended:  # vLLM has preempted somebody for this
+            self.flush()
+        elif self._clock() < self._short_until_s:
             return False
         if self._ask(request, blocks):
             return True
@@ -302,8 +305,10 @@ class PageBook:
     # -- without it --------------------------------------------------------------------------------------------------
 
     def _go_adrift(self) -> None:
-        """Requests go on in the pages that they have, new ones in those that nobody else can use."""
+        """Requests go on in the pages that they have, new ones in those that nobody else can use. Where the daemon is
+        still there and took the lease away, shared pages may be others' by now: then nothing goes on."""
         self.is_adrift = True
+        self.is_moving = isinstance(self._lease.record.loss, LeaseLost)
         self._sealing.clear()
         self._pending = None
         stock = self._lease.record.stock
@@ -315,7 +320,8 @@ class PageBook:
         ended, self._ended = self._ended, []
         for each in ended:
             self._private += each.private_pages()
-        if missing > len(self._private):
+        is_loaded = len(request.pages) >= request.hit_blocks + request.host_blocks
+        if not is_loaded or missing > len(self._private):
             return False
         if missing > 0:
             request.pages += self._private[:missing]

@@ -10,8 +10,9 @@ from cachesvc_client import CacheClient, Lease
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, computed_blocks
 from cachesvc_vllm.slab_layout import slab_layout
+from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
-from tests.e2e.rig import Node, wait_until
+from tests.e2e.rig import Node, running_node, wait_until
 from tests.unit.vllm_rig import layers_outermost
 
 PAGES = 64
@@ -188,6 +189,38 @@ def test_when_the_daemon_has_gone_requests_get_pages_that_nobody_else_was_offere
     assert not engine.book.reserve(request, 20)
     engine.book.take(request, 5)
     engine.end(request)
+
+
+def test_a_hit_that_was_to_come_from_the_host_is_nothing_once_the_daemon_has_gone(node: Node) -> None:
+    engine, keys = Engine(node, host_pages=PAGES), hashes("a", 4)
+    engine.compute("first", keys)
+    engine.end(engine.admit("all", [], USABLE))  # drives them to the host
+    request = engine.book.begin("second", keys, 4)
+    assert (request.hit_blocks, request.host_blocks) == (0, 4)
+    node.daemon.process.kill()
+    node.daemon.process.wait()
+    wait_until(lambda: engine.lease.is_lost, "the engine knows")
+    assert not engine.book.reserve(request, 4)
+    engine.close()
+
+
+def test_pages_of_a_preempted_request_are_there_for_whom_it_was_preempted_for(engine: Engine) -> None:
+    large, small = engine.admit("large", [], 40), engine.admit("small", [], 10)
+    assert not engine.book.reserve(small, 30)
+    engine.book.drop(large, large.held)
+    assert engine.book.reserve(small, 30)
+    engine.end(small)
+
+
+def test_a_lease_that_the_living_daemon_took_away_leaves_nothing_to_go_on_with() -> None:
+    with running_node(["--lease-seconds", "1"]) as node:
+        engine = Engine(node)
+        request = engine.admit("one", [], 4)
+        closing = lease_pb2.CloseRequest(lease_id=engine.lease.id)
+        lease_pb2_grpc.LeaseServiceStub(node.channel).Close(closing)
+        wait_until(lambda: engine.lease.is_lost, "the engine knows")
+        assert not engine.book.reserve(request, 4)
+        engine.close()
 
 
 def test_only_blocks_that_no_step_under_way_writes_are_computed() -> None:

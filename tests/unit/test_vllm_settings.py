@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cachesvc_vllm
 import pytest
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.settings import Settings, read_settings
@@ -46,3 +47,11 @@ def test_another_release_is_refused_with_what_works_unless_the_operator_wants_it
     with pytest.raises(ConnectorRefused, match=r"works with vLLM 0\.32 and 0\.33.*allow_untested_vllm"):
         require_version(version, allow_any=False)
     require_version(version, allow_any=True)
+
+
+def test_the_package_is_imported_without_vllm_and_the_connector_is_not() -> None:
+    assert cachesvc_vllm.__all__ == ["CachesvcConnector"]
+    with pytest.raises(ModuleNotFoundError, match="vllm"):
+        _ = cachesvc_vllm.CachesvcConnector
+    with pytest.raises(AttributeError, match="no attribute 'Connector'"):
+        _ = cachesvc_vllm.Connector
