@@ -52,7 +52,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Comes first in each step."""
         assert self._worker is not None
         if isinstance(kv_connector_metadata, StepTransfers):
-            self._worker.begin_step(kv_connector_metadata.epoch)
+            self._worker.begin_step(kv_connector_metadata.lease_id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The daemon loads by itself."""
@@ -110,7 +110,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """For the workers."""
         if self._scheduler is None:
             return StepTransfers()
-        return StepTransfers(self._scheduler.take_loads(), self._scheduler.epoch)
+        return StepTransfers(self._scheduler.take_loads(), self._scheduler.lease_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks may be freed."""

@@ -88,11 +88,6 @@ class Node:
         return self._client.socket_path
 
     @property
-    def epoch(self) -> int:
-        """The life of the daemon that gave the lease."""
-        return self.lease.registration.epoch
-
-    @property
     def is_back(self) -> bool:
         """True when a new lease waits to be taken, after the old one was lost."""
         return self._back is not None

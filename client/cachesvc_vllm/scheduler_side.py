@@ -92,9 +92,9 @@ class SchedulerSide:
         return blocks
 
     @property
-    def epoch(self) -> int:
-        """The life of the daemon whose pages requests have."""
-        return self._node.epoch
+    def lease_id(self) -> str:
+        """Of the lease whose pages requests have."""
+        return self._node.lease.id
 
     def host_tokens(self, request: Any) -> int:
         """Tokens of the request's hit that have to be loaded from the host."""

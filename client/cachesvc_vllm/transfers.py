@@ -22,7 +22,7 @@ class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """To the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
-    ``epoch``: the life of the daemon whose pages the tables of this step are of; 0 without a daemon."""
+    ``lease_id``: of the lease whose pages the tables of this step are of; empty without a daemon."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
-    epoch: int = 0
+    lease_id: str = ""

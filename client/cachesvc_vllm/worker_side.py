@@ -40,6 +40,8 @@ class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
         require_supported(vllm_config, kv_cache_config)
+        if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning('a request whose load fails will fail: set "kv_load_failure_policy": "recompute"')
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
@@ -86,11 +88,11 @@ class WorkerSide:
         self._node.keep_address()
         self._warm_up.begin()
 
-    def begin_step(self, epoch: int) -> None:
-        """vLLM serves requests: it has warmed up. After a loss its scheduler says that it uses the new daemon's pages:
+    def begin_step(self, lease_id: str) -> None:
+        """vLLM serves requests: it has warmed up. After a loss its scheduler says that it uses another lease's pages:
         then it uses no others any more. Raises ConnectorRefused where this process did not come back."""
         self._warm_up.end()
-        if self._node is None or epoch in (0, self._node.epoch):
+        if self._node is None or lease_id in ("", self._node.lease.id):
             return
         if not self._node.wait_back(BACK_S):
             raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")

@@ -44,15 +44,16 @@ def staying(folder: Path) -> Iterator[Daemon]:
 
 def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daemon) -> None:
     node = staying
-    scheduler = Node(Settings(socket=node.socket), "scheduler", SHARE, attaches=False)
-    worker = Node(Settings(socket=node.socket), "worker", SHARE, attaches=True)
+    scheduler = Node(Settings(socket=node.socket), "engine", SHARE, attaches=False)
+    worker = Node(Settings(socket=node.socket), "engine", SHARE, attaches=True)
     worker.start()
     scheduler.start()
     try:
         tensor = worker.pool.slab(GROUP)
         worker.keep_address()
         tensor[100] = 7
-        epoch = worker.epoch
+        before = worker.lease.id
+        assert scheduler.lease.id == before
         node.daemon.process.kill()
         node.daemon.process.wait()
         wait_until(lambda: worker.lease.is_lost and scheduler.lease.is_lost, "both know")
@@ -62,7 +63,7 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
             assert each.wait_back(60)
             assert each.is_back
             each.move()
-            assert each.epoch != epoch
+        assert worker.lease.id == scheduler.lease.id != before
         assert tensor[100] == 0
         np.asarray(worker.pool.slab(GROUP))[200] = 9
         assert tensor[200] == 9
