@@ -115,6 +115,12 @@ class PageBook:
         self.held_blocks += blocks
         return request.take(blocks)
 
+    def finish(self, request: RequestPages, output_tokens: int) -> None:
+        """A request has ended, and vLLM frees what it has of it; one that never was admitted has only its hit."""
+        request.output_tokens = output_tokens
+        if not request.held:
+            self.forget(request.request_id)
+
     def drop(self, request: RequestPages, blocks: int) -> None:
         """vLLM has freed some of a request's pages: with the last of them the request is over."""
         self.held_blocks -= blocks

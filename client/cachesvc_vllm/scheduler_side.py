@@ -117,8 +117,8 @@ class SchedulerSide:
         """A request has ended: what it has computed is sealed before its pages go."""
         pages = self._book.find(request.request_id)
         if pages is not None:
-            pages.output_tokens = request.num_output_tokens
             self._seal(request)
+            self._book.finish(pages, request.num_output_tokens)
 
     def end_step(self) -> None:
         """A step's output has come: seal what it has computed, and tell the daemon."""

@@ -118,6 +118,17 @@ def test_pages_go_back_with_the_last_that_vllm_frees(engine: Engine, node: Node)
     wait_until(lambda: node.pages("private", "replica 0") <= 2, "all but the stock came back")
 
 
+def test_a_request_that_ends_before_it_was_admitted_keeps_nothing(engine: Engine) -> None:
+    keys = hashes("a", 5)
+    engine.compute("first", keys)
+    waiting = engine.book.begin("aborted", keys, 5)
+    assert engine.book.reserve(waiting, 20)
+    engine.book.finish(waiting, 0)
+    engine.book.flush()
+    assert engine.book.find("aborted") is None
+    engine.end(engine.admit("all", [], USABLE))
+
+
 def test_a_block_that_another_sealed_first_keeps_its_own_page(engine: Engine, other: Engine, node: Node) -> None:
     keys = hashes("a", 4)
     mine, theirs = engine.admit("mine", keys, 4), other.admit("theirs", keys, 4)
