@@ -83,7 +83,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers' memory is the daemon's: block ids are its pages from here on."""
+        """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said: it is vLLM's own."""
+        if not metadata:
+            return
         assert self._kv_cache_manager is not None
         told: WorkerShare = metadata[0]
         node = Node(self._settings, instance_of(self._vllm_config), told.share, attaches=False)
