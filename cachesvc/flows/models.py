@@ -128,13 +128,13 @@ class Registration:
         """Free what evicted models held and make the pools. Raises PoolExhausted and Unavailable, with nothing made."""
         new, pools, is_new = self._new, self._plan.pools, self._new.model is None
         where = f"device pool of model {self._model_id}, replica {self._replica_id}"
-        self._on_device = _page_pools(where, new.layout, pools.device_pages, new.reserved_pages)
+        self._on_device = _device_pools(where, new.layout, pools.device_pages, new.reserved_pages)
         for pool in self._on_device:
-            pool.add(pool.withheld, pool.capacity)
+            pool.add(pool.first, pool.capacity)
         vault.close_retired()
         with ExitStack() as undo:
             if is_new:
-                self._on_host = _page_pools(f"host pool of model {self._model_id}", new.layout, pools.host_pages)
+                self._on_host = _host_pools(f"host pool of model {self._model_id}", new.layout, pools.host_pages)
                 vault.open_host(self._model_id, new.layout, pools.host_pages, new.devices)
                 undo.callback(vault.close_model, self._model_id)
                 for group, run in vault.take_news(self._model_id):
@@ -276,6 +276,15 @@ def _devices(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
     return chosen
 
 
-def _page_pools(where: str, layout: Layout, pages: tuple[int, ...], withheld: int = 0) -> tuple[PagePool, ...]:
+def _host_pools(where: str, layout: Layout, pages: tuple[int, ...]) -> tuple[PagePool, ...]:
     groups = zip(layout.groups, pages, strict=True)
-    return tuple(PagePool(f"{where}, group {group.name}", count, withheld) for group, count in groups)
+    return tuple(PagePool(f"{where}, group {group.name}", count) for group, count in groups)
+
+
+def _device_pools(where: str, layout: Layout, pages: tuple[int, ...], reserved: int) -> tuple[PagePool, ...]:
+    """The reserved pages are the first of each slab, and so of the first group in it."""
+    columns = zip(layout.groups, pages, layout.first_pages(pages), layout.slab_pages(pages), strict=True)
+    return tuple(
+        PagePool(f"{where}, group {group.name}", count, 0 if first else reserved, first=first, pages=slab)
+        for group, count, first, slab in columns
+    )

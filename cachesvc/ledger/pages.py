@@ -38,14 +38,17 @@ _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in Page
 
 
 class PagePool:
-    """Pages ``0 .. pages - 1`` of one group on one place, the first ``withheld`` of which are the engines' own and
-    never usable; ``capacity`` counts the others. Pages become usable through ``add``."""
+    """``count`` pages of one group on one place, from ``first`` on among the ``pages`` of a slab where other groups
+    have the rest. The first ``withheld`` of them are the engines' own and never usable: ``first`` is the one behind
+    them, and ``capacity`` counts those from there on. Pages become usable through ``add``."""
 
-    def __init__(self, name: str, pages: int, withheld: int = 0) -> None:
+    def __init__(self, name: str, count: int, withheld: int = 0, *, first: int = 0, pages: int = 0) -> None:
+        pages = max(pages, first + count)
         self.name = name
         self.pages = pages
+        self.first = first + withheld
         self.withheld = withheld
-        self.capacity = pages - withheld
+        self.capacity = count - withheld
         self.states = bytearray(pages)
         self.generations = array("I", bytes(4 * pages))
         self.counts = [0] * len(PageState)
@@ -71,7 +74,8 @@ class PagePool:
 
     def add(self, first: int, count: int) -> None:
         """Make pages usable (their memory has arrived). Raises LedgerBroken for a page that is there already."""
-        if count < 1 or first < self.withheld or first + count > self.pages or any(self._added[first : first + count]):
+        last = first + count
+        if count < 1 or first < self.first or last > self.first + self.capacity or any(self._added[first:last]):
             raise LedgerBroken(f"{self.name}: pages {first}+{count} are not new pages of this pool")
         self._added[first : first + count] = b"\x01" * count
         self.usable += count
@@ -191,8 +195,8 @@ class PagePool:
                 out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
         if not 0 <= self.reserved <= self.counts[FREE]:
             out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
-        if any(self._added[: self.withheld]):
-            out.append(f"{self.name}: some of the first {self.withheld} pages are usable, which are the engines' own")
+        if any(self._added[: self.first]) or any(self._added[self.first + self.capacity :]):
+            out.append(f"{self.name}: pages are usable that are others', or the engines' own")
         if sum(self.counts) != self.usable:
             out.append(f"{self.name}: counts {self.counts} do not add up to {self.usable}")
         for state in PageState:

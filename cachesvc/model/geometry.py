@@ -40,7 +40,7 @@ class Geometry:
 
 
 def device_geometry(layout: Layout, group: int, pages: int) -> Geometry:
-    """Plane-major placement of ``pages`` pages of one group in a slab that starts at offset 0."""
+    """Plane-major placement of one group in a slab of ``pages`` pages that starts at offset 0."""
     spans: list[PlaneSpan] = []
     offset = 0
     for plane in layout.planes_of(group):
@@ -65,8 +65,13 @@ def device_bytes(layout: Layout, pages: tuple[int, ...]) -> int:
 
     Counts may leave out a layout's markers (``Layout.fill_pages``), which are in the sum all the same.
     """
-    filled = layout.fill_pages(pages)
-    return sum(device_geometry(layout, group, count).total_bytes for group, count in enumerate(filled))
+    filled = layout.slab_pages(layout.fill_pages(pages))
+    return sum(slab_bytes(layout, pool, filled[pool[0]]) for pool in layout.pools)
+
+
+def slab_bytes(layout: Layout, pool: tuple[int, ...], pages: int) -> int:
+    """Bytes of the slab of ``pages`` pages that the groups of ``pool`` lie in on one rank."""
+    return max(device_geometry(layout, group, pages).total_bytes for group in pool)
 
 
 def host_bytes(layout: Layout, pages: tuple[int, ...]) -> int:

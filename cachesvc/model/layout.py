@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -69,13 +69,16 @@ class PlaneGroup:
     """Planes that are kept and dropped together.
 
     ``window_tokens``: None where attention reaches back without bound; otherwise the window counts the query itself.
-    ``replicated``: every rank holds the same bytes, so one copy serves all of them on the host.
+    ``replicated``: every rank holds the same bytes, so one copy serves all of them on the host. ``pool``: groups that
+    name the same one lie in one slab on the device, over the same planes' bytes and under one numbering of pages, of
+    which each has a range. Empty: a slab of its own.
     """
 
     name: str
     window_tokens: int | None = None
     sink_tokens: int = 0
     replicated: bool = False
+    pool: str = ""
 
 
 MARKER_GROUP = PlaneGroup(MARKER, replicated=True)
@@ -103,6 +106,7 @@ class Layout:
         _check_numbers(self)
         _check_groups(self)
         _check_planes(self)
+        _check_pools(self)
 
     @cached_property
     def group_index(self) -> dict[str, int]:
@@ -182,6 +186,24 @@ class Layout:
         mine = [plane for plane in self.planes if plane.group == name]
         return tuple(sorted(mine, key=lambda plane: (-plane.page_bytes, plane.layer, plane.name)))
 
+    @cached_property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """The groups by the slabs that they lie in on the device, those first whose pages have the lowest numbers."""
+        found: dict[str, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            found.setdefault(group.pool or f"#{index}", []).append(index)
+        return tuple(tuple(groups) for groups in found.values())
+
+    def slab_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """For each group, the pages of the slab that it lies in; ``pages``: of each group."""
+        sums = {group: sum(pages[each] for each in pool) for pool in self.pools for group in pool}
+        return tuple(sums[group] for group in range(len(self.groups)))
+
+    def first_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """The number of each group's first page in its slab."""
+        firsts = {group: sum(pages[each] for each in pool[:at]) for pool in self.pools for at, group in enumerate(pool)}
+        return tuple(firsts[group] for group in range(len(self.groups)))
+
     def page_bytes(self, group: int) -> int:
         """Bytes of one block in one group on one rank."""
         return sum(plane.page_bytes for plane in self.planes_of(group))
@@ -213,6 +235,8 @@ class Layout:
             out += [_prefixed(plane.name), struct.pack("<I", plane.layer), _prefixed(plane.group)]
             out.append(struct.pack(f"<B{len(plane.page_shape)}Q", len(plane.page_shape), *plane.page_shape))
             out.append(_prefixed(plane.dtype))
+        if any(group.pool for group in self.groups):
+            out += [_prefixed(group.pool) for group in self.groups]
         return b"".join(out)
 
     @cached_property
@@ -252,6 +276,8 @@ def _check_groups(layout: Layout) -> None:
         _check_name("group", group.name)
         _require(group.name not in seen, f"group {group.name!r} is listed twice")
         seen.add(group.name)
+        if group.pool:
+            _check_name("pool", group.pool)
         window = group.window_tokens
         _require(
             window is None or 1 <= window < 1 << 31,
@@ -285,6 +311,18 @@ def _check_planes(layout: Layout) -> None:
         labels.add(plane.label)
         used.add(plane.group)
     _require(used == names, f"groups without planes: {sorted(names - used)}")
+
+
+def _check_pools(layout: Layout) -> None:
+    for pool in layout.pools:
+        widths = [[plane.page_bytes for plane in layout.planes_of(group)] for group in pool]
+        longest = max(widths, key=len)
+        for group, mine in zip(pool, widths, strict=True):
+            _require(
+                mine == longest[: len(mine)],
+                f"group {layout.groups[group].name!r}: its planes are not as wide as those of pool "
+                f"{layout.groups[group].pool!r}, over which they lie",
+            )
 
 
 def _good_shape(shape: Iterable[int]) -> bool:

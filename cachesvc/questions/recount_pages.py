@@ -21,7 +21,8 @@ class PoolColumns:
 
     name: str
     pages: int
-    withheld: int
+    first: int
+    capacity: int
     usable: int
     reserved: int
     kept: int
@@ -84,7 +85,8 @@ def _pool(place: Place, group: int) -> PoolColumns:
     return PoolColumns(
         pool.name,
         pool.pages,
-        pool.withheld,
+        pool.first,
+        pool.capacity,
         pool.usable,
         pool.reserved,
         sum(reservation.held[group] for reservation in place.reservations),
@@ -185,8 +187,8 @@ def _counts(pool: PoolColumns) -> list[str]:
     out: list[str] = []
     if sum(pool.counts) != pool.usable or int(pool.added.sum()) != pool.usable:
         out.append(f"{pool.name}: counts {pool.counts} do not add up to {pool.usable}")
-    if pool.added[: pool.withheld].any():
-        out.append(f"{pool.name}: some of the first {pool.withheld} pages are usable, which are the engines' own")
+    if pool.added[: pool.first].any() or pool.added[pool.first + pool.capacity :].any():
+        out.append(f"{pool.name}: pages are usable that are others', or the engines' own")
     if pool.reserved != pool.kept or not 0 <= pool.reserved <= pool.counts[PageState.FREE]:
         out.append(f"{pool.name}: {pool.reserved} pages are counted reserved, {pool.kept} are, of the free ones")
     seen = np.bincount(pool.states, minlength=len(PageState))

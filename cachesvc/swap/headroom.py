@@ -25,15 +25,20 @@ class PoolSizes:
         self.layout = layout
         groups = range(len(layout.groups))
         self.page_bytes = [layout.page_bytes(group) for group in groups]
-        self.device_block_bytes = sum(self.page_bytes)
+        widest = {group: max(pool, key=layout.page_bytes) for pool in layout.pools for group in pool}
+        self._slab_page_bytes = [self.page_bytes[widest[group]] for group in groups]
+        self.device_block_bytes = sum(self._slab_page_bytes)
         self.host_slabs = [
             (group, rank, self.page_bytes[group]) for group in groups for rank in range(layout.host_ranks(group))
         ]
         self.host_block_bytes = sum(page_bytes for _, _, page_bytes in self.host_slabs)
-        self._planes = Counter((layout.group_index[plane.group], plane.page_bytes) for plane in layout.planes)
+        alone = set(widest.values())
+        every = ((layout.group_index[plane.group], plane.page_bytes) for plane in layout.planes)
+        self._planes = Counter((group, width) for group, width in every if group in alone)
 
     def device_bytes(self, pages: Sequence[int]) -> int:
         """As ``geometry.device_bytes``, of counts for every group."""
+        pages = self.layout.slab_pages(pages)
         return sum(
             planes * -(-pages[group] * width // PLANE_ALIGN_BYTES) * PLANE_ALIGN_BYTES
             for (group, width), planes in self._planes.items()
@@ -50,7 +55,7 @@ class PoolSizes:
         def pages(blocks: int) -> tuple[int, ...]:
             return tuple(blocks * unit for unit in units)
 
-        block_bytes = sum(size * unit for size, unit in zip(self.page_bytes, units, strict=True))
+        block_bytes = sum(size * unit for size, unit in zip(self._slab_page_bytes, units, strict=True))
         high = max(0, size_bytes) // block_bytes
         if not high or self.device_bytes(pages(high)) <= size_bytes:
             return pages(high)

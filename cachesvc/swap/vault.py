@@ -21,7 +21,7 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Backend, Slab
 from cachesvc.model.errors import NotFound
-from cachesvc.model.geometry import device_geometry
+from cachesvc.model.geometry import slab_bytes
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import Run
 from cachesvc.swap.engine import SwapEngine
@@ -65,8 +65,13 @@ class _Holding:
         """Every device slab, with its device."""
         for replica, ranks in self.replicas.items():
             for device, rank in zip(self.devices[replica], ranks, strict=True):
-                for slab in rank:
+                for slab in unique(rank):
                     yield device, slab
+
+
+def unique(slabs: Iterable[Slab]) -> Iterable[Slab]:
+    """Each slab once: several groups may lie in one."""
+    return {id(slab): slab for slab in slabs}.values()
 
 
 class Vault:
@@ -174,23 +179,24 @@ class Vault:
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
     ) -> None:
         """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
-        sizes = [device_geometry(layout, group, count).total_bytes for group, count in enumerate(pages)]
+        counts = layout.slab_pages(pages)
         ranks: list[list[Slab]] = []
         with ExitStack() as undo:
             for device in devices:
-                ranks.append([])
-                for size in sizes:
-                    slab = self._backend.create_slab(device, size)
+                mine: dict[int, Slab] = {}
+                for pool in layout.pools:
+                    slab = self._backend.create_slab(device, slab_bytes(layout, pool, counts[pool[0]]))
                     undo.callback(slab.close)
-                    ranks[-1].append(slab)
-            self._engine.attach_replica(model, replica, devices, ranks, pages)
+                    mine |= dict.fromkeys(pool, slab)
+                ranks.append([mine[group] for group in range(len(pages))])
+            self._engine.attach_replica(model, replica, devices, ranks, counts)
             undo.pop_all()
         with self._lock:
             holding = self._models[model]
             holding.replicas[replica] = ranks
             holding.devices[replica] = devices
             for device, rank in zip(devices, ranks, strict=True):
-                self._used[device] += sum(slab.handle.size_bytes for slab in rank)
+                self._used[device] += sum(slab.handle.size_bytes for slab in unique(rank))
 
     def close_model(self, model: int) -> None:
         """Free the memory of a model that did not come into the ledger."""

@@ -64,6 +64,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
             window_tokens=group.window_tokens,
             sink_tokens=group.sink_tokens,
             replicated=group.replicated,
+            pool=group.pool,
         )
         for group in layout.groups
     ]
@@ -84,6 +85,7 @@ def layout_from_proto(message: common_pb2.Layout) -> Layout:
             group.window_tokens if group.HasField("window_tokens") else None,
             group.sink_tokens,
             group.replicated,
+            group.pool,
         )
         for group in message.groups
     )

@@ -53,6 +53,7 @@ LIMITS: dict[str, Bound] = {
     "Plane.dtype": NAME,
     "Plane.page_shape": Bound(MAX_DIMS, Where.FLOW),
     "PlaneGroup.name": NAME,
+    "PlaneGroup.pool": NAME,
     "AttachRequest.lease_id": ID,
     "AttachRequest.process_token": TOKEN,
     "DetachRequest.lease_id": ID,

@@ -44,11 +44,12 @@ def two_tenants(quotas: str = "") -> Iterator[str]:
         yield daemon.socket
 
 
-def engine_of(socket: str, tenant: str, device_pages: int = 16, host_pages: int = 0) -> Engine:
+def engine_of(socket: str, tenant: str, device_pages: int = 16, host_pages: int = 0, instance: str = "") -> Engine:
     """An engine with that tenant's token; all of them have one model, one layout and one (empty) salt."""
-    made = Engine(socket, name=f"engine of {tenant}", device_pages=device_pages, host_pages=host_pages)
+    name = f"engine of {tenant}"
+    made = Engine(socket, name=name, device_pages=device_pages, host_pages=host_pages, instance=instance)
     patient = Timeouts(connect_s=WAIT_SECONDS, call_s=WAIT_SECONDS)
-    made.client = CacheClient(socket, engine=f"engine of {tenant}", token=TOKENS[tenant], timeouts=patient)
+    made.client = CacheClient(socket, engine=name, token=TOKENS[tenant], timeouts=patient)
     return made
 
 
@@ -120,7 +121,12 @@ def test_listings_show_a_tenant_its_own_alone_and_readers_no_key_to_a_lease() ->
 
 
 def test_another_tenants_lease_model_and_tickets_are_not_there_even_by_their_names() -> None:
-    with two_tenants() as socket, engine_of(socket, "a", host_pages=16) as a, engine_of(socket, "b") as b:
+    with (
+        two_tenants() as socket,
+        engine_of(socket, "a", host_pages=16, instance="a's") as a,
+        engine_of(socket, "b", instance="a's") as b,
+    ):
+        assert a.lease.id != b.lease.id
         sequence = a.lease.match(a.keys(prompt(1, 2)))
         sequence.allocate(2)
         ticket = sequence.swap_out().tickets[0].id
@@ -138,7 +144,10 @@ def test_another_tenants_lease_model_and_tickets_are_not_there_even_by_their_nam
                 lambda: list(leases.KeepAlive(iter([lease_pb2.KeepAliveRequest(lease_id=lease)]))),
                 lambda: leases.Open(
                     lease_pb2.OpenRequest(
-                        model_id=a.registration.model_id, process_token=token, namespace=a.registration.namespace
+                        model_id=a.registration.model_id,
+                        process_token=token,
+                        namespace=a.registration.namespace,
+                        instance_id="a's",
                     )
                 ),
             ]
@@ -205,9 +214,12 @@ def test_quotas_name_what_was_too_much() -> None:
         held[0].allocate(5)
         with pytest.raises(QuotaExceeded, match="lease_private_pages of tenant 'a': 7 is more than the limit of 6"):
             held[1].allocate(2)
-        second = a.client.open_lease(a.registration)
+        second = a.client.open_lease(a.registration, instance="shared")
         with pytest.raises(QuotaExceeded, match="leases of tenant 'a': 3 is more than the limit of 2"):
             a.client.open_lease(a.registration)
+        with CacheClient(socket, token=TOKENS["a"]) as worker:
+            joined = worker.open_lease(worker.register("model@1", PLAIN), instance="shared")
+            assert (joined.id, joined.joined) == (second.id, True), "which is no lease more"
         held[2].release()
         with second.match(b"") as more, pytest.raises(QuotaExceeded, match="private_pages of tenant 'a': 9 is more"):
             more.allocate(4)

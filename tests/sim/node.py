@@ -182,7 +182,9 @@ class SimNode:
 
     def write_page(self, model: Model, replica: int, group: int, page: int, content: list[bytes]) -> None:
         """Write a device page on every rank, plane by plane, as kernels of an engine would."""
-        geometry = device_geometry(model.layout, group, model.replicas[replica].device_pages[group])
+        geometry = device_geometry(
+            model.layout, group, model.layout.slab_pages(model.replicas[replica].device_pages)[group]
+        )
         for rank, mine in enumerate(content):
             slab = self.vault.slabs(model.id, replica, rank)[group]
             at = 0

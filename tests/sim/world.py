@@ -56,11 +56,14 @@ def gqa_layout() -> Layout:
     return Layout(4, 1, (PlaneGroup("full"),), tuple(planes))
 
 
-def windowed_layout(window_tokens: int, sink_tokens: int) -> Layout:
-    """Two ranks: a replicated full group, and a window whose bytes differ by rank."""
+def windowed_layout(window_tokens: int, sink_tokens: int, pool: str) -> Layout:
+    """Two ranks: a replicated full group, and a window whose bytes differ by rank; of one ``pool``, if it is named."""
     planes = [Plane("latent", layer, "full", (37,), "uint8") for layer in range(2)]
-    planes += [Plane(name, 1, "window", (3, 7), "uint8") for name in ("k", "v")]
-    groups = (PlaneGroup("full", replicated=True), PlaneGroup("window", window_tokens, sink_tokens))
+    planes += [Plane(name, 1, "window", (37,) if pool else (3, 7), "uint8") for name in ("k", "v")]
+    groups = (
+        PlaneGroup("full", replicated=True, pool=pool),
+        PlaneGroup("window", window_tokens, sink_tokens, pool=pool),
+    )
     return Layout(4, 2, groups, tuple(planes))
 
 
@@ -95,7 +98,8 @@ class World:
             return PoolRequest(tuple(rng.randint(*each) for each in ranges))
 
         device, both = (bias.device,), (bias.device, bias.device_windows)
-        gqa, windowed = gqa_layout(), windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)))
+        gqa = gqa_layout()
+        windowed = windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)), rng.choice(("", "kv")))
         gqa_host, windowed_host = pages(bias.host), pages(bias.host, bias.host_windows)
         return [
             RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host, reserved_pages=1),

@@ -46,10 +46,11 @@ def one_group() -> Layout:
     return Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (8,), "uint8"),))
 
 
-def windowed(window_tokens: int = 8, sink_tokens: int = 0) -> Layout:
-    """A full group, and one that looks back ``window_tokens``."""
+def windowed(window_tokens: int = 8, sink_tokens: int = 0, pool: str = "") -> Layout:
+    """A full group, and one that looks back ``window_tokens``; of one ``pool``, if it has a name."""
     planes = (Plane("k", 0, "full", (8,), "uint8"), Plane("k", 1, "window", (8,), "uint8"))
-    return Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"), PlaneGroup("window", window_tokens, sink_tokens)), planes)
+    groups = (PlaneGroup("full", pool=pool), PlaneGroup("window", window_tokens, sink_tokens, pool=pool))
+    return Layout(BLOCK_TOKENS, 1, groups, planes)
 
 
 def chain(*names: object, namespace: bytes = b"") -> bytes:

@@ -15,11 +15,22 @@ WIDTHS = st.integers(1, 5000)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """One to three groups of planes of odd widths, on one to three ranks, some replicated, perhaps all with windows."""
-    count = draw(st.integers(1, 3))
+    """One to three groups of planes of odd widths, on one to three ranks, some replicated, perhaps all with windows, or
+    all in one slab."""
+    count, pool = draw(st.integers(1, 3)), draw(st.sampled_from(("", "one")))
     groups = tuple(
-        PlaneGroup(f"g{i}", draw(st.sampled_from((None, 8))), replicated=draw(st.booleans())) for i in range(count)
+        PlaneGroup(f"g{i}", draw(st.sampled_from((None, 8))), replicated=draw(st.booleans()), pool=pool)
+        for i in range(count)
     )
+    if pool:
+        widths = sorted(draw(st.lists(WIDTHS, min_size=1, max_size=4)), reverse=True)
+        layers = [range(draw(st.integers(1, len(widths)))) for _ in groups]
+        over = [
+            Plane("k", at, group.name, (widths[at],), "uint8")
+            for group, few in zip(groups, layers, strict=True)
+            for at in few
+        ]
+        return Layout(4, draw(st.integers(1, 3)), groups, tuple(over))
     planes = tuple(
         Plane("k", layer, f"g{group}", (draw(WIDTHS),), "uint8")
         for layer, group in enumerate([*range(count), *draw(st.lists(st.integers(0, count - 1), max_size=4))])

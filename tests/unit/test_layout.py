@@ -105,6 +105,26 @@ def test_no_two_pages_share_a_byte(layout: Layout) -> None:
                 assert len({after - before for before, after in pairwise(offsets)}) <= 1, "one pitch"
 
 
+def test_groups_of_one_pool_lie_over_one_another_at_pages_of_their_own() -> None:
+    groups = (PlaneGroup("full", pool="kv"), PlaneGroup("index"), PlaneGroup("window", 20, pool="kv"))
+    widths = {"full": (8, 8, 4), "index": (3,), "window": (8, 8)}
+    planes = tuple(
+        Plane("k", layer, name, (width,), "uint8") for name, each in widths.items() for layer, width in enumerate(each)
+    )
+    layout = Layout(4, 1, groups, planes)
+    assert layout.pools == ((0, 2), (1,))
+    assert (layout.slab_pages((100, 7, 28)), layout.first_pages((100, 7, 28))) == ((128, 7, 128), (0, 0, 100))
+    assert device_bytes(layout, (100, 7, 28)) == 128 * 20 + 256
+    offsets = [[span.offset for span in device_geometry(layout, group, 128).spans] for group in (0, 2)]
+    assert offsets == [[0, 1024, 2048], [0, 1024]]
+    assert layout.fingerprint != replace(layout, groups=tuple(replace(each, pool="") for each in groups)).fingerprint
+    for wrong in (replace(planes[-1], page_shape=(9,)), replace(planes[-1], page_shape=(4,))):
+        with pytest.raises(LayoutRejected, match="group 'window': its planes are not as wide"):
+            Layout(4, 1, groups, (*planes[:-1], wrong))
+    with pytest.raises(LayoutRejected, match="pool name"):
+        Layout(4, 1, (PlaneGroup("full", pool="a b"),), planes[:3])
+
+
 def test_windows_in_blocks() -> None:
     assert (WINDOWED.full_groups, WINDOWED.window_groups) == ((0,), (1,))
     assert WINDOWED.sink_blocks(1) == 2

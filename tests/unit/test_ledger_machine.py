@@ -65,6 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
         sinks=st.sampled_from((0, 4)),
         eviction=st.sampled_from(("lru", "hazard")),
         reserved_pages=st.integers(0, 2),
+        pool=st.sampled_from(("", "one")),
     )
     def begin(
         self,
@@ -77,8 +78,9 @@ class LedgerMachine(RuleBasedStateMachine):
         sinks: int,
         eviction: str,
         reserved_pages: int,
+        pool: str,
     ) -> None:
-        layout = windowed(sink_tokens=sinks) if windows else one_group()
+        layout = windowed(sink_tokens=sinks, pool=pool) if windows else one_group()
         groups = len(layout.groups)
         self.rig: Rig = rig_of(
             layout,

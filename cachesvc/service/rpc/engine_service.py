@@ -82,6 +82,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             epoch=self._node.epoch,
             existed=made.existed,
             reserved_pages=made.model.reserved_pages,
+            first_pages=made.model.layout.first_pages(made.replica.device_pages),
         )
 
     def _budget(self, tenant: str) -> Budget:
@@ -95,14 +96,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
         timeline = self._backend.timeline(device)
+        pages = model.layout.slab_pages(replica.device_pages)
         return engine_pb2.AttachResponse(
             device=device,
             slabs=[
                 engine_pb2.GroupSlab(
                     group=group,
-                    pages=replica.device_pages[group],
+                    pages=pages[group],
                     handle=_handle(slab.handle),
-                    planes=placements_to_proto(device_geometry(model.layout, group, replica.device_pages[group])),
+                    planes=placements_to_proto(device_geometry(model.layout, group, pages[group])),
                 )
                 for group, slab in enumerate(slabs)
             ],

@@ -101,9 +101,12 @@ class AttachedPool:
                 self._gpu = self._opener(self.device)
                 self._gpu.start()
             self._map_timeline()
+            mapped: dict[bytes, Memory] = {}
             for slab in self._attached.slabs:
-                memory = memory_of(slab.handle, self._life.fetch_fd, self._gpu)
-                self._map(memory)
+                memory = mapped.get(slab.handle.token)
+                if memory is None:
+                    memory = mapped[slab.handle.token] = memory_of(slab.handle, self._life.fetch_fd, self._gpu)
+                    self._map(memory)
                 self._slabs[self.layout.groups[slab.group].name] = memory
                 for placement in slab.planes:
                     spec = self._planes.spec(placement.group, placement.layer, placement.name)

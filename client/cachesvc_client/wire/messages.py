@@ -57,6 +57,8 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
     """What the daemon granted. Raises NotSupported by one that reserves no pages, and would grant them."""
     if response.reserved_pages != reserved_pages:
         raise NotSupported(f"the daemon reserves {response.reserved_pages} pages, not {reserved_pages}: update it")
+    if not response.first_pages and any(group.pool for group in layout.groups):
+        raise NotSupported("the daemon gives each group a slab of its own, whatever pool it names: update it")
     return Registration(
         model_id=response.model_id,
         replica=response.replica,
@@ -68,6 +70,7 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
         layout=layout,
         existed=response.existed,
         reserved_pages=response.reserved_pages,
+        first_pages=tuple(response.first_pages),
     )
 
 

@@ -86,6 +86,7 @@ class PlaneGroup(_message.Message):
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     SINK_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICATED_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window_tokens: _builtins.int
     """Absent: attention reaches back without bound. The window counts the query itself."""
@@ -93,6 +94,10 @@ class PlaneGroup(_message.Message):
     """First tokens that never fall out of reach."""
     replicated: _builtins.bool
     """Every rank holds the same bytes: the host keeps one copy for all."""
+    pool: _builtins.str
+    """Groups that name one pool lie in one slab on the device, over the same planes' bytes: the planes of each are as wide
+    as those of the others, in copy order. Their pages are numbered through; each group has a range. Empty: none.
+    """
     def __init__(
         self,
         *,
@@ -100,10 +105,11 @@ class PlaneGroup(_message.Message):
         window_tokens: _builtins.int | None = ...,
         sink_tokens: _builtins.int = ...,
         replicated: _builtins.bool = ...,
+        pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens", "name", b"name", "replicated", b"replicated", "sink_tokens", b"sink_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens", "name", b"name", "pool", b"pool", "replicated", b"replicated", "sink_tokens", b"sink_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__window_tokens: _TypeAlias = _typing.Literal["window_tokens"]  # noqa: Y015
     _WhichOneofArgType__window_tokens: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens"]  # noqa: Y015

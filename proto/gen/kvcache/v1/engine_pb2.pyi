@@ -133,6 +133,7 @@ class RegisterResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     EXISTED_FIELD_NUMBER: _builtins.int
     RESERVED_PAGES_FIELD_NUMBER: _builtins.int
+    FIRST_PAGES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     replica: _builtins.int
     namespace: _builtins.bytes
@@ -151,6 +152,10 @@ class RegisterResponse(_message.Message):
     def host_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def first_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The number of each group's first page in its slab: not 0 behind other groups of its pool."""
+
     def __init__(
         self,
         *,
@@ -163,10 +168,11 @@ class RegisterResponse(_message.Message):
         epoch: _builtins.int = ...,
         existed: _builtins.bool = ...,
         reserved_pages: _builtins.int = ...,
+        first_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica", "reserved_pages", b"reserved_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "first_pages", b"first_pages", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica", "reserved_pages", b"reserved_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,6 +246,7 @@ class GroupSlab(_message.Message):
     PLANES_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     pages: _builtins.int
+    """Of the slab, which several groups may have: the handle is then the same."""
     @_builtins.property
     def handle(self) -> _common_pb2.MemoryHandle: ...
     @_builtins.property
