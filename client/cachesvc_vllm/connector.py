@@ -1,0 +1,146 @@
+"""``CachesvcConnector``: vLLM's interface for connectors, a line for each hook; what it does is on its two sides."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from cachesvc_vllm.node import Node
+from cachesvc_vllm.scheduler_side import SchedulerSide
+from cachesvc_vllm.settings import read_settings
+from cachesvc_vllm.transfers import StepTransfers, WorkerShare
+from cachesvc_vllm.worker_side import WorkerSide, instance_of
+
+
+class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM makes one for the scheduler and one for each worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        if role is KVConnectorRole.WORKER:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing that is not published is missed by anybody."""
+        return False
+
+    # -- worker ------------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Where KV memory comes from."""
+        assert self._worker is not None
+        return self._worker.memory_context()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """KV memory was allocated."""
+        assert self._worker is not None
+        self._worker.check_memory(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Comes first in each step."""
+        assert self._worker is not None
+        if isinstance(kv_connector_metadata, StepTransfers):
+            self._worker.begin_step(kv_connector_metadata.lease_id)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """The daemon loads by itself."""
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, StepTransfers):
+            self._worker.start_loads(metadata.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs once all of it has come."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """KV is in place."""
+
+    def wait_for_save(self) -> None:
+        """KV is in place."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have ended."""
+        assert self._worker is not None
+        return self._worker.take_results()
+
+    def get_handshake_metadata(self) -> WorkerShare | None:
+        """For the scheduler: whether, and as what, the memory is the daemon's."""
+        assert self._worker is not None
+        return None if self._worker.share is None else WorkerShare(self._worker.share, self._worker.comes_back)
+
+    # -- scheduler ---------------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said: it is vLLM's own."""
+        if not metadata:
+            return
+        assert self._kv_cache_manager is not None
+        told: WorkerShare = metadata[0]
+        node = Node(self._settings, instance_of(self._vllm_config), told.share, attaches=False)
+        node.comes_back = told.comes_back
+        try:
+            node.start()
+            self._scheduler = SchedulerSide(node, self._settings)
+        except BaseException:
+            node.close()
+            raise
+        self._scheduler.bind(self._kv_cache_manager)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to load from the host."""
+        tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its pages."""
+        if self._scheduler is not None and num_external_tokens:
+            self._scheduler.note_load(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """For the workers."""
+        if self._scheduler is None:
+            return StepTransfers()
+        return StepTransfers(self._scheduler.take_loads(), self._scheduler.lease_id)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; its blocks may be freed."""
+        if self._scheduler is not None:
+            self._scheduler.finish(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``."""
+        return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> tuple[()]:
+        """Comes last in each step."""
+        if self._scheduler is not None:
+            self._scheduler.end_step()
+        return ()
+
+    def reset_cache(self) -> bool:
+        """``reset_prefix_cache`` has done it."""
+        return True
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the lease, or vLLM would wait for its threads."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

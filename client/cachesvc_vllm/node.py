@@ -1,0 +1,214 @@
+"""A process's side of the daemon: connected, registered, with a lease, and brought back after a loss.
+
+An engine's scheduler and each of its workers has one, be they in one process or in several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import threading
+from dataclasses import dataclass
+
+from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Timeouts
+
+from cachesvc.model.layout import Layout
+from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.keeper import start_keeper
+from cachesvc_vllm.remapping import map_over
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.slab_layout import GROUP
+
+RESERVED_PAGES = 1
+"""vLLM's kernels read and write block 0 for rows that are padding."""
+
+INSTANCE_CHARACTERS = 64
+
+RETRY_S = 0.1
+"""Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
+
+TIMEOUTS = Timeouts(call_s=2.0)
+"""vLLM's scheduler waits for a match: a daemon that hangs must not hold it for long."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of its
+    GPU; none for the daemon's first device."""
+
+    model: str
+    layout: Layout
+    pages: int
+    devices: tuple[str, ...] = ()
+
+
+class Node:
+    """``instance``: the engine's id, under which its processes share a lease, and the name that operators see.
+    ``attaches``: this process uses the slab; one that does not is the scheduler's, and has a ``keeper`` for the lease.
+    ``comes_back``: look for a lost daemon.
+    """
+
+    def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool) -> None:
+        self._settings = settings
+        self._instance = instance[:INSTANCE_CHARACTERS]
+        self._share = share
+        self._attaches = attaches
+        self.comes_back = True
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._client = CacheClient(
+            settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file, timeouts=TIMEOUTS
+        )
+        self._lease: Lease | None = None
+        self._pool: AttachedPool | None = None
+        self._back: Lease | None = None
+        self._address: int | None = None
+        self._wake = threading.Event()
+        self._came = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="cachesvc-vllm-reattach", daemon=True)
+
+    @property
+    def lease(self) -> Lease:
+        """The lease: the first one, or what ``move`` gave."""
+        assert self._lease is not None
+        return self._lease
+
+    @property
+    def pool(self) -> AttachedPool:
+        """The slab that the lease's pages are in, where this process uses it."""
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def socket_path(self) -> str:
+        """Where the daemon is looked for."""
+        return self._client.socket_path
+
+    @property
+    def is_back(self) -> bool:
+        """True when a new lease waits to be taken, after the old one was lost."""
+        return self._back is not None
+
+    def start(self) -> None:
+        """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""
+        client, settings, share = self._client, self._settings, self._share
+        client.connect()
+        registration = client.register(
+            share.model,
+            share.layout,
+            tenant_salt=_salt(settings.tenant_salt),
+            devices=share.devices,
+            device_pages=[share.pages],
+            host_pages=None if settings.host_blocks is None else [settings.host_blocks],
+            reserved_pages=RESERVED_PAGES,
+        )
+        if registration.device_pages != (share.pages,):
+            raise ConnectorRefused(
+                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
+                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
+            )
+        self._lease = self._watched(client.open_lease(registration, instance=self._instance))
+        if self._attaches:
+            self._pool = self._lease.attach(0)
+        else:
+            self._keep()
+        client.on_lost(self._wake.set)
+        self._thread.start()
+
+    def keep_address(self) -> None:
+        """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
+        if not self.pool.is_on_gpu:
+            self._address = int(self.pool.slab(GROUP).ctypes.data)
+
+    def wait_back(self, timeout_s: float) -> bool:
+        """Wait until ``is_back``."""
+        return self._came.wait(timeout_s)
+
+    def move(self) -> Lease:
+        """Take the new lease; where this process uses the slab, the new one takes the place of the old one. Nothing
+        uses pages of the old one."""
+        assert self._back is not None
+        self._came.clear()
+        old, self._lease, self._back = self.lease, self._back, None
+        if self._attaches:
+            assert self._address is not None
+            self._pool = self._lease.attach(0)
+            slab = self._pool.slab(GROUP)
+            map_over(self._address, int(slab.ctypes.data), slab.nbytes)
+        else:
+            self._keep()
+        try:
+            old.close(quiesced=True)
+        except CacheClientError as error:
+            log.debug("old_lease_not_closed why=%s", error)
+        return self._lease
+
+    def close(self) -> None:
+        """End the lease and disconnect. Idempotent."""
+        self._is_closed = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._end_keeper()
+        self._client.close()
+
+    def _keep(self) -> None:
+        self._end_keeper()
+        beat_seconds = self.lease.record.beat_interval_s
+        self._keeper = start_keeper(self.socket_path, self.lease.id, beat_seconds, self._settings.token_file)
+
+    def _end_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.kill()
+            self._keeper.wait()
+            self._keeper = None
+
+    def _watched(self, lease: Lease) -> Lease:
+        lease.on_lost(lambda _: self._wake.set())
+        return lease
+
+    def _run(self) -> None:
+        try:
+            while self._wake.wait() and not self._is_closed:
+                self._wake.clear()
+                if (self._back or self.lease).is_lost and not self.comes_back:
+                    log.error("daemon_gone restart this engine once the daemon is back")
+                    return
+                while self._is_wanting() and not self._come_back():
+                    self._wake.wait(RETRY_S)
+        except Exception:
+            log.exception("reattach_failed")
+
+    def _is_wanting(self) -> bool:
+        """True while there is no lease."""
+        return not self._is_closed and (self._back or self.lease).is_lost
+
+    def _come_back(self) -> bool:
+        """Try to get a new lease; True when there is one."""
+        client, pages = self._client, self._share.pages
+        lease = None
+        try:
+            if client.connected:  # the daemon is there, and took the lease away
+                lease = client.open_lease(self.lease.registration, instance=self._instance)
+            else:
+                lease = client.reconnect()[-1]
+            if lease.registration.device_pages != (pages,):
+                raise ConnectorRefused(
+                    f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"
+                )
+        except (CacheClientError, ConnectorRefused) as error:
+            log.debug("daemon_not_back why=%s", error)
+            if lease is not None:
+                lease.close()
+            return False
+        self._back = self._watched(lease)
+        self._came.set()
+        log.warning("daemon_back blocks=%s", pages)
+        return True
+
+
+def _salt(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=32).digest() if text else b""

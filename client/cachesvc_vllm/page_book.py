@@ -1,0 +1,335 @@
+"""Who has which page: a request's pages come from the daemon, and one step an iteration tells it what became of them.
+
+Used from vLLM's scheduler thread alone. While it schedules, a request is matched, and its pages are reserved before
+vLLM counts what is free, so that taking them cannot fail. When a step's output has come, blocks that are computed are
+sealed and ended requests released, in a message that is not waited for. Knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, PoolExhausted, StepStream
+
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.request_pages import RequestPages
+
+SHORT_PAUSE_S = 0.002
+"""vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
+
+MATCH_HOLDS_S = 0.05
+"""A request that waits for room is matched again after so long: others may have computed more of it by then."""
+
+STOCK_DIVISOR = 32
+"""A stock takes at most so small a part of the pool: others cannot use what lies in it."""
+
+ANSWER_S = 1.0
+"""vLLM's scheduler waits no longer for an answer: what it is about waits, and everything else goes on."""
+
+log = logging.getLogger(__name__)
+
+
+class PageBook:
+    """``stock_blocks``: pages kept at hand, so that decode grows without a round trip."""
+
+    def __init__(self, lease: Lease, stock_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lease = lease
+        self._stock_blocks = max(1, min(stock_blocks, lease.registration.device_pages[0] // STOCK_DIVISOR))
+        self._stream: StepStream = lease.step(self._stock_blocks)
+        self._clock = clock
+        self._requests: dict[str, RequestPages] = {}
+        self._sealing: dict[RequestPages, Sequence[bytes]] = {}
+        self._ended: list[RequestPages] = []
+        self._pending: PendingStep | None = None
+        self._private: list[int] = []
+        self._salt: bytes | None = None
+        self._short_until_s = 0.0
+        self.held_blocks = 0
+        self.is_adrift = False
+        self.is_moving = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no request has a page."""
+        return not self.held_blocks
+
+    def find(self, request_id: str) -> RequestPages | None:
+        """What a request has, if it has begun."""
+        return self._requests.get(request_id)
+
+    def begin(self, request_id: str, hashes: Sequence[bytes], most_blocks: int) -> RequestPages:
+        """A request's pages from its longest hit on, of at most ``most_blocks`` blocks; those that it had before and
+        never used are given back."""
+        now_s, known = self._clock(), self._requests.get(request_id)
+        if known is not None and not known.held and known.is_usable and now_s - known.begun_s < MATCH_HOLDS_S:
+            return known
+        self.forget(request_id)
+        request = self._requests[request_id] = RequestPages(request_id, now_s)
+        if self._is_with_daemon():
+            try:
+                keys = self._keys(hashes) if most_blocks else b""
+                request.match(self._lease.match(keys, max_blocks=most_blocks))
+            except CacheClientError as error:
+                self._refused("match", request_id, error)
+        return request
+
+    def forget(self, request_id: str) -> None:
+        """The request's pages are no longer its own: given back at once, or when vLLM has freed the last of them."""
+        request = self._requests.pop(request_id, None)
+        if request is not None and not request.held:
+            self._ended.append(request)
+
+    def reserve(self, request: RequestPages, blocks: int) -> bool:
+        """Make the request's table ``blocks`` long; False where there is no room now."""
+        is_with_daemon = self._is_with_daemon()
+        if self.is_moving:
+            return False
+        if not is_with_daemon:
+            return self._reserve_private(request, blocks - len(request.pages))
+        if request.sequence is None or request.sequence.record.allocations:
+            return False
+        request.take_cells()
+        if len(request.pages) >= blocks or self._grow(request, blocks):
+            return True
+        if self._ended:  # vLLM has preempted somebody for this
+            self.flush()
+        elif self._clock() < self._short_until_s:
+            return False
+        if self._ask(request, blocks):
+            return True
+        self._short_until_s = self._clock() + SHORT_PAUSE_S
+        return False
+
+    def use_hits(self, request: RequestPages) -> None:
+        """vLLM uses the blocks that were found in place."""
+        self.held_blocks += request.hit_blocks
+        request.take_hits()
+
+    def take(self, request: RequestPages, blocks: int) -> list[int]:
+        """The next pages of a request, reserved before."""
+        self.held_blocks += blocks
+        return request.take(blocks)
+
+    def finish(self, request: RequestPages, output_tokens: int) -> None:
+        """A request has ended, and vLLM frees what it has of it; one that never was admitted has only its hit."""
+        request.output_tokens = output_tokens
+        if not request.held:
+            self.forget(request.request_id)
+
+    def drop(self, request: RequestPages, blocks: int) -> None:
+        """vLLM has freed some of a request's pages: with the last of them the request is over."""
+        self.held_blocks -= blocks
+        request.held -= blocks
+        if request.held:
+            return
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+        self._ended.append(request)
+
+    def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
+        """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
+        if blocks > request.wanted and request.sequence is not None and not self.is_adrift:
+            request.wanted = blocks
+            self._sealing[request] = hashes
+
+    def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
+        """How many blocks vLLM may count on, ``request``'s own reservation included. Hits that it has not touched yet
+        are free for vLLM, which counts them among those that it takes."""
+        if self.is_adrift:
+            return len(self._private) + (0 if request is None else len(request.pages) - request.taken)
+        known = self._stream.free_pages
+        if not known:
+            return pool_blocks - self.held_blocks
+        stock = self._lease.record.stock
+        assert stock is not None
+        mine = stock.blocks + (0 if request is None else len(request.pages) - request.taken)
+        return min(pool_blocks - self.held_blocks, known[0] + self._stream.evictable_pages[0] + mine)
+
+    def flush(self) -> None:
+        """Send what has been computed and what has ended; the answer is taken in the next time."""
+        if not self._is_with_daemon():
+            return
+        if not (self._sealing or self._ended or self._lease.record.growing):
+            return
+        try:
+            self._collect()
+            batch = self._stream.batch()
+            for request, hashes in self._sealing.items():
+                self._publish(batch, request, hashes)
+            self._sealing.clear()
+            ended, self._ended = self._ended, []
+            for request in ended:
+                self._release(batch, request)
+            self._pending = self._stream.send(batch)
+        except CacheClientError as error:
+            self._refused("step", "", error)
+
+    def ask_room(self) -> None:
+        """Have the daemon say anew what is free: vLLM found it too little, and others may have ended since."""
+        if not self._is_with_daemon() or self._clock() < self._short_until_s:
+            return
+        self._short_until_s = self._clock() + SHORT_PAUSE_S
+        try:
+            self._collect()
+            self._pending = self._stream.send()
+        except CacheClientError as error:
+            self._refused("step", "", error)
+
+    def change_namespace(self) -> None:
+        """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
+        for request_id in list(self._requests):
+            self.forget(request_id)
+        self._salt = secrets.token_bytes(KEY_BYTES)
+
+    def close(self) -> None:
+        """Tell what is left to tell, and end the stream. Idempotent."""
+        self.flush()
+        self._stream.close()
+
+    def adopt(self, lease: Lease) -> None:
+        """Go on under a new lease. No request has a page."""
+        assert self.is_empty
+        self._lease, self._stream = lease, lease.step(self._stock_blocks)
+        self._requests.clear()
+        self._sealing.clear()
+        self._ended.clear()
+        self._private.clear()
+        self._pending = None
+        self.is_adrift = self.is_moving = False
+
+    # -- with the daemon ---------------------------------------------------------------------------------------------
+
+    def _is_with_daemon(self) -> bool:
+        """True while the lease lives. Once it does not, the pages that nobody else can use are this engine's."""
+        if self._lease.is_lost and not self.is_adrift:
+            self._go_adrift()
+        return not self.is_adrift
+
+    def _keys(self, hashes: Sequence[bytes]) -> bytes:
+        keys = b"".join(hashes)
+        if self._salt is None:
+            return keys
+        return (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(self._salt, np.uint8)).tobytes()
+
+    def _publish(self, batch: Any, request: RequestPages, hashes: Sequence[bytes]) -> None:
+        assert request.sequence is not None
+        record = request.sequence.record
+        if request.wanted <= record.asked_blocks:
+            return
+        keys = b"" if request.wanted <= record.known_keys else self._keys(hashes[: request.wanted])
+        try:
+            batch.publish(request.sequence, request.wanted, keys)
+        except CacheClientError as error:
+            self._refused("publish", request.request_id, error)
+
+    def _release(self, batch: Any, request: RequestPages) -> None:
+        if request.sequence is None:
+            return
+        try:
+            batch.release(request.sequence, output_tokens=request.output_tokens)
+        except CacheClientError as error:
+            self._refused("release", request.request_id, error)
+
+    def _ask(self, request: RequestPages, blocks: int) -> bool:
+        """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
+        and its stock. True once the request has them."""
+        if self._allocate(request, blocks):
+            return True
+        assert request.sequence is not None
+        if self._drop_idle(request) and self._allocate(request, blocks):
+            return True
+        hit_blocks = request.sequence.hit_blocks
+        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks):
+            return False
+        stock = self._lease.record.stock
+        assert stock is not None
+        if stock.blocks and self._grow(request, min(blocks, len(request.pages) + stock.blocks)):
+            return len(request.pages) >= blocks or self._allocate(request, blocks)
+        return False
+
+    def _grow(self, request: RequestPages, blocks: int) -> bool:
+        """Take pages of the stock; False where it has too few, or the hit's own pages must be asked for first."""
+        sequence, stock = request.sequence, self._lease.record.stock
+        assert sequence is not None
+        assert stock is not None
+        missing = blocks - len(request.pages)
+        if stock.blocks < missing or sequence.blocks < sequence.hit_blocks:
+            return False
+        try:
+            sequence.grow_from_stock(missing)
+        except CacheClientError as error:
+            self._refused("grow", request.request_id, error)
+            return False
+        request.take_cells()
+        return True
+
+    def _allocate(self, request: RequestPages, blocks: int) -> bool:
+        """Have the daemon make the table ``blocks`` long, in a step that tells of growth first."""
+        sequence = request.sequence
+        assert sequence is not None
+        try:
+            self._collect()
+            batch = self._stream.batch()
+            batch.allocate(sequence, max(blocks, sequence.hit_blocks))
+            self._pending = self._stream.send(batch)
+            self._collect()
+        except CacheClientError as error:
+            self._refused("allocate", request.request_id, error)
+        request.take_cells()
+        return len(request.pages) >= blocks
+
+    def _drop_idle(self, but_for: RequestPages) -> bool:
+        """Give back what requests pin that vLLM has not admitted; True where there was one."""
+        idle = [each for each in self._requests.values() if not each.held and each is not but_for]
+        for request in idle:
+            self.forget(request.request_id)
+        if idle:
+            self.flush()
+        return bool(idle)
+
+    def _collect(self) -> None:
+        """Take in the answer to what was sent last. Raises DeadlineExceeded: it is asked for again the next time."""
+        if self._pending is None:
+            return
+        results = self._pending.results(ANSWER_S)
+        self._pending = None
+        for result in results:
+            if isinstance(result, CacheClientError):
+                self._refused("operation", "", result)
+
+    def _refused(self, what: str, request_id: str, error: CacheClientError) -> None:
+        if isinstance(error, PoolExhausted):
+            log.debug("pool_exhausted request=%s why=%s", request_id, error)
+        else:
+            log.warning("%s_refused request=%s why=%s", what, request_id, error)
+
+    # -- without it --------------------------------------------------------------------------------------------------
+
+    def _go_adrift(self) -> None:
+        """Requests go on in the pages that they have, new ones in those that nobody else can use. Where the daemon is
+        still there and took the lease away, shared pages may be others' by now: then nothing goes on."""
+        self.is_adrift = True
+        self.is_moving = isinstance(self._lease.record.loss, LeaseLost)
+        self._sealing.clear()
+        self._pending = None
+        stock = self._lease.record.stock
+        for cells in stock.drain() if stock is not None else ():
+            self._private += cells.pages
+        log.warning("daemon_gone private_pages=%s", len(self._private))
+
+    def _reserve_private(self, request: RequestPages, missing: int) -> bool:
+        ended, self._ended = self._ended, []
+        for each in ended:
+            self._private += each.private_pages()
+        is_loaded = len(request.pages) >= request.hit_blocks + request.host_blocks
+        if not is_loaded or missing > len(self._private):
+            return False
+        if missing > 0:
+            request.pages += self._private[:missing]
+            del self._private[:missing]
+        return True

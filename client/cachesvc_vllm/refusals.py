@@ -1,0 +1,80 @@
+"""What the connector cannot serve, refused before anything is allocated, with what works instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cachesvc_vllm.errors import ConnectorRefused
+
+FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
+"""Kinds of groups whose blocks are kept until their request ends, and form one prefix."""
+
+DIGESTS = ("sha256", "sha256_cbor")
+"""Hash algorithms whose digests are 32 bytes, and the same in every process."""
+
+
+def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConnectorRefused for the first thing that cannot be served."""
+    for why in (
+        *_of_parallelism(vllm_config.parallel_config),
+        *_of_caching(vllm_config),
+        *_of_groups(kv_cache_config),
+    ):
+        raise ConnectorRefused(f"cachesvc_vllm: {why}")
+
+
+def _of_parallelism(parallel: Any) -> list[str]:
+    sizes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+    }
+    return [
+        f"{name} is {size}, and only 1 is supported: run one engine for each GPU, or leave the connector out"
+        for name, size in sizes.items()
+        if size != 1
+    ]
+
+
+def _of_caching(vllm_config: Any) -> list[str]:
+    cache, found = vllm_config.cache_config, []
+    if not cache.enable_prefix_caching:
+        found.append(
+            "prefix caching is off, and the daemon's cache is nothing else: leave out --no-enable-prefix-caching"
+        )
+    if cache.prefix_caching_hash_algo not in DIGESTS:
+        found.append(
+            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} is not collision-free and differs between "
+            f"processes: take one of {', '.join(DIGESTS)}"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        found.append(
+            "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
+        )
+    if vllm_config.lora_config is not None:
+        found.append(
+            "vLLM knows a LoRA adapter by its name alone, which two engines may give to two: leave out --enable-lora"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        found.append(f"speculative decoding by {speculative.method} is not supported: ngram is")
+    return found
+
+
+def _of_groups(kv_cache_config: Any) -> list[str]:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        why = (
+            f"this model has {len(groups)} KV cache groups ({kinds}); hybrid models are not supported: leave the "
+            "connector out, or try --disable-hybrid-kv-cache-manager"
+        )
+        return [why]
+    kind, block = type(groups[0].kv_cache_spec).__name__, groups[0].kv_cache_spec.block_size
+    if kind not in FULL_ATTENTION:
+        return [f"KV cache groups of {kind} are not supported; {', '.join(FULL_ATTENTION)} are"]
+    hashed = kv_cache_config.hash_block_size
+    if hashed not in (None, block):
+        return [f"keys are of {hashed} tokens and blocks of {block}: make them equal (--block-size)"]
+    return []

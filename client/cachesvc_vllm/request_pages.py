@@ -1,0 +1,70 @@
+"""The pages of one request, from its match to the last of them that vLLM frees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cachesvc_client import Sequence
+
+
+def computed_blocks(*, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int) -> int:
+    """How many leading blocks of a request may be sealed, at most one for each of its ``keys``: vLLM counts tokens as
+    computed that steps under way still write."""
+    return min(max(0, computed_tokens - in_flight_tokens) // block_tokens, keys)
+
+
+@dataclass(slots=True, eq=False)
+class RequestPages:
+    """``sequence``: None where there was no daemon to match it: all pages are private then.
+
+    ``pages``: the request's table, which only grows. A page keeps its place when somebody else was faster to publish
+    its block, because kernels have the table. ``hit_blocks`` of them were found in place, ``host_blocks`` behind these
+    have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
+    blocks are computed and to be sealed.
+    """
+
+    request_id: str
+    begun_s: float
+    sequence: Sequence | None = None
+    pages: list[int] = field(default_factory=list)
+    hit_blocks: int = 0
+    host_blocks: int = 0
+    taken: int = 0
+    held: int = 0
+    wanted: int = 0
+    output_tokens: int = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """True while the daemon has what this says."""
+        return self.sequence is not None and self.sequence.record.failure is None
+
+    def match(self, sequence: Sequence) -> None:
+        """Begin with a hit."""
+        self.sequence = sequence
+        self.hit_blocks, self.host_blocks = sequence.device_blocks, sequence.host_blocks
+        self.take_cells()
+
+    def take_cells(self) -> None:
+        """Add the pages that came since."""
+        assert self.sequence is not None
+        if self.sequence.blocks > len(self.pages):
+            self.pages += self.sequence.tables[0][len(self.pages) :].tolist()
+
+    def take_hits(self) -> None:
+        """vLLM uses all of the hit that is in place."""
+        assert self.taken == 0
+        self.taken = self.hit_blocks
+        self.held += self.hit_blocks
+
+    def take(self, blocks: int) -> list[int]:
+        """The next pages, which were reserved."""
+        assert self.taken + blocks <= len(self.pages)
+        first = self.taken
+        self.taken += blocks
+        self.held += blocks
+        return self.pages[first : self.taken]
+
+    def private_pages(self) -> list[int]:
+        """Pages that only this request ever wrote, and that nobody was offered."""
+        return self.pages[max(self.wanted, self.hit_blocks + self.host_blocks) :]

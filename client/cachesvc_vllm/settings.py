@@ -1,0 +1,61 @@
+"""What an operator may set in ``kv_connector_extra_config``: read once, checked, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cachesvc_vllm.errors import ConnectorRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``socket``: of the daemon; None: as every client, by CACHESVC_SOCKET. ``required``: without a daemon at the start
+    the engine does not start; False: it goes on with vLLM's own memory and pool, and shares nothing.
+
+    ``model``: names the weights instead of a digest of their files. ``tenant_salt``: a tenant's secret. ``token_file``:
+    where the daemon wants tokens. ``host_blocks``: the host pool asked for by the first engine of the model, in blocks;
+    None: all that is left, 0: none. ``stock_blocks``: pages kept at hand for decode, and what an engine can go on with
+    when the daemon has gone. ``allow_untested_vllm``: see ``versions``.
+    """
+
+    socket: str | None = None
+    required: bool = True
+    model: str | None = None
+    tenant_salt: str = ""
+    token_file: str | None = None
+    host_blocks: int | None = None
+    stock_blocks: int = 64
+    allow_untested_vllm: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, kind = getattr(self, each.name), _KINDS[each.name]
+            if type(value) is not kind and not (value is None and each.default is None):
+                raise ConnectorRefused(f"kv_connector_extra_config: {each.name} is {kind.__name__}, got {value!r}")
+        if self.stock_blocks < 1:
+            raise ConnectorRefused(f"kv_connector_extra_config: stock_blocks is at least 1, got {self.stock_blocks}")
+        if self.host_blocks is not None and self.host_blocks < 0:
+            raise ConnectorRefused(f"kv_connector_extra_config: host_blocks is not negative, got {self.host_blocks}")
+
+
+_KINDS: dict[str, type] = {
+    "socket": str,
+    "required": bool,
+    "model": str,
+    "tenant_salt": str,
+    "token_file": str,
+    "host_blocks": int,
+    "stock_blocks": int,
+    "allow_untested_vllm": bool,
+}
+
+
+def read_settings(extra_config: Mapping[str, Any]) -> Settings:
+    """The settings of ``kv_connector_extra_config``. Raises ConnectorRefused for what is none, or not of its type."""
+    if unknown := sorted(set(extra_config) - set(_KINDS)):
+        raise ConnectorRefused(
+            f"kv_connector_extra_config has {', '.join(unknown)}; what can be set is {', '.join(_KINDS)}"
+        )
+    return Settings(**extra_config)

@@ -1,0 +1,45 @@
+"""The daemon's layout that is vLLM's, to the byte: where vLLM places layers in its one buffer, a slab has its planes.
+
+Bytes are all that counts here: what a page means is vLLM's affair, and a part of the model's name (``naming``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc_vllm.errors import ConnectorRefused
+
+GROUP = "full"
+
+
+def slab_layout(kv_cache_config: Any) -> Layout:
+    """The layout for a ``KVCacheConfig`` of one group. Raises ConnectorRefused where no layout has the same bytes."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if not tensors:
+        raise ConnectorRefused("this model has no KV cache; leave the connector out")
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    pages, size = kv_cache_config.num_blocks, tensors[0].size
+    if any(tensor.host_resident for tensor in tensors):
+        raise ConnectorRefused("KV tensors in host memory are not supported; leave the connector out for this model")
+    starts = [
+        (tensor.offset + at * tensor.layer_stride, tensor.block_stride)
+        for tensor in tensors
+        for at in range(len(tensor.layers))
+    ]
+    widths = {width for _, width in starts}
+    if widths == {size // pages} and all(start < size // pages for start, _ in starts):
+        planes = [Plane("block", 0, GROUP, (size // pages,), "uint8")]  # a block has all layers' bytes in a row
+    else:
+        planes = [Plane("kv", layer, GROUP, (width,), "uint8") for layer, (_, width) in enumerate(sorted(starts))]
+    layout = Layout(block_tokens, 1, (PlaneGroup(GROUP),), tuple(planes))
+    geometry = device_geometry(layout, 0, pages)
+    placed = [(span.offset, span.page_stride) for span in geometry.spans]
+    wanted = [(0, size // pages)] if len(planes) == 1 else sorted(starts)
+    if placed != wanted or size > geometry.total_bytes:
+        raise ConnectorRefused(
+            f"vLLM lays {len(starts)} layers over {size} bytes in a way that a slab of {pages} pages cannot have "
+            f"(layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
+        )
+    return layout

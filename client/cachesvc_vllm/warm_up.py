@@ -1,0 +1,27 @@
+"""Keeps vLLM's warm-up out of pages that others use: its made-up requests write to page 0, which nobody is granted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WarmUp:
+    """From ``begin`` to ``end``; does nothing where this vLLM has no runner that warms up so."""
+
+    def __init__(self) -> None:
+        self._tables: Any = None
+
+    def begin(self) -> None:
+        """Every block id that a runner is told is page 0 from now on."""
+        try:
+            from vllm.v1.worker.gpu.block_table import BlockTables
+        except ImportError:  # no Triton: the runner that warms up so cannot be here
+            return
+        self._tables = BlockTables
+        BlockTables.redirect_writes_to_null_block = True
+
+    def end(self) -> None:
+        """Block ids are what they are. Idempotent."""
+        tables, self._tables = self._tables, None
+        if tables is not None:
+            tables.redirect_writes_to_null_block = False

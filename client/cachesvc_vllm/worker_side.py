@@ -1,0 +1,145 @@
+"""The worker's side: vLLM's KV memory is the daemon's slab, and loads from the host are watched until they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm
+from cachesvc_client import DaemonUnavailable
+from cachesvc_client.memory.pool import LoadOutcome
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from cachesvc.model.answers import TicketView
+from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.memory import SlabMode, require_on_slab
+from cachesvc_vllm.naming import Runtime, model_facts, model_name
+from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.refusals import require_supported
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.slab_layout import GROUP, slab_layout
+from cachesvc_vllm.versions import require_version
+from cachesvc_vllm.warm_up import WarmUp
+
+BACK_S = 30.0
+"""How much later than the scheduler a worker may find a daemon that came back."""
+
+log = init_logger("vllm." + __name__)
+
+
+class WorkerSide:
+    """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
+    ``comes_back``: after a loss it can go on with the next daemon."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+        require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
+        require_supported(vllm_config, kv_cache_config)
+        if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning('a request whose load fails will fail: set "kv_load_failure_policy": "recompute"')
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self.share: Share | None = None
+        self.comes_back = False
+        self._node: Node | None = None
+        self._mode: SlabMode | None = None
+        self._warm_up = WarmUp()
+        self._loads: dict[str, tuple[TicketView, ...]] = {}
+
+    def memory_context(self) -> SlabMode | None:
+        """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there."""
+        config = self._kv_cache_config
+        facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
+        name = model_name(self._vllm_config.model_config.model, facts)
+        share = Share(name, slab_layout(config), config.num_blocks, _devices())
+        node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True)
+        try:
+            node.start()
+        except DaemonUnavailable as gone:
+            node.close()
+            if self._settings.required:
+                raise ConnectorRefused(
+                    f"no cachesvcd answers at {node.socket_path} ({gone}): start it, or go on without by "
+                    '"required": false in kv_connector_extra_config'
+                ) from gone
+            log.warning("no_daemon socket=%s: this engine shares nothing", node.socket_path)
+            return None
+        except BaseException:
+            node.close()
+            raise
+        self._node, self.share = node, share
+        self.comes_back = node.comes_back = not node.pool.is_on_gpu
+        log.info("shares_as model=%s facts=%s", name, facts)
+        slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: config.kv_cache_tensors[0].size]
+        self._mode = SlabMode(slab)
+        return self._mode
+
+    def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
+        """Raises ConnectorRefused unless all layers lie on the slab. From here on vLLM may warm up."""
+        if self._node is None or self._mode is None:
+            return
+        require_on_slab(kv_caches, self._mode.slab, self._mode.given)
+        self._node.keep_address()
+        self._warm_up.begin()
+
+    def begin_step(self, lease_id: str) -> None:
+        """vLLM serves requests: it has warmed up. After a loss its scheduler says that it uses another lease's pages:
+        then it uses no others any more. Raises ConnectorRefused where this process did not come back."""
+        self._warm_up.end()
+        if self._node is None or lease_id in ("", self._node.lease.id):
+            return
+        if not self._node.wait_back(BACK_S):
+            raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")
+        self._node.move()
+
+    def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]]) -> None:
+        """Watch these loads."""
+        self._loads.update(loads)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Loads that have ended since, well or not."""
+        results = KVConnectorTransferResults()
+        if not self._loads:
+            return results
+        assert self._node is not None
+        for request_id, tickets in list(self._loads.items()):
+            outcomes = {self._node.pool.outcome(ticket) for ticket in tickets}
+            if LoadOutcome.RUNNING in outcomes:
+                continue
+            del self._loads[request_id]
+            results.finished_recving.add(request_id)
+            if outcomes - {LoadOutcome.CAME}:
+                results.failed_recving.add(request_id)
+        return results
+
+    def close(self) -> None:
+        """Unmap, as far as nothing is held. Idempotent."""
+        self._warm_up.end()
+        if self._node is not None:
+            self._node.close()
+
+
+def instance_of(vllm_config: Any) -> str:
+    """The engine's id, which all of its processes know."""
+    return str(vllm_config.kv_transfer_config.engine_id)
+
+
+def _devices() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}",)
+
+
+def _runtime(vllm_config: Any) -> Runtime:
+    return Runtime(
+        release=vllm.__version__,
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        hash_root=resolve_none_hash_seed(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)),
+        backends=tuple(sorted(each.get_name() for each in get_current_attn_backends(vllm_config))),
+    )

@@ -1,0 +1,96 @@
+"""A vLLM process and its daemon: sizes that do not fit, and the daemon that comes again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.slab_layout import GROUP, slab_layout
+
+from tests.e2e.rig import Node as Daemon
+from tests.e2e.rig import running_node, wait_until
+from tests.style.tree import ROOT
+from tests.unit.vllm_rig import layers_outermost
+
+SHARE = Share("m", slab_layout(layers_outermost(64)), 64)
+
+
+def test_another_number_of_blocks_is_refused_with_both(node: Daemon) -> None:
+    first = Node(Settings(socket=node.socket), "first", SHARE, attaches=True)
+    second = Node(Settings(socket=node.socket), "second", replace(SHARE, pages=32), attaches=True)
+    first.start()
+    try:
+        with pytest.raises(ConnectorRefused, match=r"has 64 blocks, and this engine has 32.*override 64"):
+            second.start()
+    finally:
+        second.close()
+        first.close()
+
+
+@pytest.fixture
+def staying(folder: Path) -> Iterator[Daemon]:
+    """A daemon whose socket is where it was when it comes again."""
+    with running_node(folder=folder) as running:
+        yield running
+
+
+def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daemon) -> None:
+    node = staying
+    scheduler = Node(Settings(socket=node.socket), "engine", SHARE, attaches=False)
+    worker = Node(Settings(socket=node.socket), "engine", SHARE, attaches=True)
+    worker.start()
+    scheduler.start()
+    try:
+        tensor = worker.pool.slab(GROUP)
+        worker.keep_address()
+        tensor[100] = 7
+        before = worker.lease.id
+        assert scheduler.lease.id == before
+        node.daemon.process.kill()
+        node.daemon.process.wait()
+        wait_until(lambda: worker.lease.is_lost and scheduler.lease.is_lost, "both know")
+        assert tensor[100] == 7  # what it had stays in reach until it has moved
+        node.daemon.start()
+        for each in (scheduler, worker):
+            assert each.wait_back(60)
+            assert each.is_back
+            each.move()
+        assert worker.lease.id == scheduler.lease.id != before
+        assert tensor[100] == 0
+        np.asarray(worker.pool.slab(GROUP))[200] = 9
+        assert tensor[200] == 9
+    finally:
+        scheduler.close()
+        worker.close()
+
+
+HOLD = """
+import ctypes, sys
+from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.slab_layout import slab_layout
+from tests.unit.vllm_rig import layers_outermost
+node = Node(Settings(socket=sys.argv[1]), "e", Share("m", slab_layout(layers_outermost(64)), 64), attaches=False)
+node.start()
+ctypes.PyDLL(None).sleep(4)  # holds the interpreter: no other thread of this process runs
+print("lost" if node.lease.is_lost else "lives", flush=True)
+node.lease.match(b"").release()
+node.close()
+"""
+
+
+def test_an_engine_that_holds_its_interpreter_keeps_its_lease() -> None:
+    with running_node(["--lease-seconds", "1"]) as node:
+        done = subprocess.run(
+            [sys.executable, "-c", HOLD, node.socket], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "lives\n", done.stderr
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,241 @@
+"""The pages of vLLM's requests, kept with a real daemon: what vLLM relies on while it schedules."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import pytest
+from cachesvc_client import CacheClient, Lease
+from cachesvc_vllm.page_book import PageBook
+from cachesvc_vllm.request_pages import RequestPages, computed_blocks
+from cachesvc_vllm.slab_layout import slab_layout
+from kvcache.v1 import lease_pb2, lease_pb2_grpc
+
+from tests.e2e.rig import Node, running_node, wait_until
+from tests.unit.vllm_rig import layers_outermost
+
+PAGES = 64
+USABLE = PAGES - 1
+"""Page 0 is nobody's."""
+
+
+def hashes(seed: str, blocks: int) -> list[bytes]:
+    """Keys as vLLM makes them: 32 bytes each."""
+    return [hashlib.sha256(f"{seed}{at}".encode()).digest() for at in range(blocks)]
+
+
+class Engine:
+    """A lease and its book, driven as vLLM's scheduler drives it."""
+
+    def __init__(self, node: Node, host_pages: int = 0) -> None:
+        self.client = CacheClient(node.socket).connect()
+        layout = slab_layout(layers_outermost(PAGES))
+        registration = self.client.register(
+            "m", layout, device_pages=[PAGES], host_pages=[host_pages], reserved_pages=1
+        )
+        self.lease: Lease = self.client.open_lease(registration)
+        self.book = PageBook(self.lease, 2)
+
+    def admit(self, name: str, keys: list[bytes], blocks: int) -> RequestPages:
+        """Match, reserve, and take everything."""
+        request = self.book.begin(name, keys, len(keys))
+        assert self.book.reserve(request, blocks)
+        self.book.use_hits(request)
+        self.book.take(request, blocks - request.taken)
+        return request
+
+    def end(self, request: RequestPages) -> None:
+        """vLLM frees all of it."""
+        self.book.drop(request, request.held)
+        self.book.flush()
+
+    def compute(self, name: str, keys: list[bytes]) -> list[int]:
+        """A whole request's life; its pages."""
+        request = self.admit(name, keys, len(keys))
+        self.book.seal(request, len(keys), keys)
+        pages = list(request.pages)
+        self.end(request)
+        return pages
+
+    def close(self) -> None:
+        self.book.close()
+        self.client.close()
+
+
+@pytest.fixture
+def engine(node: Node) -> Iterator[Engine]:
+    """One engine."""
+    made = Engine(node)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(node: Node) -> Iterator[Engine]:
+    """Another one of the same model."""
+    made = Engine(node)
+    yield made
+    made.close()
+
+
+def test_page_0_is_never_a_request_s(engine: Engine) -> None:
+    request = engine.admit("all", [], USABLE)
+    assert sorted(request.pages) == list(range(1, PAGES))
+    engine.end(request)
+
+
+def test_what_one_has_sealed_the_other_has_in_place(engine: Engine, other: Engine, node: Node) -> None:
+    keys = hashes("a", 5)
+    pages = engine.compute("first", keys)
+    wait_until(lambda: node.counters().get("published_blocks", 0) == 5, "they are sealed")
+    request = other.admit("second", keys, 6)
+    assert request.pages[:5] == pages
+    other.end(request)
+
+
+def test_a_pinned_hit_counts_as_free_until_vllm_takes_it(engine: Engine) -> None:
+    keys = hashes("a", 5)
+    engine.compute("first", keys)
+    request = engine.book.begin("second", keys, 5)
+    assert request.hit_blocks == 5
+    assert engine.book.free_blocks(USABLE, request) == USABLE
+    assert engine.book.reserve(request, 6)
+    engine.book.use_hits(request)
+    assert engine.book.free_blocks(USABLE, request) == USABLE - 5
+    engine.book.take(request, 1)
+    assert engine.book.free_blocks(USABLE, request) == USABLE - 6
+    engine.end(request)
+
+
+def test_pages_go_back_with_the_last_that_vllm_frees(engine: Engine, node: Node) -> None:
+    request = engine.admit("one", [], 10)
+    engine.book.drop(request, 9)
+    engine.book.flush()
+    assert node.pages("private", "replica 0") >= 10
+    engine.book.drop(request, 1)
+    engine.book.flush()
+    wait_until(lambda: node.pages("private", "replica 0") <= 2, "all but the stock came back")
+
+
+def test_a_request_that_ends_before_it_was_admitted_keeps_nothing(engine: Engine) -> None:
+    keys = hashes("a", 5)
+    engine.compute("first", keys)
+    waiting = engine.book.begin("aborted", keys, 5)
+    assert engine.book.reserve(waiting, 20)
+    engine.book.finish(waiting, 0)
+    engine.book.flush()
+    assert engine.book.find("aborted") is None
+    engine.end(engine.admit("all", [], USABLE))
+
+
+def test_a_block_that_another_sealed_first_keeps_its_own_page(engine: Engine, other: Engine, node: Node) -> None:
+    keys = hashes("a", 4)
+    mine, theirs = engine.admit("mine", keys, 4), other.admit("theirs", keys, 4)
+    engine.book.seal(mine, 4, keys)
+    engine.book.flush()
+    wait_until(lambda: node.counters().get("published_blocks", 0) == 4, "they are sealed")
+    before = list(theirs.pages)
+    other.book.seal(theirs, 4, keys)
+    other.book.flush()
+    assert other.book.reserve(theirs, 30)
+    assert theirs.pages[:4] == before
+    assert len(set(theirs.pages) | set(mine.pages)) == 34
+    engine.end(mine)
+    other.end(theirs)
+
+
+def test_where_there_is_no_room_nothing_is_taken_and_later_there_is(engine: Engine, other: Engine) -> None:
+    large = other.admit("large", [], USABLE - 8)
+    request = engine.book.begin("small", [], 0)
+    assert not engine.book.reserve(request, 20)
+    other.end(large)
+    other.book.close()
+    wait_until(lambda: engine.book.reserve(request, 20), "there is room")
+    engine.book.take(request, 20)
+    engine.end(request)
+
+
+def test_the_last_pages_come_from_the_engine_s_own_stock_and_from_hits_of_requests_that_wait(engine: Engine) -> None:
+    keys = hashes("a", 20)
+    engine.compute("first", keys)
+    waiting = engine.book.begin("waiting", keys, 20)
+    assert waiting.hit_blocks == 20
+    request = engine.admit("all", [], USABLE)
+    assert len(set(request.pages)) == USABLE
+    assert engine.book.find("waiting") is None
+    engine.end(request)
+
+
+def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine: Engine, other: Engine) -> None:
+    keys = hashes("a", 5)
+    engine.compute("first", keys)
+    engine.book.change_namespace()
+    engine.compute("second", keys)
+    assert engine.book.begin("third", keys, 5).hit_blocks == 5
+    other.book.change_namespace()
+    assert other.book.begin("fourth", keys, 5).hit_blocks == 0
+    engine.book.forget("third")
+    other.book.forget("fourth")
+
+
+def test_when_the_daemon_has_gone_requests_get_pages_that_nobody_else_was_offered(engine: Engine, node: Node) -> None:
+    keys = hashes("a", 4)
+    sealed = engine.compute("sealed", keys)
+    under_way = engine.admit("under way", hashes("b", 6), 6)
+    engine.book.seal(under_way, 2, hashes("b", 6))  # may have reached the daemon, and somebody from there
+    node.daemon.process.kill()
+    node.daemon.process.wait()
+    wait_until(lambda: engine.lease.is_lost, "the engine knows")
+    assert engine.book.reserve(under_way, 7)  # decode goes on, from the stock
+    engine.book.take(under_way, 1)
+    offered = set(sealed) | set(under_way.pages[:2])
+    own = set(under_way.pages[2:])
+    engine.end(under_way)
+    request = engine.book.begin("later", keys, 4)
+    assert request.hit_blocks == 0
+    assert engine.book.reserve(request, 5)
+    assert not set(request.pages) & offered
+    assert set(request.pages) & own
+    assert not engine.book.reserve(request, 20)
+    engine.book.take(request, 5)
+    engine.end(request)
+
+
+def test_a_hit_that_was_to_come_from_the_host_is_nothing_once_the_daemon_has_gone(node: Node) -> None:
+    engine, keys = Engine(node, host_pages=PAGES), hashes("a", 4)
+    engine.compute("first", keys)
+    engine.end(engine.admit("all", [], USABLE))  # drives them to the host
+    request = engine.book.begin("second", keys, 4)
+    assert (request.hit_blocks, request.host_blocks) == (0, 4)
+    node.daemon.process.kill()
+    node.daemon.process.wait()
+    wait_until(lambda: engine.lease.is_lost, "the engine knows")
+    assert not engine.book.reserve(request, 4)
+    engine.close()
+
+
+def test_pages_of_a_preempted_request_are_there_for_whom_it_was_preempted_for(engine: Engine) -> None:
+    large, small = engine.admit("large", [], 40), engine.admit("small", [], 10)
+    assert not engine.book.reserve(small, 30)
+    engine.book.drop(large, large.held)
+    assert engine.book.reserve(small, 30)
+    engine.end(small)
+
+
+def test_a_lease_that_the_living_daemon_took_away_leaves_nothing_to_go_on_with() -> None:
+    with running_node(["--lease-seconds", "1"]) as node:
+        engine = Engine(node)
+        request = engine.admit("one", [], 4)
+        closing = lease_pb2.CloseRequest(lease_id=engine.lease.id)
+        lease_pb2_grpc.LeaseServiceStub(node.channel).Close(closing)
+        wait_until(lambda: engine.lease.is_lost, "the engine knows")
+        assert not engine.book.reserve(request, 4)
+        engine.close()
+
+
+def test_only_blocks_that_no_step_under_way_writes_are_computed() -> None:
+    assert computed_blocks(computed_tokens=100, in_flight_tokens=0, block_tokens=32, keys=9) == 3
+    assert computed_blocks(computed_tokens=100, in_flight_tokens=5, block_tokens=32, keys=9) == 2
+    assert computed_blocks(computed_tokens=100, in_flight_tokens=0, block_tokens=32, keys=2) == 2
+    assert computed_blocks(computed_tokens=0, in_flight_tokens=40, block_tokens=32, keys=2) == 0

@@ -1,0 +1,58 @@
+"""What the connector cannot serve is refused in words, before anything is allocated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.refusals import require_supported
+
+from tests.unit.vllm_rig import SlidingWindowSpec, layers_outermost, vllm_config
+
+
+def test_a_plain_engine_is_served() -> None:
+    require_supported(vllm_config(), layers_outermost())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "words"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size is 2, and only 1 is supported"),
+        ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel_size is 2"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size is 2"),
+        ("cache_config", "enable_prefix_caching", False, "prefix caching is off"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash is not collision-free.*take one of sha256"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "xxhash_cbor"),
+        ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
+        ("", "lora_config", SimpleNamespace(), "adapter by its name alone"),
+        ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
+    ],
+)
+def test_a_configuration_is_refused_with_what_works(part: str, name: str, value: Any, words: str) -> None:
+    config = vllm_config()
+    setattr(getattr(config, part) if part else config, name, value)
+    with pytest.raises(ConnectorRefused, match=words):
+        require_supported(config, layers_outermost())
+
+
+def test_ngram_speculation_is_served() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="ngram")
+    require_supported(config, layers_outermost())
+
+
+def test_hybrid_models_windows_and_finer_hashes_are_refused() -> None:
+    hybrid, window, finer = layers_outermost(), layers_outermost(), layers_outermost()
+    hybrid.kv_cache_groups = hybrid.kv_cache_groups * 2
+    window.kv_cache_groups = [SimpleNamespace(kv_cache_spec=SlidingWindowSpec())]
+    finer.hash_block_size = 16
+    for config, words in (
+        (hybrid, "2 KV cache groups .*hybrid models are not supported"),
+        (window, "groups of SlidingWindowSpec are not supported"),
+        (finer, "keys are of 16 tokens and blocks of 32"),
+    ):
+        with pytest.raises(ConnectorRefused, match=words):
+            require_supported(vllm_config(), config)

@@ -1,0 +1,43 @@
+"""The daemon's layout has each of vLLM's pages at the very offset where vLLM has it."""
+
+from __future__ import annotations
+
+import pytest
+from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.slab_layout import slab_layout
+
+from cachesvc.model.geometry import device_geometry
+from tests.unit.vllm_rig import KVCacheConfig, KVCacheTensor, blocks_outermost, layers_outermost
+
+
+def starts(config: KVCacheConfig) -> list[tuple[int, int]]:
+    """Where planes begin in the slab, and how far their pages are apart."""
+    return [
+        (span.offset, span.page_stride) for span in device_geometry(slab_layout(config), 0, config.num_blocks).spans
+    ]
+
+
+def test_layer_after_layer_is_a_plane_for_each() -> None:
+    assert starts(layers_outermost(8, 512, 3)) == [(0, 512), (4096, 512), (8192, 512)]
+    assert slab_layout(layers_outermost()).block_tokens == 32
+
+
+def test_layers_of_several_tensors_are_planes_too() -> None:
+    tensors = [KVCacheTensor(3 * 4096, ["a"], 4096, 512, 8192), KVCacheTensor(3 * 4096, ["b", "c"], 4096, 512, 0)]
+    assert starts(KVCacheConfig(8, tensors)) == [(0, 512), (4096, 512), (8192, 512)]
+
+
+def test_block_after_block_is_one_plane() -> None:
+    assert starts(blocks_outermost(8, 512, 3)) == [(0, 1536)]
+
+
+def test_what_a_slab_cannot_have_is_refused() -> None:
+    odd = layers_outermost(7, 100, 2)  # planes begin at multiples of 256 bytes
+    with pytest.raises(ConnectorRefused, match="a multiple of 256"):
+        slab_layout(odd)
+    hosted = layers_outermost()
+    hosted.kv_cache_tensors[0].host_resident = True
+    with pytest.raises(ConnectorRefused, match="host memory"):
+        slab_layout(hosted)
+    with pytest.raises(ConnectorRefused, match="no KV cache"):
+        slab_layout(KVCacheConfig(8, []))

@@ -1,0 +1,87 @@
+"""vLLM's configurations as far as the connector reads them, without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """As vLLM's own, by name and by what is read of it."""
+
+    block_size: int = 32
+    num_kv_heads: int = 2
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """A kind that is refused."""
+
+
+@dataclass
+class KVCacheTensor:
+    """As vLLM's own."""
+
+    size: int
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+    host_resident: bool = False
+
+
+@dataclass
+class KVCacheConfig:
+    """As vLLM's own."""
+
+    num_blocks: int
+    kv_cache_tensors: list[KVCacheTensor]
+    kv_cache_groups: list[Any] = field(default_factory=lambda: [SimpleNamespace(kv_cache_spec=FullAttentionSpec())])
+    kv_cache_layout: str = "LBHNC"
+    hash_block_size: int | None = None
+
+
+def layers_outermost(blocks: int = 8, page_bytes: int = 512, layers: int = 3) -> KVCacheConfig:
+    """A layer's pages lie together."""
+    names = [f"layer.{each}" for each in range(layers)]
+    tensor = KVCacheTensor(blocks * page_bytes * layers, names, blocks * page_bytes, page_bytes)
+    return KVCacheConfig(blocks, [tensor])
+
+
+def blocks_outermost(blocks: int = 8, page_bytes: int = 512, layers: int = 3) -> KVCacheConfig:
+    """All layers' pages of a block lie together."""
+    names = [f"layer.{each}" for each in range(layers)]
+    tensor = KVCacheTensor(blocks * page_bytes * layers, names, page_bytes, page_bytes * layers)
+    return KVCacheConfig(blocks, [tensor])
+
+
+def vllm_config() -> Any:
+    """One that is served."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="/models/tiny",
+            revision=None,
+            dtype="torch.bfloat16",
+            quantization=None,
+            seed=0,
+            hf_config=SimpleNamespace(to_json_string=lambda: '{"rope_theta": 10000.0}'),
+        ),
+        load_config=SimpleNamespace(load_format="dummy"),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            cache_dtype="auto",
+            calculate_kv_scales=False,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+        lora_config=None,
+        speculative_config=None,
+    )

@@ -1,0 +1,83 @@
+"""A vLLM of its own process for the tests: reads requests, a JSON a line, and writes answers.
+
+    python -m tests.vllm.engine_process '{"model": FOLDER, "blocks": N, "extra": {...} or null}' WRITE_FD
+
+Run by the Python that has vLLM, which need not have pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+
+def make(wish: dict[str, Any]) -> Any:
+    """The engine that is wished for."""
+    from vllm import LLM
+
+    options: dict[str, Any] = {}
+    if wish["extra"] is not None:
+        options["kv_transfer_config"] = {
+            "kv_connector": "CachesvcConnector",
+            "kv_connector_module_path": "cachesvc_vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": wish["extra"],
+        }
+    return LLM(
+        model=wish["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        seed=wish.get("seed", 0),
+        block_size=32,
+        max_model_len=2048,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.2,
+        num_gpu_blocks_override=wish["blocks"],
+        enable_prefix_caching=wish.get("caching", True),
+        **options,
+        **wish.get("options", {}),
+    )
+
+
+def answer(llm: Any, asked: dict[str, Any]) -> Any:
+    """What becomes of one line."""
+    from vllm import SamplingParams
+
+    if asked.get("reset"):
+        return llm.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": each["tokens"]} for each in asked["prompts"]]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=each["new"], logprobs=2, detokenize=False, ignore_eos=True)
+        for each in asked["prompts"]
+    ]
+    return [
+        {
+            "tokens": list(out.outputs[0].token_ids),
+            "logprobs": [sorted((token, each.logprob) for token, each in at.items()) for at in out.outputs[0].logprobs],
+            "cached": out.num_cached_tokens,
+        }
+        for out in llm.generate(prompts, sampling, use_tqdm=False)
+    ]
+
+
+def main(lines: TextIO) -> None:
+    """Serve until there is nothing more to read."""
+    wish = json.loads(sys.argv[1])
+    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as out:
+        try:
+            llm = make(wish)
+        except Exception as error:
+            print(json.dumps({"refused": str(error)}), file=out, flush=True)
+            raise
+        print(json.dumps({"ready": True}), file=out, flush=True)
+        for line in lines:
+            print(json.dumps(answer(llm, json.loads(line))), file=out, flush=True)
+        llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.stdin)

@@ -1,0 +1,220 @@
+"""Real vLLM processes over a real daemon on shared memory, and what is asked of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
+
+from tests.e2e.rig import wait_until
+
+ROOT = Path(__file__).parents[2]
+PYTHON_VARIABLE = "CACHESVC_VLLM_PYTHON"
+BLOCK_TOKENS = 32
+VOCABULARY = 512
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``new`` tokens are to follow."""
+
+    tokens: tuple[int, ...]
+    new: int = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``logprobs``: of the two most likely tokens at each place, bit by bit. ``cached``: prompt tokens not computed."""
+
+    tokens: tuple[int, ...]
+    logprobs: str
+    cached: int
+
+    @property
+    def said(self) -> tuple[tuple[int, ...], str]:
+        """What must not depend on any cache."""
+        return self.tokens, self.logprobs
+
+
+def engine_environment() -> dict[str, str]:
+    """What a process with vLLM is started with."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen")),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+
+
+class Engine:
+    """A vLLM, with its core in this process's child alone, or (``is_split``) in a child of that."""
+
+    def __init__(self, wish: Mapping[str, Any], *, is_split: bool = False) -> None:
+        read_fd, write_fd = os.pipe()
+        self.process = subprocess.Popen(
+            [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.engine_process", json.dumps(wish), str(write_fd)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[write_fd],
+            env={**engine_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))},
+            cwd=ROOT,
+            start_new_session=True,
+            text=True,
+        )
+        os.close(write_fd)
+        self._answers = os.fdopen(read_fd, encoding="utf-8")
+
+    def wait_ready(self) -> Engine:
+        """Until it serves. Fails where it refused to start."""
+        said = self._read()
+        assert said == {"ready": True}, said
+        return self
+
+    def refusal(self) -> str:
+        """Why it did not start."""
+        return str(self._read()["refused"])
+
+    def send(self, *prompts: Prompt) -> None:
+        """Ask, and collect later."""
+        self._write({"prompts": [{"tokens": list(each.tokens), "new": each.new} for each in prompts]})
+
+    def collect(self) -> list[Answer]:
+        """The answers to what was sent."""
+        return [
+            Answer(tuple(each["tokens"]), json.dumps(each["logprobs"]), int(each["cached"])) for each in self._read()
+        ]
+
+    def ask(self, *prompts: Prompt) -> list[Answer]:
+        """All in one batch."""
+        self.send(*prompts)
+        return self.collect()
+
+    def reset(self) -> bool:
+        """``reset_prefix_cache``."""
+        self._write({"reset": True})
+        return bool(self._read())
+
+    def kill(self) -> None:
+        """With all of its processes, at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self._end()
+
+    def kill_if_running(self) -> None:
+        """For the end of a test that failed."""
+        if self.process.poll() is None:
+            self.kill()
+
+    def stop(self) -> int:
+        """Let it end by itself: its exit code."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self._end()
+
+    def _end(self) -> int:
+        code = self.process.wait()
+        self._answers.close()
+        return code
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def _read(self) -> Any:
+        line = self._answers.readline()
+        assert line, f"the engine ended with {self.process.wait()}"
+        return json.loads(line)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Makes engines of one model; ``socket``: of their daemon, None: plain vLLM."""
+
+    folder: Path
+
+    def engine(
+        self,
+        socket: str | None,
+        blocks: int = 256,
+        *,
+        is_split: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        **wish: Any,
+    ) -> Engine:
+        """An engine that starts."""
+        settings = None if socket is None else {"socket": socket, **(extra or {})}
+        return Engine({"model": str(self.folder), "blocks": blocks, "extra": settings, **wish}, is_split=is_split)
+
+
+@contextmanager
+def engines(*started: Engine) -> Iterator[Sequence[Engine]]:
+    """They end with the block, whatever becomes of it."""
+    try:
+        yield [each.wait_ready() for each in started]
+        for each in started:
+            if each.process.poll() is None:
+                assert each.stop() == 0
+    finally:
+        for each in started:
+            each.kill_if_running()
+
+
+def check_daemon(socket: str) -> None:
+    """Nobody holds a page, and every page is in exactly one place."""
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+
+        def held() -> dict[str, int]:
+            pools = admin.GetStatus(admin_pb2.GetStatusRequest()).pools
+            return {
+                each: sum(getattr(pool, each) for pool in pools) for each in ("private", "in_flight", "quarantined")
+            }
+
+        wait_until(lambda: not any(held().values()), f"all pages came back: {held()}")
+        assert list(admin.Verify(admin_pb2.VerifyRequest()).problems) == []
+
+
+def make_fleet(folder: Path) -> Fleet:
+    """Engines of a model of random weights, the same in each of them."""
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    return Fleet(folder)
+
+
+def random_prompt(seed: int, blocks: float, new: int = 8, head: Sequence[int] = ()) -> Prompt:
+    """``blocks`` blocks of tokens, after a shared ``head``."""
+    rng = random.Random(seed)
+    return Prompt((*head, *(rng.randrange(3, VOCABULARY) for _ in range(int(blocks * BLOCK_TOKENS)))), new)

@@ -1,0 +1,25 @@
+"""Blocks that left the device come back from the host, and nothing is answered differently for it."""
+
+from __future__ import annotations
+
+from tests.e2e.rig import running_node
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, random_prompt
+
+DEVICE_BLOCKS = 72
+"""A request of the largest size fits; the prompts together do not."""
+
+
+def test_a_prompt_that_left_the_device_is_loaded_and_not_computed(fleet: Fleet, plain: Engine) -> None:
+    prompts = [random_prompt(each, 20.5) for each in range(8)]
+    with running_node() as node:
+        engine = fleet.engine(node.socket, DEVICE_BLOCKS, extra={"host_blocks": 400})
+        expected = plain.ask(*prompts)
+        with engines(engine) as (mine,):
+            first = [mine.ask(prompt)[0] for prompt in prompts]
+            assert [answer.said for answer in first] == [answer.said for answer in expected]
+            answers = [mine.ask(prompt)[0] for prompt in prompts]
+            assert [answer.said for answer in answers] == [answer.said for answer in expected]
+            assert [answer.cached for answer in answers] == [20 * BLOCK_TOKENS] * len(prompts)
+            assert node.counters()["hit_blocks_host"] >= 20
+            together = mine.ask(*prompts)  # more than fit at a time
+            assert [answer.said for answer in together] == [answer.said for answer in expected]

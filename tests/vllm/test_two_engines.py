@@ -1,0 +1,135 @@
+"""Two engines on one daemon, through everything that may befall them: each answer is that of vLLM without any cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from cachesvc_ctl.daemon_process import DaemonProcess
+
+from tests.e2e.rig import FLAGS, short_folder
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, random_prompt
+
+REQUESTS = 300
+BATCH = 12
+DEVICE_BLOCKS = 160
+"""Fewer than the random requests have different blocks: what is coldest goes, and requests are preempted."""
+
+
+class Node:
+    """A daemon that can come again behind the same socket, with engines of one model on it."""
+
+    def __init__(self, fleet: Fleet, folder: str) -> None:
+        self.daemon = DaemonProcess(FLAGS, folder=folder)
+        self.daemon.start()
+        self._fleet = fleet
+
+    def engine(self, *, is_split: bool = False) -> Engine:
+        return self._fleet.engine(self.daemon.socket, DEVICE_BLOCKS, is_split=is_split)
+
+
+@pytest.fixture(scope="module")
+def node(fleet: Fleet) -> Iterator[Node]:
+    """A daemon; at its end nothing is held, and its accounting adds up."""
+    with short_folder() as folder:
+        made = Node(fleet, str(folder))
+        try:
+            yield made
+            check_daemon(made.daemon.socket)
+        finally:
+            assert made.daemon.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def two(node: Node, plain: Engine) -> Iterator[list[Engine]]:
+    """An engine in one process, and one whose core and worker have each their own, as vLLM has it on a GPU."""
+    running = [node.engine(), node.engine(is_split=True)]
+    try:
+        for engine in running:
+            engine.wait_ready()
+        yield running  # a test may put another in the place of one
+        assert [engine.stop() for engine in running] == [0, 0]
+    finally:
+        for engine in running:
+            engine.kill_if_running()
+
+
+def random_requests(seed: int, count: int) -> list[Prompt]:
+    """Prompts of up to 24 blocks, most of which begin as others do."""
+    rng = random.Random(seed)
+    heads = [random_prompt(each, 10).tokens for each in range(6)]
+    requests = []
+    for each in range(count):
+        head = rng.choice(heads)[: rng.randrange(0, 10 * BLOCK_TOKENS)]
+        requests.append(random_prompt(1000 + each, rng.random() * 3 + 0.1, new=rng.randrange(1, 40), head=head))
+    return requests
+
+
+def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(
+    two: list[Engine], plain: Engine
+) -> None:
+    requests = random_requests(7, REQUESTS)
+    cached = 0
+    for first in range(0, REQUESTS, 2 * BATCH):
+        both = requests[first : first + 2 * BATCH]
+        for engine, mine in zip(two, (both[:BATCH], both[BATCH:]), strict=True):
+            engine.send(*mine)
+        answers = [answer for engine in two for answer in engine.collect()]
+        expected = plain.ask(*both)
+        assert [answer.said for answer in answers] == [answer.said for answer in expected]
+        cached += sum(answer.cached for answer in answers)
+    assert cached > REQUESTS * BLOCK_TOKENS
+
+
+def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
+    node: Node, two: list[Engine], plain: Engine
+) -> None:
+    told, long = random_prompt(50, 6.5), random_prompt(51, 8.5, new=1500)
+    expected, answer = plain.ask(told, random_prompt(51, 8.5)), two[0].ask(told)[0]
+    assert answer.said == expected[0].said
+    two[0].send(long)  # 1,500 tokens take it long enough
+    assert two[1].ask(told)[0].cached == 6 * BLOCK_TOKENS
+    two[0].kill()
+    assert two[1].ask(told)[0].said == expected[0].said
+    two[0] = node.engine()
+    two[0].wait_ready()
+    answer = two[0].ask(told)[0]
+    assert (answer.said, answer.cached) == (expected[0].said, 6 * BLOCK_TOKENS)
+    assert two[0].ask(random_prompt(51, 8.5))[0].said == expected[1].said
+
+
+def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_finds_the_next(
+    node: Node, two: list[Engine], plain: Engine
+) -> None:
+    under_way = [random_prompt(60, 2.5, new=60), random_prompt(61, 2.5, new=400)]
+    later = random_prompt(62, 5.5)
+    expected = plain.ask(*under_way, later)
+    for engine in two:
+        engine.send(under_way[0])
+    node.daemon.process.kill()
+    node.daemon.process.wait()
+    for engine in two:
+        assert engine.collect()[0].said == expected[0].said
+    assert two[1].ask(random_prompt(63, 1.5))[0].cached == 0  # in private pages, with no daemon at all
+    for engine in two:
+        engine.send(*under_way)  # more than these are
+    node.daemon.start()
+    for engine in two:
+        assert [answer.said for answer in engine.collect()] == [answer.said for answer in expected[:2]]
+    answers = [engine.ask(later)[0] for engine in two]
+    assert [answer.said for answer in answers] == [expected[2].said] * 2
+    assert [answer.cached for answer in answers] == [0, 5 * BLOCK_TOKENS]
+
+
+def test_after_a_reset_nothing_older_is_found_and_nothing_newer_by_others(two: list[Engine], plain: Engine) -> None:
+    prompt = random_prompt(90, 4.5)
+    expected = plain.ask(prompt)[0].said
+    answers = [engine.ask(prompt)[0] for engine in two]
+    assert two[0].reset()
+    answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
+    assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
+    assert two[1].reset()
+    answers.append(two[1].ask(prompt)[0])
+    assert answers[-1].cached == 0
+    assert {answer.said for answer in answers} == {expected}
