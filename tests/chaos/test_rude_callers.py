@@ -22,6 +22,7 @@ from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from cachesvc.wire.lane import PING, encode
 from tests.chaos.rude import half_message, idle
 from tests.e2e.engine import WAIT_SECONDS, Engine, prompt
+from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node, running_node, wait_until
 
 HOST_BYTES = 64 << 20
@@ -137,8 +138,9 @@ def test_a_thousand_connections_that_say_nothing(node: Node, suffix: str) -> Non
     with ExitStack() as silent, bounded(node) as engine:
         for _ in range(1500):
             silent.enter_context(idle(node.socket + suffix, kind))
-        with Engine(node.socket, name="late", device_pages=16) as late:
-            assert late.serve(prompt(1, 8)).bad == []
+        with RemoteEngine(node.socket, name="late", device_pages=16) as late:  # this process has its share
+            late.ask("start")
+            assert late.ask("serve", tokens=prompt(1, 8))["bad"] == []
         assert engine.serve(prompt(2, 8)).computed == 8
 
 
