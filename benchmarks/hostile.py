@@ -369,9 +369,6 @@ def attack(path: str, who: str, kinds: tuple[str, ...], seed: int, until: float,
     pipe.send(tried)
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
-
-
 def is_sound(found: dict[str, Any]) -> bool:
     """False where the honest engine lost something, or the daemon grew."""
     memory = found["memory_mib"]
