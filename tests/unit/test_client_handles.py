@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease, Lim
 from cachesvc_client.layouts.families import opaque
 
 from cachesvc.model.errors import ErrorCode
+from tests.e2e.rig import wait_until
 from tests.unit.client_rig import FakeDaemon, hang_until, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
@@ -89,6 +92,12 @@ def test_ends_are_told_though_the_daemon_has_no_room_for_the_call_now(daemon: Fa
         assert len(daemon.seen[rpc]) == 3
 
 
+def waits_for_an_answer(thread: int) -> bool:
+    """True while a thread is within a call of gRPC's that only waits."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001
+    return frame is not None and "next_event" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
 def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: FakeDaemon, lease: Lease) -> None:
     """Control-C leaves the client as a lost answer does: the call may have been carried out."""
     if threading.current_thread() is not threading.main_thread():
@@ -96,8 +105,11 @@ def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: F
     arrived, may_answer = threading.Event(), threading.Event()
     daemon.faults["Allocate"].append(hang_until(may_answer, arrived))
 
+    main = threading.get_ident()
+
     def interrupt() -> None:
         if arrived.wait(60):
+            wait_until(lambda: waits_for_an_answer(main), "gRPC holds no lock that an interrupt would leave held")
             os.kill(os.getpid(), signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
