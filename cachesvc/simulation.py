@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
@@ -20,7 +21,6 @@ from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import Turns, tidy
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
-from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages import PagePool
 from cachesvc.model.answers import Wait
@@ -38,6 +38,7 @@ EVICTIONS = tuple(sorted(EVICTION_POLICIES))
 WRITE_POLICIES = tuple(policy.value for policy in WritePolicy)
 
 AT_ONCE = 1 << 40
+PROCESS = b"simulation"
 """Nobody waits for his turn here, so a flow is never cut."""
 
 EVENTS_KEPT = 64
@@ -77,7 +78,8 @@ class Simulation:
         self._core = Core(self.ledger, self._mover, eviction_policy(pools.eviction), rule, limits, turns)
         self._device_blocks = pools.device_blocks
         model = _model(self._core, pools, block_tokens)
-        lease = self.ledger.leases["simulation"] = Lease("simulation", "", model.id, 0, 0.0, 1)
+        process_arrived(self._core, PROCESS, 0, 0)
+        lease = open_lease(self._core, model.id, 0, "", PROCESS, 0, 0.0)
         self._call = Call(lease, model, model.replicas[0], 0.0)
         self._sequence = 0
 

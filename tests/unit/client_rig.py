@@ -91,7 +91,7 @@ class FakeDaemon:
         self.first_id = 0
         self.layout: Layout | None = None
         self.memory_kind = "memfd"
-        self.timeline = HostTimeline(64)
+        self.timeline = HostTimeline(64, is_shared=True)
         self.slab_fds: list[int] = []
         self.is_asked = threading.Event()
         self.may_give = threading.Event()

@@ -22,6 +22,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.requests import Ended
 from cachesvc.policy.hazard.history import REMEMBERED, SEGMENTS_LOOKED, History
+from cachesvc.policy.hazard.rates import Open, Rates
 from cachesvc.policy.hazard.segments import LANDMARKS
 from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.shadow import Shadow
@@ -273,3 +274,23 @@ def test_classes_that_are_not_used_from_the_host_are_not_worth_a_copy() -> None:
     assert not uses.is_worth(2, 0.5)
     assert uses.is_worth(2, 0.0)
     assert uses.is_worth(3, 0.5), "nothing is known of it: it is as the mean"
+
+
+def test_classes_that_come_while_a_refit_is_under_way_wait_for_the_next() -> None:
+    rates = Rates()
+    old = rates.add_row(0, (1,))
+    rates.touched(old, 1.0, 3.0)
+
+    def landmarks() -> Iterator[Open]:
+        new = rates.add_row(0, (2,))
+        yield Open(np.array([old, new]), np.array([1.0, 9.0]), np.array([1.0, 1.0]))
+        yield Open(np.array([new]), np.array([2.0]), np.array([1.0]))
+
+    before = rates.density.copy()
+    for _ in rates.refit(landmarks()):
+        pass
+    assert (rates.density[old] != before[old]).any()
+    assert np.array_equal(rates.density[old + 1], before[old + 1])
+    for _ in rates.refit(iter((Open(np.array([old + 1]), np.array([2.0]), np.array([1.0])),))):
+        pass
+    assert (rates.density[old + 1] != before[old + 1]).any()

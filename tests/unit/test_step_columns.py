@@ -19,7 +19,7 @@ from tests.unit.ledger_rig import chain, one_group, rig_of, windowed
 from tests.work import counted
 
 GROW, PUBLISH, RECYCLE, RELEASE = 1, 2, 3, 4
-MOST_TO_GROW, MOST_TO_PUBLISH = 160, 900
+MOST_TO_GROW, MOST_TO_PUBLISH = 160, 960
 """Instructions for each sequence: a block from the stock, and two blocks with keys that nobody has published."""
 
 

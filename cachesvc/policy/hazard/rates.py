@@ -113,12 +113,17 @@ class Rates:
 
 
 def _expose(landmarks: Open, outlived: Floats, exposed: Floats) -> None:
-    """Count the bins that open landmarks are in, and the seconds that they have spent there, by class."""
-    ages = np.maximum(landmarks.ages, 0.0)
+    """Count the bins that open landmarks are in, and the seconds that they have spent there, by class. Those of classes
+    that have come since the refit began are left to the next."""
+    rows, ages, weights = landmarks
+    if len(rows) and rows.max() >= len(outlived):
+        is_known = rows < len(outlived)
+        rows, ages, weights = rows[is_known], ages[is_known], weights[is_known]
+    ages = np.maximum(ages, 0.0)
     bins = np.minimum((2 * np.log2(1 + ages)).astype(np.int64), BINS - 1)
-    cells = landmarks.rows * BINS + bins
-    outlived += np.bincount(cells, landmarks.weights, outlived.size).reshape(outlived.shape)
-    exposed += np.bincount(cells, landmarks.weights * (ages - EDGES[bins]), exposed.size).reshape(exposed.shape)
+    cells = rows * BINS + bins
+    outlived += np.bincount(cells, weights, outlived.size).reshape(outlived.shape)
+    exposed += np.bincount(cells, weights * (ages - EDGES[bins]), exposed.size).reshape(exposed.shape)
 
 
 def _hazards(events: Floats, exposed: Floats, tables: Ints, groups: Ints) -> Floats:
