@@ -53,9 +53,7 @@ def evict(core: Core, model_id: int, tier: str, count: int) -> int:
         if place is ledger.host:
             plan, _ = model.evictor.plan_host(wanted)
         else:
-            plan, _ = model.evictor.plan_device(place, wanted, to_host=False)
-            plan.drains.clear()
-            plan.host_drops.clear()
+            plan, _ = model.evictor.plan_device(place, wanted, to_host=False, saves=False)
         plan.cause = Cause.OPERATOR
         model.evictor.carry_out(plan)
         evicted += len(plan.drops)

@@ -82,13 +82,21 @@ class Evictor:
         self.ledger = ledger
 
     def plan_device(
-        self, place: Place, count: int, *, to_host: bool, share: float = 0.0, most_looks: int = sys.maxsize
+        self,
+        place: Place,
+        count: int,
+        *,
+        to_host: bool,
+        share: float = 0.0,
+        most_looks: int = sys.maxsize,
+        saves: bool = True,
     ) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so
-        many candidates the search is given up. Nothing is changed yet; the caller passes the plan to ``carry_out`` or
+        many candidates the search is given up. Without ``saves`` nothing goes to the host, and none that would have to:
+        blocks whose descendants lie elsewhere stay. Nothing is changed yet; the caller passes the plan to ``carry_out`` or
         to nobody.
         """
         plan = EvictionPlan(place)
@@ -118,7 +126,7 @@ class Evictor:
                     lingering.add(index.parent[row])
                 else:
                     plan.drops.append(row)
-            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
+            elif saves and (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
             elif lasting_children == 0:

@@ -210,6 +210,7 @@ class Sequence(BlockTables):
                 self.own[group].difference_update(moved.own)
         if not self.is_open:
             self.swapped = []
+            self._host.let_go()  # what failed to come is not there to be kept, though it is ending still
         elif is_out:
             self._is_out(ticket)
         else:
