@@ -95,8 +95,8 @@ class Evictor:
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so
-        many candidates the search is given up. Without ``saves`` nothing goes to the host, and what would have to, since
-        its descendants lie elsewhere, stays. Nothing is changed yet; the caller passes the plan to ``carry_out`` or to
+        many candidates the search is given up. Without ``saves`` nothing goes to the host, and what has to stays,
+        as its descendants lie elsewhere. Nothing is changed yet; the caller passes the plan to ``carry_out`` or to
         nobody.
         """
         plan = EvictionPlan(place)
