@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+LINEAR_TOKENS = 30_500
+"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
+
 
 class Parts(NamedTuple):
     """A request that an eviction policy follows: its number, and the segments of its blocks ``[0, shared_blocks)`` and

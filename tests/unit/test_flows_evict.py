@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from cachesvc.flows import admin
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
@@ -17,6 +18,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
+from tests.conservation import audit
 from tests.oracle import lru_hits
 from tests.unit.ledger_rig import chain, one_group, prefill, rig_of, serve, windowed
 
@@ -160,6 +162,28 @@ def test_a_failed_write_back_loses_nothing() -> None:
     assert len(rig.device_keys()) == 2
     assert rig.host_keys() == set()
     assert rig.host.pools[0].free == 2
+
+
+def test_an_operators_eviction_leaves_what_lies_under_blocks_of_the_host() -> None:
+    """Found by simulation: it planned as if a backup made room for another, kept it, and dropped what was above it."""
+    rig = rig_of(one_group(), device=(5,), host=(2,))
+    a = rig.lease()
+    for number, prompt in enumerate(("xy", "ab"), start=1):
+        serve(rig, a, number, prompt)
+    for number, prompt in ((10, "xy"), (20, "ab")):  # their last blocks get backups, and stay
+        rig.run(match, a, number, b"", 0)
+        waits = rig.once(allocate, a, number, 2)
+        assert isinstance(waits, Wait)
+        rig.run(match, a, number + 1, chain(*prompt), 0)
+        rig.land(waits.tickets[0])
+        for sequence in (number, number + 1):
+            rig.run(release, a, sequence)
+    for number, prompt in ((30, "xyz"), (31, "ab"), (32, "xyz")):
+        serve(rig, a, number, prompt)
+    assert (len(rig.device_keys()), len(rig.host_keys())) == (5, 2)
+    assert admin.evict(rig.core, rig.model.id, "device", 0) == 3
+    assert rig.device_keys() == {chain(*"a"), chain(*"x")}
+    assert audit(rig.core.ledger).problems == []
 
 
 def test_blocks_on_their_way_to_the_host_are_worth_waiting_for() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from cachesvc.model.requests import LINEAR_TOKENS
 from cachesvc.policy.hazard.ages import BINS
 from cachesvc.policy.hazard.asked import Heads
 from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 
 NO_RANK = (1 << 63) - 1
 """Of a queue without candidates."""
-LINEAR_TOKENS = 30_500
-"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
 
 
 def worth_of(heads: Heads, rates: Rates, now: float, weighed_tokens: int) -> Floats:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.model.nearest import did_you_mean
-from cachesvc.model.requests import Ended
+from cachesvc.model.requests import LINEAR_TOKENS, Ended
 from cachesvc_ctl.lab.optimum import optimal_hits
 from cachesvc_ctl.lab.prompts import Prompts
 from cachesvc_ctl.lab.trace import SECONDS_A_TOKEN
@@ -109,7 +109,6 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
 
 def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
     """The share of prefill that is spared where of each prompt so many blocks are hit; 0 where nothing was asked."""
-    from cachesvc.policy.hazard.worth import LINEAR_TOKENS
 
     def cost(blocks: npt.NDArray[np.float64]) -> float:
         return float((blocks + blocks * blocks * prompts.block_tokens / LINEAR_TOKENS / 2).sum())
