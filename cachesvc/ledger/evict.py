@@ -95,9 +95,8 @@ class Evictor:
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so
-        many candidates the search is given up. Without ``saves`` nothing goes to the host, and what has to stays,
-        as its descendants lie elsewhere. Nothing is changed yet; the caller passes the plan to ``carry_out`` or to
-        nobody.
+        many candidates the search is given up. Without ``saves`` nothing goes to the host, and what has to stays: it
+        counts all the same. Nothing is changed yet; the caller passes the plan to ``carry_out`` or to nobody.
         """
         plan = EvictionPlan(place)
         index = self.ledger.index
@@ -120,13 +119,16 @@ class Evictor:
                     found += len(run)
                     looks += len(run) - 1
                     continue
-            if IS_READY in map(itemgetter(row), others) and row not in host.walk.taken:
+            is_elsewhere = IS_READY in map(itemgetter(row), others)
+            if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
+                lingering.add(index.parent[row])  # it counts, and stays
+            elif is_elsewhere and row not in host.walk.taken:
                 if row in lingering:
                     plan.drains.append(Drain(row, copied=False))
                     lingering.add(index.parent[row])
                 else:
                     plan.drops.append(row)
-            elif saves and (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
+            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
             elif lasting_children == 0:
