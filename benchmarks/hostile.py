@@ -18,7 +18,6 @@ import random
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -171,7 +170,7 @@ def honest(path: str, pipe: Connection, attacked: Event, ends: Event) -> None:
                     refused.append(repr(error))
                     if lease.is_lost:
                         ends.wait()
-                time.sleep(max(0.0, next_at - time.perf_counter()))
+                time.sleep(max(0.0, next_at - time.perf_counter()))  # an engine's kernels run meanwhile
             for each in held:
                 each.release()
         pipe.send(
@@ -340,7 +339,7 @@ class Attacker:
                     each.connect(path)
                     for _ in range(times if says else 0):
                         each.send(says)
-            threading.Event().wait(self.rng.random())
+            time.sleep(self.rng.random())  # what is held is the attack
 
 
 ENGINES = (

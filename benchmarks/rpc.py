@@ -361,7 +361,7 @@ def step_times(
         stream.submit()
         next_s = time.perf_counter()
         for turn in range(turns):
-            time.sleep(max(next_s - time.perf_counter(), 0))
+            time.sleep(max(next_s - time.perf_counter(), 0))  # engines begin an iteration so often
             next_s += every_s
             began = time.perf_counter()
             pending = None
@@ -373,7 +373,7 @@ def step_times(
                     stream.submit()
             sent = time.perf_counter()
             if kernels_s:
-                time.sleep(kernels_s)
+                time.sleep(kernels_s)  # as long as kernels would run
             resumed = time.perf_counter()
             answer = pending.answer()
             out.append((time.perf_counter() - resumed + sent - began) * 1e3)

@@ -249,7 +249,7 @@ class Crew:
             self.check()
             if time.monotonic() > until:
                 raise RunFailed(f"after {seconds:g} s it is still not so: {what}; {self.engine_words()}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # between two looks at other processes
 
     def epoch(self) -> int:
         """Of the running daemon."""

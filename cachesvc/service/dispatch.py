@@ -34,6 +34,7 @@ from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease
+from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.node import Node
 from cachesvc.service.repeats import Mark, Purse, Repeats, mark_of
 from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
@@ -132,7 +133,8 @@ class Dispatcher:
 
     def charge(self, who: Caller, size_bytes: int) -> None:
         """The bytes of a message, before it is parsed. Raises QuotaExceeded."""
-        self.admission.charge_bytes(who.acts_for, size_bytes, self.node.now())
+        if size_bytes > FREE_BYTES:
+            self.admission.charge_bytes(who.acts_for, size_bytes - FREE_BYTES, self.node.now())
 
     def refuse(self, name: str, error: CacheError) -> OperationError:
         """Count a call that cannot be served because of the way that it came, and say so."""

@@ -104,13 +104,13 @@ def refused(call: Callable[[], object]) -> Exception:
 
 
 @contextmanager
-def silent(path: str, count: int) -> Iterator[list[socket.socket]]:
+def connections(path: str, kind: socket.SocketKind, count: int) -> Iterator[list[socket.socket]]:
     """Connections that say nothing; fewer where the daemon takes no more."""
     with ExitStack() as stack:
         made = []
         for _ in range(count):
-            each = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            each.setblocking(False)
+            each = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            each.settimeout(WAIT_SECONDS)
             with contextlib.suppress(OSError):
                 each.connect(path)
                 made.append(each)
@@ -120,16 +120,15 @@ def silent(path: str, count: int) -> Iterator[list[socket.socket]]:
 @contextmanager
 def life_connections(path: str, count: int) -> Iterator[list[socket.socket]]:
     """Life connections of this process that were greeted."""
-    with ExitStack() as stack:
-        made = []
-        for _ in range(count):
-            each = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            each.settimeout(WAIT_SECONDS)
-            each.connect(path + LIFE_SUFFIX)
-            with contextlib.suppress(ConnectionError):
-                if each.recv(256).startswith(LIFE_GREETING):
-                    made.append(each)
-        yield made
+
+    def is_greeted(connection: socket.socket) -> bool:
+        try:
+            return connection.recv(256).startswith(LIFE_GREETING)
+        except ConnectionError:
+            return False
+
+    with connections(path + LIFE_SUFFIX, socket.SOCK_SEQPACKET, count) as made:
+        yield [each for each in made if is_greeted(each)]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ def test_a_pool_of_tiny_pages_is_refused_at_once(stage: Stage) -> None:
 
 
 def test_silent_connections_take_no_descriptor_that_others_need(stage: Stage) -> None:
-    with silent(stage.socket, 2 * FILES):
+    with connections(stage.socket, socket.SOCK_STREAM, 2 * FILES):
         stage.check()
         wait_until(stage.lets_in, "they are hung up on, and others get in")
 

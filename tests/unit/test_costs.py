@@ -161,7 +161,7 @@ def test_no_single_call_puts_all_candidates_in_order() -> None:
         watch(partial(node.blocks.pin, node.place, tip))
     watch(partial(evict_one, node))
     assert not node.place.is_present(tips[-1])
-    assert most <= 8
+    assert most <= 8, "a few, whatever the number of candidates"
 
 
 def evict_one(node: Node) -> None:

@@ -133,9 +133,8 @@ class Meter:
             raise self._too_fast("operations_per_second", self.operations.per_second, seconds)
 
     def admit_bytes(self, size_bytes: int, now: float) -> None:
-        """A message, before it is parsed. Raises QuotaExceeded."""
-        more = size_bytes - FREE_BYTES
-        if more > 0 and self.bytes is not None and (seconds := self.bytes.take(more, now)):
+        """Bytes of a message beyond its first ``FREE_BYTES``, before it is parsed. Raises QuotaExceeded."""
+        if self.bytes is not None and (seconds := self.bytes.take(size_bytes, now)):
             raise self._too_fast("bytes_per_second", self.bytes.per_second, seconds)
 
     def _too_fast(self, what: str, limit: int, seconds: float) -> QuotaExceeded:

@@ -30,6 +30,7 @@ from functools import partial
 from typing import Protocol
 
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.service.access.admission import share_of
 from cachesvc.service.host.peer_process import PeerProcess, peer_process
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events
@@ -185,7 +186,7 @@ class LifeServer:
             return f"it has {most} connections"
         held = Counter(each.process.uid for each in connected)
         users = len(held | Counter((process.uid,)))
-        share = self._connections * 3 // 4 if users == 1 else self._connections // users
+        share = share_of(self._connections, users)
         if held[process.uid] >= share and not self._drop_idle(process.uid):
             return f"its user has its share of {share} connections"
         if len(connected) >= self._connections:

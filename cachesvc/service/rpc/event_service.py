@@ -17,6 +17,7 @@ from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoc
 from cachesvc.model.words import Tier
 from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.questions.view import View
+from cachesvc.service.access.admission import share_of
 from cachesvc.service.access.auth import caller
 from cachesvc.service.access.owners import sight
 from cachesvc.service.access.undecodable import require_read
@@ -113,7 +114,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         if tenant is None:
             return
         own, busy = following.count(tenant), len({*following, tenant})
-        share = max(1, self._limit * 3 // 4 if busy == 1 else self._limit // busy)
+        share = share_of(self._limit, busy)
         if own >= share:
             raise LimitExceeded("event subscribers of this tenant", own + 1, share)
 

@@ -160,7 +160,7 @@ def connect(settings: EngineSettings, limit_seconds: float = PATIENCE_SECONDS) -
         except DaemonUnavailable:
             if time.monotonic() >= until:
                 raise
-        time.sleep(RETRY_SECONDS)
+        time.sleep(RETRY_SECONDS)  # nobody is there who could tell
 
 
 def main() -> None:
