@@ -61,7 +61,7 @@ vllm-test: $(SETUP) $(VLLM_SETUP) ## Real vLLM processes on a daemon in shared m
 	CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
-	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py $(PYTEST_ARGS)
+	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py tests/contracts/test_waiters.py $(PYTEST_ARGS)
 
 gpu-memcheck: $(GPU_SETUP) ## Kernels and copies under compute-sanitizer: no byte out of bounds, no race in shared memory
 	@command -v $(SANITIZER) >/dev/null || { \
@@ -108,7 +108,7 @@ k8s-render: $(SETUP) ## Render deploy/k8s into deploy/k8s/rendered (needs kubect
 k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: schemas, wiring, security, sizes, Dockerfile
 	$(BIN)/python -m tools.k8s_render --check
 	$(BIN)/kubernetes-validate --strict --quiet deploy/k8s/rendered/gpu.yaml deploy/k8s/rendered/trial.yaml \
-		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml
+		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml deploy/k8s/rendered/vllm.yaml
 	$(BIN)/hadolint deploy/docker/Dockerfile
 	$(BIN)/python -m pytest tests/deploy $(PYTEST_ARGS)
 

@@ -2,6 +2,7 @@
 
 ``waits``: an engine keeps 1,100 calls waiting for one slow transfer; another one matches, and no lease is lost.
 ``swap``: an engine swaps out beside 100,000 host blocks of a windowed layout, whose window pool is full.
+``movers``: a match of 2,048 blocks beside an engine that swaps all the time, with each kind of movers.
 ``stock``: a step that wants a stock of pages, on a pool whose 96,000 pages are pinned, against one that wants none.
 ``windows``: a match of 2,048 blocks with one window group, against one with none.
 ``prefill``: an engine computes prompts of 2,048 blocks on a full pool; each evicts as many.
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing as mp
-import statistics
 import subprocess
 import sys
 import threading
@@ -23,10 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
-from typing import Any
 
-import grpc
 import numpy as np
 from cachesvc_client import (
     CacheClient,
@@ -42,10 +39,11 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_ctl.daemon_process import DaemonProcess
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.bystander import Bystander, Figures, summary, timed
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
+from cachesvc.config import MOVERS
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 2048
@@ -55,8 +53,9 @@ CONNECTIONS = 11
 PINNED_PAGES = 96_000
 HOST_BLOCKS = 100_000
 ROUNDS = 40
+COMMON = ["--backend", "shm"]
+QUIET_SECONDS = 1.0
 CLIENTS = 12
-Figures = dict[str, Any]
 
 
 def main() -> None:
@@ -64,7 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all without one")
     parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--backend", choices=("shm", "cuda"), default="shm", help="of the daemons (default shm)")
     arguments = parser.parse_args()
+    COMMON[1] = arguments.backend
     unknown = set(arguments.cases) - set(CASES)
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
@@ -164,6 +165,34 @@ def swap() -> Figures:
                     sequence.wait_swapped(60)
                     sequence.release()
     return {"host_blocks": HOST_BLOCKS, "bystander_ms": bystander.figures}
+
+
+def movers() -> Figures:
+    """Match beside an engine that swaps out and in as fast as it goes, with threads and with processes as movers."""
+    layout = opaque(block_bytes=256 << 10, block_tokens=BLOCK_TOKENS, layers=32)
+    rng, found = np.random.default_rng(4), Figures()
+    keys = rng.bytes(PROMPT_BLOCKS * KEY_BYTES)
+    for kind in MOVERS[1:]:
+        flags = ["--movers", kind, "--device-pool", "1GiB", "--host-pool", "512MiB", "--calibration", "never"]
+        with daemon(*flags) as socket, CacheClient(socket, engine="swapper") as client:
+            model = client.register("swapped", layout, device_pages=[PROMPT_BLOCKS + 1024], host_pages=[1024])
+            with client.open_lease(model) as lease:
+                prefill(lease, keys)
+                with Bystander(socket, (model, keys)) as alone:
+                    time.sleep(QUIET_SECONDS)
+                sequence = lease.match(rng.bytes(512 * KEY_BYTES))
+                sequence.allocate(512)
+                began = time.perf_counter()
+                with Bystander(socket, (model, keys)) as beside:
+                    for _ in range(ROUNDS):
+                        sequence.swap_out()
+                        sequence.wait_swapped(60)
+                        sequence.swap_in()
+                        sequence.wait_loaded(60)
+                rate = 2 * ROUNDS * 512 * layout.page_bytes(0) / (time.perf_counter() - began) / 1e9
+                sequence.release()
+        found[kind] = {"alone_ms": alone.figures, "beside_ms": beside.figures, "gb_per_s": round(rate, 2)}
+    return found
 
 
 def stock() -> Figures:
@@ -294,44 +323,6 @@ def call_until_gone(socket: str, answer: Connection) -> None:
     client.close()
 
 
-class Bystander:
-    """Makes empty calls from a process of its own, without a pause, until the ``with`` ends."""
-
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
-        self._context = mp.get_context("spawn")
-        self._stop = self._context.Event()
-        self._mine, self._theirs = self._context.Pipe()
-        self.figures: Figures = {}
-
-    def __enter__(self) -> Bystander:
-        self._process = self._context.Process(target=watch, args=(self._socket, self._stop, self._theirs))
-        self._process.start()
-        self._mine.recv()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self.figures = summary(self._mine.recv())
-        self._process.join()
-
-
-def watch(socket: str, stop: Event, answer: Connection) -> None:
-    """Milliseconds of every empty call until the event is set."""
-    times: list[float] = []
-    with grpc.insecure_channel(f"unix:{socket}") as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-
-        def call() -> None:
-            health.Check(health_pb2.HealthCheckRequest())
-
-        call()
-        answer.send("watching")
-        while not stop.is_set():
-            times.append(timed(call))
-    answer.send(times)
-
-
 def prefill(lease: Lease, keys: bytes) -> None:
     """Compute a whole prompt and let it go."""
     blocks = len(keys) // KEY_BYTES
@@ -340,23 +331,6 @@ def prefill(lease: Lease, keys: bytes) -> None:
         for ticket in sequence.tickets:
             lease.wait_tickets([ticket.id])
         sequence.publish(blocks)
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Milliseconds of one call."""
-    began = time.perf_counter()
-    call()
-    return (time.perf_counter() - began) * 1e3
-
-
-def summary(times_ms: list[float]) -> Figures:
-    """Median, 99th percentile and longest, in milliseconds."""
-    ordered = sorted(times_ms)
-    p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
-    return {"p50": round(statistics.median(ordered), 3), "p99": round(p99, 3), "max": round(ordered[-1], 3)}
-
-
-COMMON = ("--backend", "shm")
 
 
 @contextmanager
@@ -369,6 +343,7 @@ def daemon(*flags: str) -> Iterator[str]:
 CASES: dict[str, Callable[[], Figures]] = {
     "waits": waits,
     "swap": swap,
+    "movers": movers,
     "stock": stock,
     "windows": windows,
     "prefill": prefill_beside,

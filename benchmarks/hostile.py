@@ -13,9 +13,7 @@ import argparse
 import contextlib
 import hashlib
 import multiprocessing as mp
-import os
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -30,23 +28,18 @@ from typing import Any
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, CacheClientError, Credentials, Lease, opaque, open_remote
+from cachesvc_client import CacheClient, CacheClientError, Lease
 from cachesvc_ctl.daemon_process import DaemonProcess
-from kvcache.v1 import admin_pb2, cache_pb2
 
+from benchmarks.attackers import ENGINES, KEY_BYTES, LAYOUT, READERS, Attacker
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.wire.status import LIFE_SUFFIX, MAX_MESSAGE_BYTES
 
 FILES = 1024
 EVERY_SECONDS = 0.01
 SEQUENCES, BLOCKS = 32, 64
-KEY_BYTES = 32
 MOST_BYTES = 1 << 30
-LAYOUT = opaque(block_bytes=4096, block_tokens=16)
-TINY = Layout(1, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (1,), "uint8"),))
 TOKENS = {
     "a": "a-token-of-a-hostile-tenant-0001",
     "b": "a-token-of-an-honest-tenant-0002",
@@ -118,8 +111,11 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
             most = max(most, bytes_beside_pools(daemon.process.pid, 64 * MIB))
             crew[0].join(1.0)
         attacks: Counter[str] = Counter()
+        connections: Counter[str] = Counter()
         for own in pipes:
-            attacks.update(own.recv())
+            tried, made = own.recv()
+            attacks.update(tried)
+            connections.update(made)
         ends.set()
         served = mine.recv()
         after = bytes_beside_pools(daemon.process.pid, 64 * MIB)
@@ -128,6 +124,7 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         **served,
         "attacks": dict(attacks),
+        "connections": dict(connections),
         "memory_mib": {"before": before / MIB, "most": most / MIB, "after": after / MIB},
         "defects": log.count('"call_broke"') + log.count("Traceback"),
     }
@@ -218,141 +215,10 @@ def summary(times: list[float]) -> dict[str, float]:
 # -- who attacks -------------------------------------------------------------------------------------------------------
 
 
-class Attacker:
-    """A caller with a token and bad manners. Each attack takes a second or so; all may be refused."""
-
-    def __init__(self, path: str, who: str, rng: random.Random) -> None:
-        self.path = path
-        self.token = TOKENS[who]
-        self.rng = rng
-        self._client: CacheClient | None = None
-        self._lease: Lease | None = None
-
-    def lease(self) -> Lease:
-        """A lease that lives."""
-        if self._client is None:
-            self._client = CacheClient(self.path, engine="hostile", token=self.token)
-            self._client.connect()
-        if self._lease is None or self._lease.is_lost:
-            self._lease = self._client.open_lease(
-                self._client.register("mine", LAYOUT, device_pages=[1024], host_pages=[0])
-            )
-        return self._lease
-
-    def drop(self) -> None:
-        """Give up what it has."""
-        client, self._client, self._lease = self._client, None, None
-        if client is not None:
-            client.close()
-
-    def bare(self) -> contextlib.AbstractContextManager[grpc.Channel]:
-        """gRPC with its token."""
-        return open_remote(self.path, Credentials(self.token))
-
-    # -- messages ----------------------------------------------------------------------------------------------
-
-    def empty_operations(self) -> None:
-        head = cache_pb2.StepRequest(lease_id=self.lease().id, request_id=self.rng.getrandbits(40)).SerializeToString()
-        self.stream("Step", [head + b"\x1a\x00" * (MAX_MESSAGE_BYTES // 2 - 100)])
-
-    def unknown_fields(self) -> None:
-        self.stream("Step", [b"\xf8\x3f\x00" * (MAX_MESSAGE_BYTES // 3 - 100)])
-
-    def garbage(self) -> None:
-        self.stream("Step", [self.rng.randbytes(self.rng.randrange(1 << 20))])
-
-    def empty_keys(self) -> None:
-        junk = admin_pb2.ListBlocksRequest(key_hex=[""]).SerializeToString() * 500_000
-        with self.bare() as channel:
-            call: Any = channel.unary_unary("/kvcache.v1.AdminService/ListBlocks")
-            call(junk, timeout=5)
-
-    def long_match(self) -> None:
-        for _ in range(8):
-            self.lease().match(os.urandom(65536 * KEY_BYTES)).release()
-
-    def many_calls(self) -> None:
-        lease = self.lease()
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
-            lease.match(b"").release()
-
-    def large_answers(self) -> None:
-        lease = self.lease()
-        with lease.match(b"") as sequence:
-            sequence.allocate(512)
-
-    def tiny_pages(self) -> None:
-        self.lease()
-        assert self._client is not None
-        self._client.register("tiny", TINY, host_pages=[0])
-
-    def everything(self) -> None:
-        """All that its quota gives."""
-        lease = self.lease()
-        held = [lease.match(b"") for _ in range(self.rng.randrange(200))]
-        for each in held:
-            each.allocate(8)
-        if self.rng.random() < 0.5:
-            self.drop()
-
-    def prefetches(self) -> None:
-        lease = self.lease()
-        for _ in range(50):
-            lease.prefetch(os.urandom(512 * KEY_BYTES))
-
-    def stream(self, method: str, messages: list[bytes]) -> None:
-        with self.bare() as channel:
-            call: Any = channel.stream_stream(f"/kvcache.v1.CacheService/{method}")
-            for _ in call(iter(messages), timeout=5):
-                break
-
-    # -- questions ---------------------------------------------------------------------------------------------
-
-    def listings(self) -> None:
-        with self.bare() as channel:
-            for name in ("GetStatus", "ListModels", "ListLeases", "ListSequences", "ListTickets", "ListTenants"):
-                call: Any = channel.unary_unary(f"/kvcache.v1.AdminService/{name}")
-                for _ in range(20):
-                    call(b"", timeout=5)
-
-    # -- connections -------------------------------------------------------------------------------------------
-
-    def silence(self) -> None:
-        self.hold(socket.SOCK_STREAM, self.path, 400, b"")
-
-    def half_a_preface(self) -> None:
-        self.hold(socket.SOCK_STREAM, self.path, 200, b"PRI * HTTP/2.0\r\n")
-
-    def life_flood(self) -> None:
-        self.hold(socket.SOCK_SEQPACKET, self.path + LIFE_SUFFIX, 400, b"")
-
-    def unread_lanes(self) -> None:
-        self.hold(socket.SOCK_SEQPACKET, self.path + LIFE_SUFFIX, 50, b"LN", times=100)
-
-    def hold(self, kind: int, path: str, count: int, says: bytes, times: int = 1) -> None:
-        with ExitStack() as stack:
-            for _ in range(count):
-                each = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-                each.setblocking(False)
-                with contextlib.suppress(OSError):
-                    each.connect(path)
-                    for _ in range(times if says else 0):
-                        each.send(says)
-            time.sleep(self.rng.random())  # what is held is the attack
-
-
-ENGINES = (
-    *("empty_operations", "unknown_fields", "garbage", "empty_keys", "long_match", "many_calls", "large_answers"),
-    *("tiny_pages", "everything", "prefetches", "silence", "half_a_preface", "life_flood", "unread_lanes"),
-)
-READERS = ("empty_operations", "empty_keys", "garbage", "listings", "silence", "life_flood", "unread_lanes")
-
-
 def attack(path: str, who: str, kinds: tuple[str, ...], seed: int, until: float, pipe: Connection) -> None:
     """Attack at random until the time is up; how often each was tried, and how often it ended in a refusal."""
     rng = random.Random(seed)
-    attacker = Attacker(path, who, rng)
+    attacker = Attacker(path, TOKENS[who], rng)
     tried: Counter[str] = Counter()
     while time.time() < until:
         kind = rng.choice(kinds)
@@ -365,7 +231,7 @@ def attack(path: str, who: str, kinds: tuple[str, ...], seed: int, until: float,
                 with contextlib.suppress(CacheClientError):
                     attacker.drop()
     attacker.drop()
-    pipe.send(tried)
+    pipe.send((tried, attacker.connections))
 
 
 def is_sound(found: dict[str, Any]) -> bool:
@@ -389,6 +255,7 @@ def table(found: dict[str, Any]) -> str:
         yield "memory beside pools, MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in memory.items())
         yield f"refused to the honest engine {found['refused']}, leases lost {found['leases_lost']}"
         yield f"defects in the log {found['defects']}"
+        yield "connections: " + ", ".join(f"{name} {count:,}" for name, count in sorted(found["connections"].items()))
         yield "attacks: " + ", ".join(f"{name} {count}" for name, count in sorted(found["attacks"].items()))
 
     return "\n".join(rows())

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from cachesvc.config import Config
-from cachesvc.hardware import choose_hardware, link_costs
+from cachesvc.hardware import choose_hardware, measure_links
 from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab
@@ -14,7 +14,6 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.service.host.device_line import DeviceLine
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner import LinkCosts
 
 WAIT_SECONDS = 120.0
 HOST_THREADS = {"shm": 2, "cuda": 8}
@@ -23,31 +22,48 @@ OnDone = Callable[[int, Exception | None], None]
 
 class Mover:
     """``start`` takes and touches the host memory; device pages of shm are paid for by whoever touches them first.
+    ``movers``: threads of this process, or a process of their own, as the daemon's flag has it.
 
     Raises CacheError when made where there is no such backend, and at ``start`` where memory is missing.
     """
 
-    def __init__(self, backend: str, device_bytes: int, host_bytes: int, *, slice_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        device_bytes: int,
+        host_bytes: int,
+        *,
+        slice_bytes: int | None = None,
+        movers: str = "inside",
+    ) -> None:
         self.config = Config(
             backend=backend,
             device_pool=device_bytes,
             host_pool=host_bytes,
             host_threads=HOST_THREADS[backend],
             slice_bytes=slice_bytes or Config().slice_bytes,
+            movers=movers,
         )
         self.hardware = choose_hardware(self.config)
         self.backend = self.hardware.backend
         self.device = self.backend.devices()[0]
-        self.costs = LinkCosts()
         self.link: dict[str, object] = {}
-        chunk = min(MAX_CHUNK_BYTES, host_bytes)
-        self.host = HostPool(host_bytes, chunk, self.config.host_threads, self.hardware.nodes, self.backend)
+        self._engine: SwapEngine | None = None
+        self._on_done: OnDone = _nobody
+        sizes = host_bytes, min(MAX_CHUNK_BYTES, host_bytes), self.config.host_threads
+        in_files = self.hardware.has_processes
+        self.host = HostPool(*sizes, self.hardware.nodes, self.backend, in_files=in_files)
+
+    @property
+    def gpu(self) -> str:
+        """The UUID of the GPU, or nothing."""
+        return self.device if self.config.backend == "cuda" else ""
 
     def start(self) -> None:
         """Start the backend, measure the link, and wait for the whole host pool."""
         self.backend.start()
         lines: list[DeviceLine] = []
-        self.costs = link_costs(self.config, self.hardware.gpus, lines.append)
+        measure_links(self.config, self.hardware, lines.append)
         self.link = lines[0].shown() if lines else {}
         self.host.start()
         self.host.join_filling()
@@ -56,6 +72,8 @@ class Mover:
 
     def close(self) -> None:
         """Stop all."""
+        if self._engine is not None:
+            self._engine.close()
         self.backend.close()
         self.host.close()
 
@@ -74,21 +92,22 @@ class Mover:
             ready = self.host.ready_pages(slab)
         return slab
 
-    def engine(
-        self,
-        layout: Layout,
-        host: HostSlab,
-        slab: Slab,
-        pages: int,
-        on_done: OnDone,
-        layers_per_step: int | None = None,
-    ) -> SwapEngine:
-        """A started engine with one model and one replica, both number 0."""
-        engine = SwapEngine(self.backend, on_done, costs=self.costs, layers_per_step=layers_per_step)
-        engine.start()
-        engine.attach_model(0, layout, [[host]])
-        engine.attach_replica(0, 0, [self.device], [[slab]], [pages])
-        return engine
+    def _ended(self, ticket: int, error: Exception | None) -> None:
+        self._on_done(ticket, error)
+
+    def engine(self, layout: Layout, host: HostSlab, slab: Slab, pages: int, on_done: OnDone) -> SwapEngine:
+        """The started engine, with one model and one replica, both number 0; the model before must be detached."""
+        self._on_done = on_done
+        if self._engine is None:
+            self._engine = SwapEngine(self.hardware.movers, self._ended)
+            self._engine.start()
+        self._engine.attach_model(0, layout, [[host]])
+        self._engine.attach_replica(0, 0, [self.device], [[slab]], [pages])
+        return self._engine
+
+
+def _nobody(ticket: int, error: Exception | None) -> None:
+    raise AssertionError(f"ticket {ticket} ended before somebody waited ({error})")
 
 
 class Arrivals:

@@ -1,97 +1,88 @@
-"""Plain copies to compare with: one big copy each way, between the same memory that swaps use."""
+"""Plain copies to compare with: one big copy each way, by whoever asks, beside all that a daemon does.
+
+On a GPU each is one call of the driver on a stream of its own, between pinned memory and device memory of this
+process; without one, one NumPy copy on a thread of its own with a copy thread's priority.
+"""
 
 from __future__ import annotations
 
-import itertools
+import mmap
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.mover import Arrivals, Mover
-from cachesvc.memory.cuda import CudaSlab
-from cachesvc.memory.host_slab import HostSlab
-from cachesvc.memory.mapped import address_of
-from cachesvc.memory.seam import CopyJob, CopyStep, Slab
+from cachesvc.memory.mapped import address_of, populate, yield_to_callers
 from cachesvc.model.transfer import Direction
+from gpu_ops.gpu import gpu_by_uuid
 from gpu_ops.streams import CopyQueue
 
 LOAD, STORE = Direction
+MOST_BYTES = 1 << 30
 
 
 class PlainCopies:
-    """``size_bytes`` each way, at most what is asked for and what lies together on the host.
+    """``size_bytes`` each way: at most ``MOST_BYTES`` of what is asked for. ``uuid``: of the GPU, or empty."""
 
-    On a GPU each is one call of the driver on a stream of its own; otherwise one job on the backend's stream.
-    """
-
-    def __init__(self, mover: Mover, slab: Slab, host: HostSlab, wanted_bytes: int) -> None:
-        self._mover = mover
-        self._slab = slab
-        extents = sorted(host.table.extents, key=lambda extent: -extent.pages)[:2]
-        share = extents[-1].pages * host.page_bytes // (1 if len(extents) == len(Direction) else 2)
-        self.size_bytes = min(wanted_bytes, share)
-        self._extents = [extents[0], extents[-1]]
-        self._offsets = [0, 0 if len(extents) == len(Direction) else self.size_bytes]
-        self._addresses = [address_of(mover.host.view(host, extent.first_page)) for extent in self._extents]
+    def __init__(self, uuid: str, wanted_bytes: int) -> None:
+        self.size_bytes = min(wanted_bytes, MOST_BYTES)
+        self._uuid = uuid
+        self._undo = ExitStack()
         self._queues: dict[Direction, CopyQueue] = {}
-        self._arrivals = Arrivals()
-        self._tickets = itertools.count(1 << 40)
+        self._ends: dict[Direction, tuple[int, int]] = {}
+        self._views: dict[Direction, tuple[memoryview, memoryview]] = {}
 
     def start(self) -> None:
-        """Make the streams."""
-        if self._mover.hardware.gpus:
-            self._queues = {direction: self._mover.hardware.gpus[0].queue() for direction in Direction}
-        for queue in self._queues.values():
+        """Take memory for each way, and touch all of it. Raises CudaError."""
+        views = {way: self._memory() for way in Direction}
+        if not self._uuid:
+            self._views = {way: (views[way], self._memory()) for way in Direction}
+            return
+        gpu = gpu_by_uuid(self._uuid)
+        gpu.start()
+        self._undo.callback(gpu.close)
+        for way, view in views.items():
+            host = address_of(view)
+            gpu.register_host(host, self.size_bytes)
+            self._undo.callback(gpu.unregister_host, host)
+            device = gpu.allocate(self.size_bytes, vmm=False)
+            self._undo.callback(device.close)
+            self._ends[way] = (host, device.address) if way is LOAD else (device.address, host)
+            queue = self._queues[way] = gpu.queue()
             queue.start()
+            self._undo.callback(queue.close)
 
     def close(self) -> None:
-        """Give the streams back."""
-        for queue in self._queues.values():
-            queue.close()
+        """Give all of it back."""
+        self._undo.close()
+        self._views.clear()
 
     def seconds(self, directions: Sequence[Direction]) -> float:
         """One copy for each direction, all at once."""
+        threads = [threading.Thread(target=self._copy, args=(way,)) for way in directions if not self._queues]
         began = time.perf_counter()
-        for direction in directions:
-            if self._queues:
-                self._queue(direction)
-            else:
-                self._submit(direction)
-        if self._queues:
-            for direction in directions:
-                self._queues[direction].synchronize()
-        else:
-            self._arrivals.wait(len(directions))
+        for thread in threads:
+            thread.start()
+        for way in directions if self._queues else ():
+            self._queues[way].copy(np.array([(*self._ends[way], self.size_bytes, 1, *[self.size_bytes] * 2)], np.int64))
+        for thread in threads:
+            thread.join()
+        for way in directions if self._queues else ():
+            self._queues[way].synchronize()
         return time.perf_counter() - began
 
     def one_way_seconds(self, directions: Sequence[Direction]) -> float:
         """One copy for each direction, one after another; the mean."""
         return sum(self.seconds([direction]) for direction in directions) / len(directions)
 
-    def _queue(self, direction: Direction) -> None:
-        slab = self._slab
-        assert isinstance(slab, CudaSlab)
-        part = place_of(direction)
-        host = self._addresses[part] + self._offsets[part]
-        device = slab.memory.address + part * self.size_bytes
-        ends = (host, device) if direction is LOAD else (device, host)
-        copy = np.array([(*ends, self.size_bytes, 1, self.size_bytes, self.size_bytes)], np.int64)
-        self._queues[direction].copy(copy)
+    def _memory(self) -> memoryview:
+        view = memoryview(mmap.mmap(-1, self.size_bytes))
+        populate(view, 0, self.size_bytes)
+        return view
 
-    def _submit(self, direction: Direction) -> None:
-        part = place_of(direction)
-        extent = self._extents[part]
-        host = (extent.region, extent.offset + self._offsets[part])
-        device = (self._slab.region, part * self.size_bytes)
-        ends = (*host, *device) if direction is LOAD else (*device, *host)
-        copies = np.array([(*ends, self.size_bytes, 1, self.size_bytes, self.size_bytes)], np.int64)
-        backend, ticket = self._mover.backend, next(self._tickets)
-        stream = (backend.load_stream if direction is LOAD else backend.store_stream)(self._mover.device)
-        end = self._arrivals.done
-        stream.submit(CopyJob(ticket, (CopyStep(copies),), None, None, 0, lambda error: end(ticket, error)))
-
-
-def place_of(direction: Direction) -> int:
-    """0 for loads, 1 for stores: they touch different halves."""
-    return list(Direction).index(direction)
+    def _copy(self, way: Direction) -> None:
+        yield_to_callers()
+        source, target = self._views[way]
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,12 +1,12 @@
 """Round trips of the client against a real daemon over the unix socket: ``python -m benchmarks.rpc --json OUT``.
 
-Everything by both ways, the lane and gRPC, one right after the other: the result has a key for each, with the same
-keys below it. ``ping``: an empty call (on gRPC a health check). ``match``: a prompt that is resident whole, 64 tokens a
+Everything by both ways, the lane and gRPC, one right after the other: the result has a key for each, with the same keys
+below it. ``ping``: an empty call (on gRPC a health check). ``match``: a prompt that is resident whole, 64 tokens a
 block, with its keys at hand and with hashing it anew; ``match_window``: of a model with a windowed group, keys at hand.
 ``step``: an iteration of k sequences that each take one more block from the stock, by arrays; ``step_publish``: each
 also seals a block; ``step_ahead``: the same, sent before kernels that run 5 ms and taken behind them; ``step_paced``:
-32 of those once in 10 ms by each of 16 engines. Everything is measured while another process keeps the copy streams
-busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
+32 of those once in 10 ms by each of 16 engines that began at random moments. Everything is measured while another
+process keeps the copy streams busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
 """
 
 from __future__ import annotations
@@ -82,11 +82,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=200, help="calls of each kind and client")
     parser.add_argument("--quiet", action="store_true", help="also measure without swaps")
+    parser.add_argument("--daemon", default="", help="further flags of the daemon")
     arguments = parser.parse_args()
     ways: dict[str, dict[str, object]] = {way: {} for way in WAYS}
     result: dict[str, object] = {"machine": describe_machine(), "block_tokens": BLOCK_TOKENS, **ways}
+    if arguments.daemon:
+        result["daemon"] = arguments.daemon
     longest: dict[str, float] = {}
-    with DaemonProcess(FLAGS) as daemon:
+    with DaemonProcess([*FLAGS, *arguments.daemon.split()]) as daemon:
         if arguments.quiet:
             for way, figures in ways.items():
                 figures["without_swaps"] = run(daemon.socket, way, 1, arguments.rounds)
@@ -359,7 +362,7 @@ def step_times(
     out = []
     with lease.step(stock_pages=2 * count) as stream:
         stream.submit()
-        next_s = time.perf_counter()
+        next_s = time.perf_counter() + rng.uniform(0, every_s)
         for turn in range(turns):
             time.sleep(max(next_s - time.perf_counter(), 0))  # engines begin an iteration so often
             next_s += every_s

@@ -1,36 +1,41 @@
 """Scattered swaps through the real engine, beside one plain copy in the same run.
 
-    python -m benchmarks.swap [--backend shm|cuda] [--json OUT] [--pool-mib N] [--repeats 5] [--quick]
+    python -m benchmarks.swap [--backend shm|cuda] [--movers inside process] [--json OUT] [--pool-mib N] [--quick]
 
-A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k tokens of an 8B model, and for whole
-blocks also 1 GiB) is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
-anywhere in them, differently on each side. ``whole``: all layers in one step. ``layered``:
-steps as the planner's costs choose them. ``by layer``: a step for each layer. ``both``: a load and a store at once,
-bytes of both added. ``of plain`` compares with plain copies the same ways at once, ``of one`` with one plain copy at a
-time. Ratios are medians over medians. On a GPU a plain copy is one call of the driver. It has as many bytes as the
-ticket, but at most what lies together in the host pool: 1 GiB.
+A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k tokens of an 8B model), and for whole
+blocks also less, is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
+anywhere in them, differently on each side. Time is from the call to the wake-up of who waits on the timeline word, as
+an engine's worker does; ``movers`` says whether threads of this process copy or a process of their own. ``whole``: all
+layers in one step. ``layered``: steps as the planner's costs choose them. ``by layer``: a step for each layer.
+``both``: a load and a store at once, bytes of both added. ``of plain`` compares with plain copies the same ways at
+once, ``of one`` with one plain copy at a time. Ratios are medians over medians. A plain copy (``plain.py``) has as many
+bytes as the ticket, but 1 GiB at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import mmap
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from cachesvc_client.memory.pool import POLL_S
 
 from benchmarks.machine import describe_gpu, describe_machine, fail
-from benchmarks.mover import Arrivals, Mover, two_plane_layout
+from benchmarks.mover import WAIT_SECONDS, Arrivals, Mover, two_plane_layout
 from benchmarks.plain import PlainCopies
 from benchmarks.recording import write_result
 from cachesvc.__main__ import SWITCH_SECONDS
+from cachesvc.config import MOVERS
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab
 from cachesvc.model.errors import CacheError
+from cachesvc.model.futex import wait_reached, words_of
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
@@ -48,28 +53,28 @@ LONGEST_RUN = 16
 @dataclass(frozen=True)
 class Ground:
     """What is measured on one kind of memory. ``moved_part``: one in so many blocks of a pool moves each way.
-    ``small_part``: whole blocks are also moved in tickets of one in so many of these; 1: no further tickets."""
+    ``small_mib``: whole blocks are also moved in tickets of so many MiB."""
 
     layers: int
     widths: tuple[int, ...]
     runs: tuple[int, ...]
     pool_mib: int
     moved_part: int
-    small_part: int
+    small_mib: tuple[int, ...]
 
 
 GROUNDS = {
-    "shm": Ground(16, (4 * KIB, 16 * KIB, 32 * KIB, 72 * KIB, 128 * KIB, 512 * KIB), (1, 16), 1024, 4, 1),
+    "shm": Ground(16, (4 * KIB, 16 * KIB, 32 * KIB, 72 * KIB, 128 * KIB, 512 * KIB), (1, 16), 1024, 4, (64, 8)),
     "cuda": Ground(
         32,
-        (4 * KIB, 8 * KIB, 8448, 16 * KIB, 32 * KIB, 41_984, 72 * KIB, 128 * KIB, 512 * KIB),
+        (4 * KIB, 8 * KIB, 8448, 16 * KIB, 32 * KIB, 41_984, 64 * KIB, 72 * KIB, 128 * KIB, 512 * KIB),
         (1, 16),
         16384,
         4,
-        4,
+        (1024, 512, 64),
     ),
 }
-QUICK_WIDTHS, QUICK_RUNS = (32 * KIB, 128 * KIB), (1, 16)
+QUICK_WIDTHS, QUICK_RUNS = (32 * KIB, 64 * KIB, 128 * KIB), (1,)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ WAYS = (
 class Row:
     """One line of the table."""
 
+    movers: str
     plane_bytes: int
     way: str
     steps: str
@@ -119,8 +125,13 @@ class Field:
         self.blocks = blocks
         self.copy_bytes = blocks * layout.page_bytes(0)
         self.host: HostSlab = mover.reserve(layout, pages)
-        self.plain = PlainCopies(mover, slab, self.host, self.copy_bytes)
+        self.plain = PlainCopies(mover.gpu, self.copy_bytes)
         self.arrivals = Arrivals()
+        self.engine = mover.engine(layout, self.host, slab, pages, self.arrivals.done)
+        words = mover.backend.timeline(mover.device).sheet(0)
+        assert words.fd is not None
+        self._words = words_of(memoryview(mmap.mmap(words.fd, words.handle.size_bytes, prot=mmap.PROT_READ)))
+        self._poll_s = POLL_S if mover.gpu else None
         self._tickets = itertools.count(1)
 
     def start(self) -> None:
@@ -132,21 +143,25 @@ class Field:
             words = np.frombuffer(self.mover.host.view(self.host, page), np.uint64).reshape(planes, -1)
             words[:, 0] = words[:, -1] = stamps + np.uint64(page * planes)
         everywhere = np.random.default_rng(0).permutation(self.pages).tolist()
-        engine = self.engine(0)
-        engine.submit(self._transfer(LOAD, tuple(everywhere), tuple(range(self.pages)), layered=False))
+        self.engine.submit(self._transfer(LOAD, tuple(everywhere), tuple(range(self.pages)), layered=False))
         self.arrivals.wait(1)
-        engine.close()
 
     def close(self) -> None:
         """Give the host pages back."""
         self.plain.close()
+        self.engine.detach_model(0)
         self.mover.host.release(self.host)
 
-    def engine(self, layers_per_step: int | None) -> SwapEngine:
-        """The mover's engine for these pages."""
-        return self.mover.engine(
-            self.layout, self.host, self.slab, self.pages, self.arrivals.done, layers_per_step=layers_per_step
-        )
+    def move(self, ready: list[Transfer], layers_per_step: int | None) -> float:
+        """Seconds from the first call until who waits for the last word goes on; then all have ended."""
+        self.engine.layers_per_step = layers_per_step
+        began = time.perf_counter()
+        slots = [self.engine.submit(transfer) for transfer in ready]
+        for slot in slots:
+            assert wait_reached(self._words, slot.word, slot.end, time.monotonic() + WAIT_SECONDS, poll_s=self._poll_s)
+        spent = time.perf_counter() - began
+        self.arrivals.wait(len(ready))
+        return spent
 
     def transfers(self, way: Way, run: int, blocks: int) -> list[Transfer]:
         """One transfer for each direction, on pages that do not meet."""
@@ -175,26 +190,20 @@ def scattered(rng: np.random.Generator, pages: int, blocks: int, run: int, parts
 
 def measure(field: Field, way: Way, run: int, repeats: int, blocks: int) -> Row:
     """Medians of ``repeats`` tickets of ``blocks`` blocks, each beside its own plain copies."""
-    engine = field.engine(way.layers_per_step)
     swap_s, plain_s, one_s = [], [], []
     until = time.perf_counter() + ROW_SECONDS
     for repeat in range(repeats + 1):
         plain = field.plain.seconds(way.directions)
         one = field.plain.one_way_seconds(way.directions) if len(way.directions) > 1 else plain
         ready = field.transfers(way, run, blocks)
-        begin = time.perf_counter()
-        for transfer in ready:
-            engine.submit(transfer)
-        field.arrivals.wait(len(ready))
-        spent = time.perf_counter() - begin
+        spent = field.move(ready, way.layers_per_step)
         if repeat:  # the first one warms up
             swap_s.append(spent)
             plain_s.append(plain)
             one_s.append(one)
-        check(engine, ready)
+        check(field.engine, ready)
         if repeat >= FEWEST_REPEATS and time.perf_counter() > until:
             break
-    engine.close()
     ways = len(way.directions)
     total = blocks * field.layout.page_bytes(0) * ways
     swap = total / statistics.median(swap_s) / 1e9
@@ -202,7 +211,9 @@ def measure(field: Field, way: Way, run: int, repeats: int, blocks: int) -> Row:
     one_rate = field.plain.size_bytes / statistics.median(one_s) / 1e9
     width = field.layout.planes[0].page_bytes
     rates = (swap, plain_rate, one_rate)
-    return Row(width, way.name, way.steps, run, total, *rates, swap / plain_rate, swap / one_rate)
+    return Row(
+        field.mover.config.movers, width, way.name, way.steps, run, total, *rates, swap / plain_rate, swap / one_rate
+    )
 
 
 def check(engine: SwapEngine, moved: list[Transfer]) -> None:
@@ -219,13 +230,14 @@ def check(engine: SwapEngine, moved: list[Transfer]) -> None:
         assert len(found) == CHECKED_PAGES
 
 
-HEAD = ("plane", "way", "steps", "run", "MiB", "GB/s", "plain", "one way", "of plain", "of one")
+HEAD = ("movers", "plane", "way", "steps", "run", "MiB", "GB/s", "plain", "one way", "of plain", "of one")
 
 
 def show(row: Row) -> None:
     """One line."""
     print(
-        f"{row.plane_bytes:>7} B {row.way:>5} {row.steps:>9} {row.run_blocks:>4} {row.copy_bytes // MIB:>6} "
+        f"{row.movers:>7} {row.plane_bytes:>7} B {row.way:>5} {row.steps:>9} {row.run_blocks:>4} "
+        f"{row.copy_bytes // MIB:>6} "
         f"{row.gb_per_s:>7.2f} {row.plain_gb_per_s:>7.2f} {row.one_way_gb_per_s:>8.2f} {row.ratio:>9.3f} "
         f"{row.of_one_way:>7.3f}",
         flush=True,
@@ -237,8 +249,8 @@ def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list
     slab = mover.backend.create_slab(mover.device, pool_bytes)
     rows = []
     print(
-        f"{HEAD[0]:>9} {HEAD[1]:>5} {HEAD[2]:>9} {HEAD[3]:>4} {HEAD[4]:>6} {HEAD[5]:>7} {HEAD[6]:>7} {HEAD[7]:>8} "
-        f"{HEAD[8]:>9} {HEAD[9]:>7}"
+        f"{HEAD[0]:>7} {HEAD[1]:>9} {HEAD[2]:>5} {HEAD[3]:>9} {HEAD[4]:>4} {HEAD[5]:>6} {HEAD[6]:>7} {HEAD[7]:>7} "
+        f"{HEAD[8]:>8} {HEAD[9]:>9} {HEAD[10]:>7}"
     )
     for width in ground.widths:
         layout = two_plane_layout(ground.layers, width)
@@ -253,9 +265,10 @@ def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list
         for way, run in itertools.product(WAYS, ground.runs):
             rows.append(measure(field, way, run, repeats, blocks))
             show(rows[-1])
-        for way in WAYS[: len(WAYS) if ground.small_part > 1 else 0]:
-            if way.steps == "whole" and blocks >= ground.small_part:
-                rows.append(measure(field, way, 1, repeats, blocks // ground.small_part))
+        for way, mib in itertools.product(WAYS, ground.small_mib):
+            small = mib * MIB // layout.page_bytes(0)
+            if way.steps == "whole" and CHECKED_PAGES <= small < blocks:
+                rows.append(measure(field, way, 1, repeats, small))
                 show(rows[-1])
         field.close()
     return rows
@@ -268,28 +281,34 @@ def main() -> None:
     parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
     parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 16384)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="planes of 32 and 128 KiB alone")
+    parser.add_argument("--quick", action="store_true", help="planes of 32, 64 and 128 KiB in runs of 1 alone")
+    parser.add_argument(
+        "--movers", nargs="+", choices=MOVERS[1:], default=["inside"], help="what copies, one after another"
+    )
     arguments = parser.parse_args()
     ground = GROUNDS[arguments.backend]
     if arguments.quick:
-        ground = Ground(ground.layers, QUICK_WIDTHS, QUICK_RUNS, ground.pool_mib, ground.moved_part, ground.small_part)
+        ground = replace(ground, widths=QUICK_WIDTHS, runs=QUICK_RUNS)
     pool_bytes = (arguments.pool_mib or ground.pool_mib) * MIB
-    try:
-        mover = Mover(arguments.backend, pool_bytes, 2 * pool_bytes if pool_bytes < 1 << 31 else pool_bytes + (1 << 30))
-        mover.start()
-    except CacheError as error:
-        fail(str(error))
     sys.setswitchinterval(SWITCH_SECONDS)  # as the daemon does
-    began = time.monotonic()
-    rows = run_all(mover, ground, pool_bytes, arguments.repeats)
-    mover.close()
+    host_bytes = 2 * pool_bytes if pool_bytes < 1 << 31 else pool_bytes + (1 << 30)
+    began, rows, link = time.monotonic(), list[Row](), dict[str, object]()
+    for movers in arguments.movers:
+        try:
+            mover = Mover(arguments.backend, pool_bytes, host_bytes, movers=movers)
+            mover.start()
+        except CacheError as error:
+            fail(str(error))
+        rows += run_all(mover, ground, pool_bytes, arguments.repeats)
+        link = mover.link
+        mover.close()
     if arguments.json:
         found = {
             "benchmark": "swap",
             "backend": arguments.backend,
             "machine": describe_machine() | (describe_gpu() if arguments.backend == "cuda" else {}),
             "numpy": np.__version__,
-            "link": mover.link,
+            "link": link,
             "pool_mib": pool_bytes // MIB,
             "planes": 2 * ground.layers,
             "seconds": time.monotonic() - began,

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from cachesvc import __version__
 from cachesvc.command_line import Parser
-from cachesvc.config import BACKENDS, CALIBRATION, CHECKSUMS, DEVICE_MEMORY, LIVE, LOG_LEVELS, Config, load_config
+from cachesvc.config import (
+    BACKENDS,
+    CALIBRATION,
+    CHECKSUMS,
+    DEVICE_MEMORY,
+    LIVE,
+    LOG_LEVELS,
+    MOVERS,
+    Config,
+    load_config,
+)
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES
@@ -76,10 +86,14 @@ def check(config: Config) -> str:
 
     Raises a CacheError that says what cannot be. Memory, GPUs, sockets and ports are looked at by a start alone.
     """
+    from cachesvc.nodes import check_peers
     from cachesvc.service.access.tokens_file import read_keys
     from cachesvc.service.host.socket_files import group_number
     from cachesvc.service.host.tls import Certificates
+    from cachesvc.storages import check_storage
 
+    check_storage(config.storage)
+    check_peers(config)
     if config.socket_group:
         group_number(config.socket_group)
     if config.tokens:
@@ -130,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ways_in(parser)
     _add_memory(parser)
     _add_policy(parser)
+    _add_nodes(parser)
     _add_limits(parser)
     _add_looks(parser)
     return parser
@@ -171,6 +186,11 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 2)")
     add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
     add("--device-memory", choices=DEVICE_MEMORY, help="how engines map GPU pools: IPC handle (default) or fd")
+    add("--movers", choices=MOVERS, help="what copies: a process for each device, or threads inside (default: auto)")
+    paths = (
+        "socket of a cachesvc-mover that runs already; once for each device, in order (default: started by the daemon)"
+    )
+    add("--mover", action="append", metavar="PATH", help=paths)
     add("--calibration", choices=CALIBRATION, help="measure each GPU's link at the start (default), or never")
     add("--load-limit", metavar="SIZE", help="bytes per second from host to each device (default 0: no limit)")
     add("--store-limit", metavar="SIZE", help="bytes per second from each device to host (default 0: no limit)")
@@ -183,10 +203,23 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
     add("--write-back-share", type=float, metavar="X", help="write back what is used X times the mean (default 0: all)")
+    add("--storage", metavar="SPEC", help="below the host: file:FOLDER?capacity=SIZE, or mooncake:MASTER:PORT")
     add("--eviction", choices=sorted(EVICTION_POLICIES), help="which blocks go first (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    add = _adding(parser.add_argument_group("other nodes: what one has computed is a hit on another (docs/nodes.md)"))
+    add("--peers", metavar="HOST:PORT,...", help="daemons that are asked for what this node lacks (default: none)")
+    add("--peer-listen", metavar="HOST:PORT", help="lend host pages to other nodes (default: not)")
+    add("--peer-data-port", type=int, metavar="PORT", help="where their bytes come from (default: any)")
+    add("--peer-tokens", metavar="FILE", help="tokens that nodes show each other, one a line")
+    add("--peer-tls-certificate", metavar="FILE", help="this node's, for both ways")
+    add("--peer-tls-key", metavar="FILE", help="its key")
+    add("--peer-tls-ca", metavar="FILE", help="who signs the certificates of nodes")
+    add("--peer-lease-seconds", type=float, metavar="S", help="how long a silent node keeps pages (default 30)")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

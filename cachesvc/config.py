@@ -18,6 +18,7 @@ from cachesvc.model.words import WritePolicy
 BACKENDS = ("auto", "shm", "cuda")
 DEVICE_MEMORY = ("ipc", "vmm")
 CALIBRATION = ("start", "never")
+MOVERS = ("auto", "inside", "process")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
@@ -42,10 +43,12 @@ class Config:
     the daemon's own uid, by name or number, or empty. ``listen``: loopback TCP, or empty. ``health_listen``: where
     probes are answered, anywhere, or empty.
     ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend. ``device_memory``: how
-    engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``calibration``: when each GPU's link is
-    measured. ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied
-    before the next choice between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``:
-    longest that a call waits for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
+    engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``movers``: what copies, threads of the daemon
+    or a process for each device; ``auto``: processes on shm, threads on GPUs. ``mover``: sockets of such processes that
+    run already, one for each device in order. ``calibration``: when each GPU's link is measured. ``load_limit``,
+    ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied before the next choice
+    between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits
+    for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
     ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
     transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
     ``lanes_per_process``: lanes that one life connection may have; 0: none, everybody calls by gRPC.
@@ -55,7 +58,11 @@ class Config:
     empty: its own user and root. ``tokens``: file that says who may call and what; empty: all who may open the socket.
     ``tls_client_ca``: clients on TCP need a certificate that it signed; ``tokens`` say what they may. ``checksums``: of
     which sealed pages they are taken, for Verify; ``checksum_limit``: bytes per second that are read for them.
-    ``web_listen``: HOST:PORT of the read-only page on loopback, or empty. ``fault_copies``: share of copies that are
+    ``web_listen``: HOST:PORT of the read-only page on loopback, or empty. ``storage``: what outlives the daemon, as
+    KIND:WHERE?options, or empty. ``peers``: daemons of other nodes that are asked, HOST:PORT by comma. ``peer_listen``:
+    HOST:PORT where they are answered, or empty; ``peer_data_port``: where their bytes come from, 0: any.
+    ``peer_tokens``: file of what nodes show each other; ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how
+    long a silent node keeps what it borrowed. ``fault_copies``: share of copies that are
     made to fail, for tests; a flag that no file may set, for the shm backend alone.
     """
 
@@ -77,6 +84,8 @@ class Config:
     store_limit: int = 0
     slice_bytes: int = 32 << 20
     device_memory: str = "ipc"
+    movers: str = "auto"
+    mover: tuple[str, ...] = ()
     calibration: str = "start"
     write_policy: str = WritePolicy.WRITE_BACK.value
     write_through_threshold: int = 2
@@ -101,6 +110,15 @@ class Config:
     checksums: str = "off"
     checksum_limit: int = 256 << 20
     web_listen: str = ""
+    storage: str = ""
+    peers: str = ""
+    peer_listen: str = ""
+    peer_data_port: int = 0
+    peer_tokens: str = ""
+    peer_tls_certificate: str = ""
+    peer_tls_key: str = ""
+    peer_tls_ca: str = ""
+    peer_lease_seconds: float = 30.0
     log_level: str = "info"
     metrics_listen: str = ""
     otlp_endpoint: str = ""
@@ -111,13 +129,22 @@ class Config:
         _one_of("write_policy", self.write_policy, tuple(policy.value for policy in WritePolicy))
         _one_of("device_memory", self.device_memory, DEVICE_MEMORY)
         _one_of("calibration", self.calibration, CALIBRATION)
+        _one_of("movers", self.movers, MOVERS)
+        if self.mover and self.movers != "process":
+            raise InvalidRequest("mover names sockets of movers that run already: it needs movers = process")
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("checksums", self.checksums, CHECKSUMS)
         if not self.socket or len(self.socket.encode()) > 100:
             raise InvalidRequest(f"socket must be a path of at most 100 bytes (a unix socket's limit): {self.socket!r}")
         for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
             _positive(name, getattr(self, name))
-        for name in ("lease_seconds", "wait_seconds", "blocks_per_sequence", "sequences_per_lease"):
+        for name in (
+            "lease_seconds",
+            "wait_seconds",
+            "peer_lease_seconds",
+            "blocks_per_sequence",
+            "sequences_per_lease",
+        ):
             _positive(name, getattr(self, name))
         for name in ("operations_per_step", "calls_in_flight", "waiting_calls", "waiting_calls_per_process"):
             _positive(name, getattr(self, name))
@@ -185,6 +212,10 @@ SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", 
 
 def _coerce(name: str, value: Any) -> Any:
     default = getattr(Config(), name)
+    if name == "mover":
+        if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
+            raise InvalidRequest(f"mover: {value!r} is not a list of paths of sockets")
+        return tuple(value)
     if isinstance(default, tuple):
         if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
             raise InvalidRequest(f"{name}: {value!r} is not a list of numbers, such as [1001, 1002]")

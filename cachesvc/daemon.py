@@ -18,7 +18,7 @@ from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_holds
-from cachesvc.hardware import Hardware, check_memory, choose_hardware, link_costs
+from cachesvc.hardware import Hardware, check_memory, choose_hardware, measure_links
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import WritePolicy
@@ -54,6 +54,7 @@ from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.service.telemetry import Telemetry
+from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.transfer_ends import TransferEnds
 from cachesvc.swap.vault import Vault
@@ -106,10 +107,10 @@ def build(
     Raises a CacheError that says what cannot be had.
     """
     base = _base(config, choose(config))
-    node, telemetry = base.node, base.telemetry
+    node, watch = base.node, base.telemetry.watch
     keyring = Keyring(config.tokens, node.core.ledger.processes.get) if config.tokens else None
     answers = HealthAnswers(service_names())
-    health = DeviceHealth(base.hardware.backend, node, answers.tell)
+    health = DeviceHealth(base.hardware.backend, node, answers.tell, heals=base.hardware.has_processes)
     administration = Administration(node, health, config.drain_seconds)
     checksums = Checksums(node, base.engine.page_bytes, config.checksums, config.checksum_limit)
     calls = _calls(config, base, keyring)
@@ -117,7 +118,8 @@ def build(
     following = EventService(node, config.event_subscribers)
     reloader = _reloader(config, base, calls, administration, facts, reread)
     inspection = Inspection(node, checksums)
-    admin = AdminService(calls.edge, inspection, administration, facts, calls.all_quotas, reloader.reload)
+    storage, quotas = base.storages.answers, calls.all_quotas
+    admin = AdminService(calls.edge, inspection, administration, facts, quotas, reloader.reload, storage)
     services = Services(calls.engine, calls.lease, calls.cache, following, admin)
     dispatcher = calls.edge.dispatcher
     return Parts(
@@ -129,13 +131,11 @@ def build(
         keyrings=() if keyring is None else (keyring,),
         checksums=checksums,
         dispatcher=dispatcher,
-        server=Server(
-            services, _listening(config), answers, keyring, telemetry.watch.refused, dispatcher.charge, ways=ways_in()
-        ),
+        server=Server(services, _listening(config), answers, keyring, watch.refused, dispatcher.charge, ways=ways_in()),
         following=following,
         health=health,
         facts=facts,
-        metrics=MetricValues(facts, node, base.engine, dispatcher.admission, telemetry.watch, calls.cache),
+        metrics=MetricValues(facts, node, base.engine, dispatcher.admission, watch, calls.cache, base.storages.read),
         web=WebPage(node, config.web_listen, facts),
         administration=administration,
         reloader=reloader,
@@ -146,19 +146,21 @@ def build(
 
 def steps(parts: Parts) -> tuple[Step, ...]:
     """What is started, in this order, and closed in the reverse one."""
-    config, (hardware, telemetry, engine, node, host_pool, vault) = parts.config, parts.base
+    config, (hardware, telemetry, engine, node, host_pool, vault, storages) = parts.config, parts.base
     grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
     admit = next((keyring.admit_scraper for keyring in parts.keyrings), None)
     return (
         Step(parts.claim.take, parts.claim.release),
         Step(partial(check_memory, config, hardware), _nothing),  # an ending daemon has given its memory back by now
         Step(hardware.backend.start, hardware.backend.close),
-        Step(partial(_measure_links, parts), _nothing),
+        Step(partial(measure_links, config, hardware, parts.facts.devices.append), _nothing),
         Step(telemetry.start_tracing, telemetry.close),
         Step(engine.start, engine.close),
         Step(parts.collector.start, parts.collector.close),
         Step(partial(node.start, vault), node.close),
+        Step(storages.start, _nothing),
         Step(host_pool.start, host_pool.close),
+        Step(_nothing, storages.close),
         Step(_nothing, parts.registrar.close),
         Step(parts.life.start, parts.life.close),
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
@@ -215,6 +217,7 @@ class Base(NamedTuple):
     node: Node
     host_pool: HostPool
     vault: Vault
+    storages: Storages
 
 
 class Calls(NamedTuple):
@@ -235,14 +238,17 @@ class Calls(NamedTuple):
 def _base(config: Config, hardware: Hardware) -> Base:
     telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
     ended, epoch = TransferEnds(), secrets.randbits(63)
-    engine = SwapEngine(hardware.backend, ended.tell, tracer=telemetry.tracer)
+    engine = SwapEngine(hardware.movers, ended.tell, tracer=telemetry.tracer)
     core = _core(config, engine, epoch)
     node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
     ended.connect(node.on_transfer_done)
-    host_pool = HostPool(config.host_pool, config.host_chunk, config.host_threads, hardware.nodes, hardware.backend)
-    return Base(
-        hardware, telemetry, engine, node, host_pool, Vault(hardware.backend, host_pool, engine, node.on_host_pages)
-    )
+    hardware.tell_losses(node.on_device_lost)
+    memory, nodes, in_files = hardware.backend, hardware.nodes, hardware.has_processes
+    sizes, storages = (config.host_pool, config.host_chunk, config.host_threads), Storages(config)
+    host_pool = HostPool(*sizes, nodes, memory, in_files=in_files, on_ready=storages.chunk_ready)
+    vault = Vault(memory, host_pool, engine, node.on_host_pages)
+    storages.connect(node, vault, host_pool)
+    return Base(hardware, telemetry, engine, node, host_pool, vault, storages)
 
 
 def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
@@ -353,11 +359,6 @@ async def _carry_out(call: Callable[[], object]) -> None:
 
 def _nothing() -> None:
     """For a part that needs no start, or no close."""
-
-
-def _measure_links(parts: Parts) -> None:
-    base = parts.base
-    base.engine.plan_by(link_costs(parts.config, base.hardware.gpus, parts.facts.devices.append))
 
 
 def _tell_ready(parts: Parts, seconds: float) -> None:

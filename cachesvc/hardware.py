@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.memory import numa
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.available import MemoryLimit, memory_limits
 from cachesvc.memory.cuda import CudaBackend
-from cachesvc.memory.seam import Backend
+from cachesvc.memory.seam import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.mover.life import found
+from cachesvc.mover.processes import Processes
+from cachesvc.mover.settings import Settings
 from cachesvc.service.host.device_line import DeviceLine
-from cachesvc.swap.planner import LinkCosts
+from cachesvc.swap.movers import Inside
+from cachesvc.swap.planner import H100_COSTS, LinkCosts
 from cachesvc.telemetry import events
 from gpu_ops.calibration import LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 
+LIST_SECONDS = 60.0
+"""How long the driver may take to say which GPUs there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The memory that the daemon will own. ``gpus`` are those of the cuda backend.
+    """What moves the memory that the daemon will own. ``gpus`` are those that this process drives itself.
 
     ``nodes``: the NUMA node of each device, where there are several and the firmware tells.
     """
 
-    backend: Backend
+    movers: Inside | Processes
     gpus: tuple[Gpu, ...] = ()
     nodes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> DeviceMemory:
+        """The memory."""
+        return self.movers.memory
+
+    @property
+    def has_processes(self) -> bool:
+        """True where movers are processes: a device that broke comes back by itself, and host memory is files."""
+        return isinstance(self.movers, Processes)
+
+    def tell_losses(self, lost: Callable[[str, str], None]) -> None:
+        """Tell ``lost(device, why)``, from a thread, when the slabs of a device are gone with its mover."""
+        if isinstance(self.movers, Processes):
+            self.movers.tell_losses(lost)
 
 
 def choose_hardware(config: Config) -> Hardware:
@@ -49,11 +76,38 @@ def choose_hardware(config: Config) -> Hardware:
             events.event("no_gpu", reason=str(missing))
         except CudaError as broken:  # a GPU is there: serving without it would hide that
             raise Unavailable(f"the GPU cannot be used: {broken}; see nvidia-smi, or use --backend shm") from broken
-    rules = copy_rules(config)
     if config.fault_copies:
         events.warning("copies_are_made_to_fail", share=config.fault_copies)
-    backend = ShmBackend(config.shm_devices, config.device_pool, rules=rules, fault_copies=config.fault_copies)
-    return Hardware(backend, nodes=dict.fromkeys(backend.devices(), 0) if len(numa.nodes()) > 1 else {})
+    names = tuple(f"shm-{number}" for number in range(config.shm_devices))
+    nodes = dict.fromkeys(names, 0) if len(numa.nodes()) > 1 else {}
+    if config.movers != "inside":
+        return Hardware(processes("shm", config, names), nodes=nodes)
+    rules, faults = copy_rules(config), config.fault_copies
+    return Hardware(Inside(ShmBackend(len(names), config.device_pool, rules=rules, fault_copies=faults)), nodes=nodes)
+
+
+def processes(
+    kind: str, config: Config, devices: Sequence[str], reaches: frozenset[tuple[str, str]] | None = None
+) -> Processes:
+    """A mover in a process of its own for each device. Raises InvalidRequest where those that run already are not as
+    many."""
+    if config.mover and len(config.mover) != len(devices):
+        raise InvalidRequest(f"{len(config.mover)} movers for {len(devices)} devices: {', '.join(devices)}")
+    settings = [
+        Settings(
+            kind,
+            device,
+            config.device_pool,
+            vmm=config.device_memory == "vmm",
+            slice_bytes=config.slice_bytes,
+            load_limit=config.load_limit,
+            store_limit=config.store_limit,
+            fault_copies=config.fault_copies,
+            log_level=config.log_level,
+        )
+        for device in devices
+    ]
+    return Processes(settings, __version__, begins=[partial(found, path) for path in config.mover], reaches=reaches)
 
 
 def copy_rules(config: Config) -> CopyRules:
@@ -66,13 +120,39 @@ def copy_rules(config: Config) -> CopyRules:
 
 
 def gpu_hardware(config: Config) -> Hardware:
-    """Every GPU that this process sees. The host pool is divided among their NUMA nodes."""
+    """Every GPU that this process sees. The host pool is divided among their NUMA nodes.
+
+    Raises CudaMissing, CudaError."""
+    if config.movers == "process":
+        return _gpus_of_movers(config)
     gpus = find_gpus()
     backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
-    nodes = device_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus})
+    return Hardware(Inside(backend), gpus, _told_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus}))
+
+
+def _gpus_of_movers(config: Config) -> Hardware:
+    """As a short-lived process sees them: this one never calls the driver."""
+    command = [sys.executable, "-m", "cachesvc.mover", "--list"]
+    try:
+        said = subprocess.run(command, capture_output=True, check=True, timeout=LIST_SECONDS).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"the GPUs cannot be listed: {error}; see nvidia-smi, or use --backend shm") from error
+    told = json.loads(said)
+    if "absent" in told:
+        raise CudaMissing(told["absent"])
+    if "broken" in told:
+        raise Unavailable(f"the GPU cannot be used: {told['broken']}; see nvidia-smi, or use --backend shm")
+    gpus = told["gpus"]
+    reaches = frozenset((source, gpu["uuid"]) for gpu in gpus for source in gpu["reaches"])
+    movers = processes("cuda", config, [gpu["uuid"] for gpu in gpus], reaches)
+    return Hardware(movers, nodes=_told_nodes({gpu["uuid"]: gpu["pci"] for gpu in gpus}))
+
+
+def _told_nodes(devices: Mapping[str, str]) -> dict[str, int]:
+    nodes = device_nodes(devices)
     for node, count in sorted(Counter(nodes.values()).items()):
         events.event("host_pool_node", node=node, gpus=count)
-    return Hardware(backend, gpus, nodes)
+    return nodes
 
 
 def device_nodes(devices: Mapping[str, str], sysfs: Path = numa.SYSFS) -> dict[str, int]:
@@ -83,12 +163,29 @@ def device_nodes(devices: Mapping[str, str], sysfs: Path = numa.SYSFS) -> dict[s
     return {device: node for device, node in near.items() if node is not None}
 
 
+def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine], None]) -> None:
+    """Measure the links of started devices, tell what each is, and have the movers plan by that. Raises Unavailable."""
+    movers = hardware.movers
+    if isinstance(movers, Inside):
+        movers.plan_by(link_costs(config, hardware.gpus, tell))
+        return
+    if movers.name != "cuda":
+        return
+    measured = movers.measure() if config.calibration == "start" else {}
+    for device in movers.devices():
+        facts = movers.facts(device)
+        figures = LinkFigures(**measured[device]) if measured else None
+        line = DeviceLine(device, facts["name"], config.device_pool, facts["context_bytes"], figures)
+        events.event("device_ready", pci=facts["pci"], free_bytes=facts["free_bytes"], **line.logged())
+        tell(line)
+
+
 def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine], None]) -> LinkCosts:
     """Measure started GPUs and tell what each is; the costs are the slowest one's. The default without a GPU.
 
     Raises Unavailable.
     """
-    found: list[LinkFigures] = []
+    figured: list[LinkFigures] = []
     for gpu in gpus:
         try:
             figures = calibrate(gpu) if config.calibration == "start" else None
@@ -100,22 +197,23 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
         events.event("device_ready", pci=gpu.facts.pci, free_bytes=gpu.free_bytes(), **line.logged())
         tell(line)
         if figures is not None:
-            found.append(figures)
-    if not found:
-        return LinkCosts()
-    slowest = min(found, key=lambda figures: figures.load_bytes_per_us)
+            figured.append(figures)
+    if not figured:
+        return H100_COSTS if gpus else LinkCosts()
+    slowest = min(figured, key=lambda figures: figures.load_bytes_per_us)
     return LinkCosts(
         per_copy_us=slowest.per_copy_us,
         per_row_ns=slowest.per_row_ns,
         bytes_per_us=slowest.load_bytes_per_us,
         per_step_us=slowest.per_step_us,
         max_pitch_bytes=slowest.max_pitch_bytes,
+        per_single_us=slowest.per_single_us,
     )
 
 
 def check_memory(config: Config, hardware: Hardware) -> None:
     """Raises InvalidRequest where device pools would come out of this machine's memory and do not fit."""
-    if not hardware.gpus:
+    if hardware.backend.name == "shm":
         check_shm_memory(config, memory_limits())
 
 

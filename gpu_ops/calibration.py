@@ -1,11 +1,13 @@
 """Measures a GPU's link: what bytes, copies, rows and steps cost. Some 100 ms; for planners and for operators.
 
 The model: a pitched copy of h rows of w bytes takes ``per_copy_us + h * per_row_ns / 1000 + h * w / bytes_per_us``. The
-cost of a row is read off tall copies of narrow rows, that of a copy off many copies of one row.
+cost of a row is read off tall copies of narrow rows, that of a copy off many copies of two rows. Copies of one row go
+another way where the driver has it, and are limited by the processor: ``per_single_us`` is what each takes it.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import statistics
 import time
@@ -21,6 +23,7 @@ from gpu_ops.streams import PITCHED_FIELDS, CopyQueue, PitchedCopies
 BUFFER_BYTES = 64 << 20
 ROW_BYTES = 8 << 10
 TALL_ROWS = 64
+SHORT_ROWS = 2
 STEPS = 64
 REPEATS = 5
 HALF = 0.5
@@ -28,7 +31,8 @@ HALF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What was measured. ``bytes_per_us`` is MB/s; ``both`` counts the bytes of both ways together."""
+    """What was measured. ``bytes_per_us`` is MB/s; ``both`` counts the bytes of both ways together. ``per_single_us``:
+    infinite where copies of one row are copies like others."""
 
     load_bytes_per_us: float
     store_bytes_per_us: float
@@ -38,6 +42,7 @@ class LinkFigures:
     per_step_us: float
     max_pitch_bytes: int
     is_batched: bool
+    per_single_us: float = math.inf
 
     @property
     def narrow_plane_bytes(self) -> int:
@@ -77,15 +82,17 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], host: int, device: i
     both_us = _timed(queues, both)
     rate = BUFFER_BYTES / load_us
     tall = _pitched(host, device, TALL_ROWS)
+    short = _pitched(host, device, SHORT_ROWS)
     singles = _pitched(host, device, 1)
     tall_us = _timed(queues, lambda: loads.copy(tall))
+    short_us = _timed(queues, lambda: loads.copy(short))
     singles_us = _timed(queues, lambda: loads.copy(singles))
     rows = len(singles)
     beyond_tall = max(0.0, tall_us - rows * ROW_BYTES / rate)
-    beyond_singles = max(beyond_tall, singles_us - rows * ROW_BYTES / rate)
-    # rows * (copy + row) = beyond_singles;  rows / TALL_ROWS * copy + rows * row = beyond_tall
-    per_copy = (beyond_singles - beyond_tall) / (rows * (1 - 1 / TALL_ROWS))
-    per_row = max(0.0, beyond_singles / rows - per_copy)
+    beyond_short = max(beyond_tall, short_us - rows * ROW_BYTES / rate)
+    # rows / h * copy + rows * row = beyond, for h of SHORT_ROWS and of TALL_ROWS
+    per_copy = (beyond_short - beyond_tall) / (rows * (1 / SHORT_ROWS - 1 / TALL_ROWS))
+    per_row = max(0.0, beyond_tall / rows - per_copy / TALL_ROWS)
 
     def steps() -> None:
         for step in range(STEPS):
@@ -104,6 +111,7 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], host: int, device: i
         per_step_us=max(0.0, steps_us / STEPS - one_us),
         max_pitch_bytes=gpu.facts.max_pitch_bytes,
         is_batched=loads.is_batched,
+        per_single_us=singles_us / rows if loads.takes_singles else math.inf,
     )
 
 

@@ -74,6 +74,13 @@ class Copy2D(ctypes.Structure):
     )
 
 
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes. ``order`` 1: sources are read in the stream's order; ``flags`` 1: by copy engines, where the
+    driver can."""
+
+    _fields_ = (("order", c_int), ("source", Location), ("target", Location), ("flags", c_uint))
+
+
 class WordOperation(ctypes.Structure):
     """CUstreamBatchMemOpParams, as waitValue and writeValue have it."""
 
@@ -141,8 +148,11 @@ _NEEDED: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuEventQuery": (c_void_p,),
 }
-_NEWER: dict[str, tuple[Any, ...]] = {"cuMemcpy3DBatchAsync": (c_size_t, c_void_p, _OUT, c_uint64, c_void_p)}
-"""Absent from older drivers (CUDA 12.8 brought the one); ``has`` tells."""
+_NEWER: dict[str, tuple[Any, ...]] = {
+    "cuMemcpy3DBatchAsync": (c_size_t, c_void_p, _OUT, c_uint64, c_void_p),
+    "cuMemcpyBatchAsync": (c_void_p, c_void_p, c_void_p, c_size_t, _OUT, _OUT, c_size_t, _OUT, c_void_p),
+}
+"""Absent from older drivers (CUDA 12.8 brought them); ``has`` tells."""
 
 
 class Driver:

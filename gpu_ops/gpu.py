@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gpu_ops.driver import Driver, current, driver
 from gpu_ops.errors import CudaError, CudaMissing
-from gpu_ops.memory import DeviceMemory, allocate_ipc, allocate_vmm
+from gpu_ops.memory import DeviceMemory, allocate_ipc, allocate_vmm, close_ipc, map_fd, open_ipc, unmap
 from gpu_ops.streams import CopyQueue
 
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76
@@ -105,6 +105,18 @@ class Gpu:
                 memory.close()
                 raise
         return memory
+
+    def open_memory(self, handle: bytes, fd: int | None, size_bytes: int) -> DeviceMemory:
+        """Map what another process allocated, on this GPU or one that it reaches: VMM memory by ``fd``, which may be
+        closed afterwards, else by its IPC handle. Raises CudaError."""
+        with self.current() as cuda:
+            if fd is None:
+                address = open_ipc(cuda, handle)
+                return DeviceMemory(address, size_bytes, handle, None, lambda go: close_ipc(go, address), self._context)
+            address = map_fd(cuda, self.facts.ordinal, fd, size_bytes)
+            return DeviceMemory(
+                address, size_bytes, b"", None, lambda go: unmap(go, address, size_bytes), self._context
+            )
 
     def register_host(self, address: int, size_bytes: int) -> None:
         """Pin host memory for copies of every GPU of this process. Raises CudaError."""

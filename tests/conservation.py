@@ -148,6 +148,14 @@ def _pins(ledger: Ledger, model: Model) -> Iterator[str]:
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id and ticket.source is not None:
             pins[ticket.source[0] + 1, ticket.source[1]] += 1
+    for pin in model.stored.pins():
+        pins[pin.place.number, pin.row] += 1
+    for lent in model.lent:
+        for number, group, row in lent.pins():
+            if group is None:
+                pins[number, row] += 1
+            else:
+                windows[number, group, row] += 1
     for position, place in enumerate(model.blocks.index.places):
         for row, count in enumerate(place.pins):
             if count != pins[position, row]:
@@ -206,11 +214,14 @@ def _moving(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
 
 
 def _reserved(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
-    """Reserved pages are free, counted, and kept for a sequence that is open and wants as many."""
+    """Reserved pages are free, counted, and kept for a sequence that is open, or a lease's stock, and wants as many."""
     owners = {id(sequence.room) for sequence in _sequences(ledger, model) if sequence.place is place}
+    for lease in ledger.leases.values():
+        if lease.model == model.id and place.number == lease.replica + 1 and lease.state is LeaseState.LIVE:
+            owners.add(id(lease.room))
     for reservation in place.reservations:
         if id(reservation) not in owners:
-            yield f"{place.name}: pages are kept for a sequence that has ended"
+            yield f"{place.name}: pages are kept for a sequence or a lease that has ended"
         if any(held > wanted for held, wanted in zip(reservation.held, reservation.wanted, strict=True)):
             yield f"{place.name}: {reservation.held} pages are kept for a call that wants {reservation.wanted}"
     for group, pool in enumerate(place.pools):
@@ -350,6 +361,10 @@ def _host_holders(ledger: Ledger, model: Model, claim: Claim) -> None:
             for moved in ticket.moves:
                 for page in moved.host_pages:
                     claim(moved.group, page, PageState.IN_FLIGHT, f"ticket {ticket.id}")
+    for fetch in model.stored.fetches.values():
+        for held in fetch.held():
+            for page in held.pages:
+                claim(held.group, page, held.state, f"fetch {fetch.ticket}")
 
 
 def _device_holders(ledger: Ledger, model: Model, replica: int, claim: Claim) -> None:

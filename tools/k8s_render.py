@@ -24,7 +24,9 @@ TARGETS = {
     "trial": "overlays/trial",
     "tls": "overlays/tls",
     "monitored": "overlays/monitored",
+    "local-disk": "overlays/local-disk",
     "engine": "examples/engine",
+    "vllm": "examples/vllm",
 }
 COMMANDS = (("kubectl", "kustomize"), ("kustomize", "build"))
 OLDEST_KUSTOMIZE = (5, 0)

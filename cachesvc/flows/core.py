@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 from cachesvc.flows.counters import Count
 from cachesvc.flows.turns import Chores, Turns
-from cachesvc.ledger.ledger import Ledger
+from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.model.transfer import TimelineSlot, Transfer
 from cachesvc.policy.eviction import Eviction
 from cachesvc.policy.writing import WriteRule
@@ -33,6 +35,65 @@ class Mover(Protocol):
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """Start no copies of BACKGROUND stores on the devices for a while."""
+
+
+class Fetched(Enum):
+    """What became of an object of a fetch, or of a write."""
+
+    WHOLE = "whole"  # verified; or kept
+    GONE = "gone"  # it does not come: missing, wrong, refused, failed
+    LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
+    BACK = "back"  # it was late: its memory is nobody's now
+
+
+class FetchedObject(NamedTuple):
+    """An object of one block: what it has of the block, by ``groups``."""
+
+    block: int
+    groups: tuple[int, ...]
+    outcome: Fetched
+
+
+class FetchRequest(NamedTuple):
+    """Bring blocks to host pages. ``keys``: packed, root first; ``pages[g]``: a page for each, or NO_PAGE."""
+
+    ticket: int
+    model: Model
+    keys: bytes
+    pages: list[array[int]]
+
+
+class KeepRequest(NamedTuple):
+    """Write a block of a model from its host pages: of each group one, or NO_PAGE."""
+
+    model: Model
+    key: bytes
+    pages: tuple[int, ...]
+
+
+class Storage(Protocol):
+    """Moves host pages to storage and back; answers later and from elsewhere, through ``fetch.fetched`` and
+    ``keep.kept``. ``wait_seconds``: how long a call waits for it at most. ``keeps_all``: whatever comes to the host is
+    written; ``keeps_used``: what was used again."""
+
+    wait_seconds: float
+    keeps_all: bool
+    keeps_used: bool
+
+    def expects(self, model: Model, keys: bytes) -> int:
+        """Of how many of packed ``keys`` from the first on it is worth while to ask for; 0 while nothing is asked."""
+
+    def fetch(self, request: FetchRequest) -> list[int]:
+        """Begin; returns of each block how many objects come. Each is told of once, or LATE and then BACK."""
+
+    def lagged(self) -> None:
+        """Somebody has waited for as long as calls wait, and nothing came for him."""
+
+    def room(self) -> int:
+        """Bytes that may be written now."""
+
+    def keep(self, request: KeepRequest) -> int:
+        """Begin to write; returns how many objects are on their way. Each is told of once, or LATE and then BACK."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +131,7 @@ class Core:
     ``new_name`` gives lease ids. ``on_refused``: told ``(ticket, reason)`` of a transfer that the mover refused; it has
     failed by then. ``on_sealed``: told ``(model, replica, row of the last, count)`` once for each Publish that sealed
     blocks. ``chores``: what is left to do when nobody else is served; ``on_ended`` is told of tickets that end by one.
+    ``storage``: None where none is configured; ``on_wanted``: told when blocks of a model wait to be written to it.
     """
 
     ledger: Ledger
@@ -85,6 +147,8 @@ class Core:
     on_sealed: Callable[[int, int, int, int], None] | None = None
     chores: Chores = field(default_factory=deque)
     on_ended: Callable[[list[int]], None] | None = None
+    storage: Storage | None = None
+    on_wanted: Callable[[Model], None] | None = None
 
     def count(self, name: Count, amount: int = 1) -> None:
         """Add to a counter that operators see."""

@@ -139,6 +139,8 @@ def _end_sequences(core: Core, lease: Lease, model: Model, left: int, mine: list
 
 def _end_stock(lease: Lease, model: Model, left: int) -> int:
     """Give the stock up as far as ``left`` pages go; returns what is left of these."""
+    if lease.room is not None:
+        lease.room.release()
     for group, stock in enumerate(lease.stock):
         some = array("i", [stock.pop() for _ in range(min(len(stock), max(0, left)))])
         _give_up(lease, model, group, some)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
+from cachesvc.flows.wanting import is_about_to_leave
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.evict import EvictionPlan
 from cachesvc.ledger.ledger import Model
@@ -16,6 +17,8 @@ def carry_out(core: Core, model: Model, plan: EvictionPlan, ticket: int = 0) -> 
     coming = model.evictor.carry_out(plan, ticket)
     is_host = plan.place is model.blocks.host
     core.count(Count.HOST_EVICTIONS, len(plan.drops if is_host else plan.host_drops))
+    if plan.drops if is_host else plan.host_drops:
+        is_about_to_leave(core, model)
     if not is_host:
         core.count(Count.EVICTIONS, len(plan.drops))
     remember_dropped(core, model)

@@ -10,9 +10,10 @@ from cachesvc.ledger.ledger import Model
 
 
 def idle_models(core: Core) -> list[Model]:
-    """Models that no lease and no transfer needs, the longest idle first."""
+    """Models that no lease, no transfer and no other node needs, the longest idle first."""
     busy = {lease.model for lease in core.ledger.leases.values()}
     busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
+    busy |= {model.id for model in core.ledger.models.values() if model.lent or not model.stored.is_idle}
     idle = [model for model in core.ledger.models.values() if model.id not in busy]
     return sorted(idle, key=lambda model: (model.last_used, model.id))
 

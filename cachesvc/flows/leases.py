@@ -34,20 +34,20 @@ def process_holds(core: Core, token: bytes) -> bool:
     return process is not None and bool(process.leases)
 
 
-def may_map(core: Core, token: bytes, device: str, model: int, replica: int, rank: int) -> bool:
-    """True where the process has attached this rank of a replica under a lease that lives; of model 0: any rank on the
-    device."""
+def may_map(core: Core, token: bytes, device: str, model: int, replica: int | None, rank: int) -> bool:
+    """True where the process has attached this rank of a replica under a lease that lives; of no replica: any rank of
+    the model on the device."""
     process = core.ledger.processes.get(token)
     leases = () if process is None else (core.ledger.leases.get(each) for each in process.leases)
     for lease in leases:
         ranks = lease.attached.get(token) if lease is not None and lease.state is LeaseState.LIVE else None
-        if lease is None or not ranks:
+        if lease is None or not ranks or lease.model != model:
             continue
-        if not model:
-            devices = core.ledger.models[lease.model].replicas[lease.replica].devices
+        if replica is None:
+            devices = core.ledger.models[model].replicas[lease.replica].devices
             if any(devices[each] == device for each in ranks):
                 return True
-        elif (lease.model, lease.replica) == (model, replica) and rank in ranks:
+        elif lease.replica == replica and rank in ranks:
             return True
     return False
 
@@ -131,7 +131,9 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
     model = core.ledger.model(model_id)
     model.require_trusted()
-    model.replica(replica_id)
+    replica = model.replica(replica_id)
+    if replica.gone:
+        raise NotFound("replica", replica_id, f"{replica.gone}; register again")
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)

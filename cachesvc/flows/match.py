@@ -6,6 +6,7 @@ from cachesvc.flows.backup import back_up
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
+from cachesvc.flows.fetch import fetched_blocks, reach
 from cachesvc.flows.peers import Sharing, share
 from cachesvc.flows.turns import NO_MODEL, TURN, Chore
 from cachesvc.ledger.blocks import Hit
@@ -39,8 +40,8 @@ def match(
     ``waited``: seconds since the request came to its engine, ``MOST_WAITED_SECONDS`` at most. ``clock``: by which
     eviction goes from now on.
 
-    With ``sharing`` it may first wait for what other replicas have. Raises InvalidRequest (ragged keys, an id of no
-    process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
+    With ``sharing`` it may first wait for what other replicas and storage have. Raises InvalidRequest (ragged keys, an
+    id of no process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
     """
     lease, model, replica = call.lease, call.model, call.replica
     if sequence_id in lease.sequences:
@@ -58,8 +59,8 @@ def match(
     sequence = Sequence(sequence_id, lease.id, model.id, replica.id, model.blocks, replica.place, keys)
     sequence.hold(hit, core.ledger.stamp())
     lease.sequences[sequence_id] = sequence
-    model.hit_blocks["device"] += hit.device_blocks
-    model.hit_blocks["host"] += hit.blocks - hit.device_blocks
+    stored = 0 if sharing is None else fetched_blocks(hit, sharing.fetch)
+    _count_hit(model, hit, stored)
     waited = min(waited, MOST_WAITED_SECONDS)
     came = call.now - waited if clock is None else clock
     sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
@@ -81,6 +82,7 @@ def match(
         hit.blocks - hit.device_blocks,
         _computing(model, keys, hit.blocks),
         tables if hit.device_blocks else (),
+        stored,
     )
 
 
@@ -125,7 +127,11 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     check_keys(core, keys)
     call.model.last_used = call.now
     hit = call.model.blocks.find(keys, call.replica.place, max_blocks)
-    wait = None if sharing is None else share(core, call, keys, max_blocks, hit, sharing)
+    if sharing is None:
+        return hit
+    wait = share(core, call, keys, max_blocks, hit, sharing)
+    if wait is None and core.storage is not None:
+        wait = reach(core, call, keys, max_blocks, hit, sharing)
     return hit if wait is None else wait
 
 
@@ -135,6 +141,12 @@ def check_keys(core: Core, keys: bytes) -> None:
         raise InvalidRequest(f"keys has {len(keys)} bytes, which is not a multiple of {KEY_BYTES}")
     if len(keys) // KEY_BYTES > core.limits.blocks_per_sequence:
         raise LimitExceeded("block keys", len(keys) // KEY_BYTES, core.limits.blocks_per_sequence)
+
+
+def _count_hit(model: Model, hit: Hit, stored: int) -> None:
+    model.hit_blocks["device"] += hit.device_blocks
+    model.hit_blocks["host"] += hit.blocks - hit.device_blocks - stored
+    model.hit_blocks["storage"] += stored
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:

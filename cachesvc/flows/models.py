@@ -207,7 +207,8 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
             f"model {request.name} is there with {model.reserved_pages} reserved pages, not {request.reserved_pages}; "
             "ask for as many"
         )
-    return next((Registered(model, made, existed=True) for made in model.replicas if made.devices == devices), None)
+    there = (made for made in model.present_replicas() if made.devices == devices)
+    return next((Registered(model, made, existed=True) for made in there), None)
 
 
 def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:

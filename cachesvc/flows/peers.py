@@ -25,6 +25,7 @@ from cachesvc.ledger.blocks import Hit, window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, kept
 from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.stored import Fetch
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
@@ -38,6 +39,7 @@ class Sharing:
     """What one call has done so far to reach more than its replica does; made for the call, handed to each of its runs.
 
     ``ticket``: the load from another replica that the call began; with it the replica has ``blocks`` blocks in place.
+    ``fetch``: what it waits for from storage, since ``fetch_since``.
     """
 
     urgency: Urgency = Urgency.AWAITED
@@ -46,6 +48,8 @@ class Sharing:
     has_begun: bool = False
     ticket: Ticket | None = None
     blocks: int = 0
+    fetch: Fetch | None = None
+    fetch_since: float = 0.0
 
 
 class _Source(NamedTuple):
@@ -83,7 +87,7 @@ def _longest(core: Core, model: Model, replica: Replica, keys: bytes, least: int
     blocks = model.blocks
     best: tuple[int, bool, Replica, int] | None = None
     for other in model.replicas:
-        if other is replica:
+        if other is replica or other.gone:
             continue
         count, row = blocks.find_in_place(keys, other.place)
         if count >= least and (best is None or count >= best[0]):

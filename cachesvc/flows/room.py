@@ -72,20 +72,20 @@ def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequenc
     return wait._replace(reserved=room)
 
 
-def free_some(core: Core, call: Call, wanted: Sequence[int]) -> int:
+def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) -> int:
     """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
 
     Nothing is refused, nobody waits, and no more goes than in one turn; returns how many pages of a group go at most,
-    now or once they are saved.
+    now or, for ``room``, once they are saved.
     """
     model, replica, place = call.model, call.replica, call.replica.place
-    short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, None))
+    short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, room))
     going = 0
     if short > 0:
         short = min(short, _turn(core, model))
         plan, _ = _plan(core, model, replica, short, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * short)
         if not plan.drains or may_submit(core, model, replica):
-            _carry_out(core, model, replica, plan, None)
+            _carry_out(core, model, replica, plan, room)
             going = plan.found
     for group in place.window_groups:
         before = place.pools[group].unreserved

@@ -2,12 +2,12 @@
 
 A stock is refilled with each Step, from what is free. A cache that has been running for a while has nothing free, and
 then what is coldest goes for the stock; but never more than the lease has grown by since. So growth is replaced, block
-for block, and an engine that does not grow evicts nothing. One that begins on a full cache has its first growth by
-Allocate, and finds as much in its stock afterwards; each growth that found the stock empty makes it larger by one, up
-to the target, so the stock settles at what the engine's steps use.
+for block, whatever others take meanwhile, and an engine that does not grow evicts nothing. One that begins on a full
+cache has its first growth by Allocate, and finds as much in its stock afterwards; each growth that found the stock
+empty makes it larger by one, up to the target, so the stock settles at what the engine's steps use.
 
 What a refill costs grows with the pages wanted, and no more is evicted in it than in a turn: the rest of what the lease
-has grown by goes once the step is answered, so that the next refill finds it free. Where nothing can go, nothing is
+has grown by goes once the step is answered, and is kept for the next refill. Where nothing can go, nothing is
 walked, counted or refused: the stock stays short, and growth takes the way of Allocate, which waits or is refused with
 the numbers.
 """
@@ -28,6 +28,7 @@ from cachesvc.flows.turns import Chore
 from cachesvc.ledger.growing import grow_by
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.reservations import Reservation
 from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth
@@ -147,45 +148,57 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
 
     Raises InvalidRequest, LimitExceeded.
     """
-    lease, pools = call.lease, call.replica.place.pools
+    lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
-    if not any(wanted):
-        lease.grown = 0
-        return ()
+    if lease.room is not None:
+        lease.room.give_back()
     grown = min(lease.grown, max(wanted))
-    replaced = 0
     needed = [min(count, grown) for count in wanted]
-    if any(map(gt, needed, [pool.unreserved for pool in pools])):
-        replaced = free_some(core, call, needed)
-        lease.grown = grown - replaced
+    going = 0
+    if any(map(gt, needed, [pool.unreserved for pool in place.pools])):
+        if lease.room is None:
+            lease.room = Reservation(place.reservations, place.pools)
+        going = free_some(core, call, needed, lease.room)
     granted: list[GroupCells] = []
-    is_short = False
+    owed = [0] * lease.groups
     lease.stocked_by = member
-    for group, (count, pool) in enumerate(zip(wanted, pools, strict=True)):
+    is_short = False
+    for group, (count, pool) in enumerate(zip(wanted, place.pools, strict=True)):
         free = pool.unreserved
         is_short |= count > free
+        owed[group] = max(0, needed[group] - free)
         pages = lease.grant(group, pool, min(count, free))
         if pages:
             generations = pool.generations
             granted.append(GroupCells(group, 0, array("i", pages), tuple([generations[page] for page in pages])))
     if is_short:
         core.count(Count.STOCK_SHORT)
-        if replaced and lease.grown > 0 and not lease.is_replacing:
-            lease.is_replacing = True
-            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, lease.grown)))
-    else:
-        lease.grown = 0
+    lease.grown = max(owed)
+    if lease.room is not None:
+        _keep_room(core, call, lease.room, owed, going)
     return tuple(granted)
 
 
-def _replace_more(core: Core, call: Call, wanted: int) -> bool:
-    """A turn of evicting until ``wanted`` blocks are free that the lease has grown by; True when that is done, or no
-    more can go."""
+def _keep_room(core: Core, call: Call, room: Reservation, owed: Sequence[int], going: int) -> None:
+    """What goes for the lease is kept for it until its next refill, and goes on going once this one is answered."""
     lease = call.lease
-    replaced = 0
-    if lease.state is LeaseState.LIVE and not call.model.suspect and lease.grown > 0:
-        replaced = free_some(core, call, [wanted] * lease.groups)
-        lease.grown -= min(replaced, lease.grown)
-    lease.is_replacing = replaced > 0 and lease.grown > 0
+    if not any(owed):
+        room.release()
+    elif going or room.is_open:
+        room.keep(owed, call.now + core.limits.reservation_seconds)
+        if going and not lease.is_replacing:
+            lease.is_replacing = True
+            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, room)))
+
+
+def _replace_more(core: Core, call: Call, room: Reservation) -> bool:
+    """A turn of evicting what the lease is owed; True when that is done, or no more can go."""
+    lease = call.lease
+    going = 0
+    if lease.state is LeaseState.LIVE and not call.model.suspect and room.is_open:
+        room.top_up()
+        going = free_some(core, call, [many - held for many, held in zip(room.wanted, room.held, strict=True)], room)
+        room.top_up()
+    lease.is_replacing = going > 0
     return not lease.is_replacing

@@ -14,6 +14,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
 from cachesvc.flows.turns import begin
+from cachesvc.flows.wanting import came_to_host, was_used
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import Place
@@ -66,6 +67,7 @@ def submit(core: Core, model: Model, ticket: Ticket, pairs: tuple[PagePairs, ...
     if not pairs:
         land(core, ticket.id, DONE)
         return
+    assert isinstance(ticket.direction, Direction), "movers have no part in what comes from storage"
     transfer = Transfer(
         ticket.id,
         model.id,
@@ -174,10 +176,14 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
             model.blocks.finish_fill(place, row, arrived=arrived)
         if ticket.direction is Direction.LOAD:
             _count_loaded(core, model, ticket, rows)
+        elif arrived:
+            came_to_host(core, model, rows)
     if left > 0 and (drains := ticket.take_drains(max(1, int(left * core.turns.drained)))):
         left -= len(drains) / core.turns.drained
         for drain in drains:
             model.evictor.finish_drain(replica.place, drain, arrived=arrived)
+        if arrived:
+            came_to_host(core, model, [drain.row for drain in drains if drain.copied])
         core.count(Count.EVICTIONS, len(drains) if arrived else 0)
     remember_dropped(core, model)
     return left
@@ -191,6 +197,7 @@ def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int])
         used = model.blocks.host.used
         for row in rows:
             used[row] = 1
+        was_used(core, model, rows)
     if not arrived:
         model.reuse.missed[Miss.LOAD_FAILED] += len(rows)
 

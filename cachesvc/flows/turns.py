@@ -28,7 +28,7 @@ class Turns(NamedTuple):
     published, 2.4 us each. ``forgotten``: keys of a model that is gone.
     """
 
-    evicted: int = 12
+    evicted: int = 32
     landed: int = 48
     drained: int = 12
     holds: int = 32

@@ -253,9 +253,10 @@ class BlockLedger:
         for group, page in enumerate(pages):
             if page != NO_PAGE:
                 place.seal(group, row, page)
-        self._come(place, row)
+        self.come(place, row)
 
-    def _come(self, place: Place, row: int) -> None:
+    def come(self, place: Place, row: int) -> None:
+        """A row has its first copy on a place; nothing else of the ledger has changed with it yet."""
         place.used[row] = 0
         parent = self.index.parent[row]
         if parent != NO_ROW:
@@ -263,10 +264,10 @@ class BlockLedger:
             place.leaves.remove(parent)
 
     def _come_all(self, place: Place, rows: array[int]) -> None:
-        """``_come`` for each of the distinct ``rows``."""
+        """``come`` for each of the distinct ``rows``."""
         if len(rows) < AT_ONCE:
             for row in rows:
-                self._come(place, row)
+                self.come(place, row)
             return
         coming = column(rows)
         np.frombuffer(place.used, np.uint8)[coming] = 0

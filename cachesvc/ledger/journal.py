@@ -28,6 +28,8 @@ class Cause(IntEnum):
     DRAINED = 5
     WINDOW_EVICTED = 6
     OPERATOR = 7
+    FETCHED = 8
+    LOST = 9
 
 
 class Kind(IntEnum):

@@ -9,6 +9,7 @@ from enum import Enum
 
 from cachesvc.ledger.holds import Prefetch
 from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.reservations import Reservation
 from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.words import PageState
 
@@ -49,12 +50,12 @@ class Lease:
     the processes that have opened it, numbered as they came, of which ``joined`` have; the number of a process stands
     in the ids of its requests and sequences (``first_id``). ``stocked_by``: whose the stock is.
 
-    ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet; ``grown``
-    how many blocks its sequences have grown by for which the stock has evicted nothing yet, ``is_replacing`` while that
-    is being done. ``quarantine``: pages that
-    wait for the processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and
-    request_id. Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it
-    has is being given back.
+    ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet;
+    ``grown`` how many blocks its sequences have grown by that the stock has had no pages for yet, ``room`` what is
+    kept for it of these, ``is_replacing`` while more is evicted in turns. ``quarantine``: pages that wait for the
+    processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id.
+    Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it has is
+    being given back.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Lease:
     sequences: dict[int, OpenSequence] = field(default_factory=dict)
     prefetches: dict[Prefetch, None] = field(default_factory=dict)
     grown: int = 0
+    room: Reservation | None = None
     is_replacing: bool = False
     stock: list[set[int]] = field(default_factory=list)
     state: LeaseState = LeaseState.LIVE

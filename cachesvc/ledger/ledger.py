@@ -11,9 +11,11 @@ from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.evict import Evictor
 from cachesvc.ledger.journal import Moment
 from cachesvc.ledger.leases import Lease, LeaseState, Process
+from cachesvc.ledger.lent import LentBlocks
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.recent import RecentRequests
 from cachesvc.ledger.reuse import Reuse
+from cachesvc.ledger.stored import Stored
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, NotFound, Unavailable
 from cachesvc.model.layout import Layout
@@ -35,7 +37,8 @@ class Replica:
     """A set of devices (one for each rank) that share one page-id space for each group.
 
     ``shadow``: told of its hits, where somebody compares them. ``failed_drains``: write-backs that failed in a row;
-    ``unsaved``: evictions since then that saved nothing.
+    ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more; it is never
+    granted again, and ``is_emptying`` while what was there is being dropped.
     """
 
     id: int
@@ -45,6 +48,8 @@ class Replica:
     failed_drains: int = 0
     unsaved: int = 0
     shadow: Shadow | None = None
+    gone: str = ""
+    is_emptying: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +77,8 @@ class Model:
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
     reuse: Reuse = field(default_factory=Reuse)
     recent: RecentRequests = field(default_factory=RecentRequests)
+    stored: Stored = field(default_factory=Stored)
+    lent: list[LentBlocks] = field(default_factory=list)
     last_used: float = 0.0
     suspect: str = ""
     defects: int = 0
@@ -92,6 +99,10 @@ class Model:
             raise Unavailable(
                 f"model {self.id} is out of service until it is verified: {self.suspect}; go on without the cache"
             )
+
+    def present_replicas(self) -> list[Replica]:
+        """Those whose memory exists."""
+        return [replica for replica in self.replicas if not replica.gone]
 
     def replica(self, replica_id: int) -> Replica:
         """A replica by number. Raises NotFound."""

@@ -14,6 +14,7 @@ A copy and its page move in one call, by one table, so that neither can be forgo
     keep      DRAINING -> READY     IN_FLIGHT -> SEALED     it was needed again, or the write-back failed
     drop      READY -> ABSENT       SEALED -> FREE          evicted with nothing to save
               DRAINING -> ABSENT    IN_FLIGHT -> FREE       evicted, and saved
+    admit     ABSENT -> READY       IN_FLIGHT -> SEALED     its bytes came from storage, and were verified
 """
 
 from __future__ import annotations
@@ -154,6 +155,11 @@ class Place:
         """Blocks that are here, in whatever state, and that no pin protects."""
         return sum(self.counts.states[FILLING:]) - self.protected.blocks
 
+    @property
+    def residents(self) -> int:
+        """Blocks that have a copy of their full groups here, in whatever state."""
+        return sum(self.counts.states[FILLING:])
+
     def is_present(self, row: int) -> bool:
         """True when any group of the block has a copy here, in whatever state."""
         return any(states[row] for states in self.states)
@@ -201,6 +207,20 @@ class Place:
         if group == self.lead:
             self.counts.states[ABSENT] -= len(rows)
             self.counts.states[READY] += len(rows)
+
+    def admit(self, group: int, row: int, page: int) -> None:
+        """A page in flight, whose bytes came from storage and were verified, is the copy from now on. Raises
+        IllegalMove."""
+        states = self.states[group]
+        if states[row] != ABSENT:
+            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), READY)
+        self.pools[group].shift(page, IN_FLIGHT, SEALED)
+        self.pages[group][row] = page
+        states[row] = READY
+        if group == self.lead:
+            self.counts.states[ABSENT] -= 1
+            self.counts.states[READY] += 1
+        self._tell(self._told[ABSENT, READY], group, row, Cause.FETCHED)
 
     def come(self, rows: Sequence[int], parents: Sequence[int]) -> None:
         """``rows``, none of whose parents is a candidate, have their first copies here. ``parents``: by row."""

@@ -24,6 +24,7 @@ class Miss(Enum):
     NEW = "new"  # never published here, or forgotten since
     EVICTED = "evicted"  # made room for others
     OPERATOR = "operator"  # an operator had it evicted
+    LOST = "lost"  # the memory of its device was lost
     PARTLY = "partly"  # a windowed group has lost its part of it
     ELSEWHERE = "elsewhere"  # on another replica alone, or on its way
     LOAD_FAILED = "load_failed"  # a hit on the host whose load failed

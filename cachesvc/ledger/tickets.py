@@ -18,7 +18,7 @@ from cachesvc.ledger.evict import Drain
 from cachesvc.ledger.pins import Pin
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import NotFound
-from cachesvc.model.transfer import Direction, Failed, Outcome, TimelineSlot, Urgency
+from cachesvc.model.transfer import Direction, Failed, Inward, Outcome, TimelineSlot, Urgency
 
 Key = TypeVar("Key")
 
@@ -75,7 +75,7 @@ class Ticket:
     id: int
     model: int
     replica: int
-    direction: Direction
+    direction: Direction | Inward
     urgency: Urgency
     after: tuple[int, ...] = ()
     source: tuple[int, int] | None = None
@@ -139,7 +139,7 @@ class TicketBook:
     def __init__(self, keep: int) -> None:
         self.running: dict[int, Ticket] = {}
         self.ended: OrderedDict[int, Ticket] = OrderedDict()
-        self._of_replica: dict[tuple[int, int, Direction], dict[int, Ticket]] = {}
+        self._of_replica: dict[tuple[int, int, Direction | Inward], dict[int, Ticket]] = {}
         self._reading: dict[tuple[int, int], dict[int, Ticket]] = {}
         self._keep = keep
         self._next = 1
@@ -148,7 +148,7 @@ class TicketBook:
         self,
         model: int,
         replica: int,
-        direction: Direction,
+        direction: Direction | Inward,
         urgency: Urgency = Urgency.AWAITED,
         *,
         after: Iterable[int] = (),

@@ -52,7 +52,7 @@ class CopyRules:
 
 
 @dataclass(slots=True, eq=False)
-class _Queued:
+class Queued:
     """A job with what is left of it; ``head`` is cut already, so that its size is known."""
 
     job: CopyJob
@@ -97,14 +97,14 @@ class _Lane:
     good. ``background_since``: when the background class was last served, or began to wait."""
 
     bucket: _Bucket
-    queued: list[_Queued] = field(default_factory=list)
+    queued: list[Queued] = field(default_factory=list)
     on_way: list[tuple[Slice, Urgency]] = field(default_factory=list)
     credit: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
     background_since: float = 0.0
     paused_until: float = 0.0
     is_draining: bool = False
 
-    def of(self, urgency: Urgency) -> list[_Queued]:
+    def of(self, urgency: Urgency) -> list[Queued]:
         return [queued for queued in self.queued if queued.urgency is urgency]
 
     @property
@@ -126,16 +126,24 @@ class Arbiter:
         rates = {Direction.LOAD: rules.load_bytes_per_second, Direction.STORE: rules.store_bytes_per_second}
         self._lanes = {direction: _Lane(_Bucket(rate, burst, burst)) for direction, rate in rates.items()}
 
+    def prepare(self, job: CopyJob) -> Queued:
+        """A job with its first slice cut: what takes longest of queueing it, and needs no lock."""
+        size_bytes, rest = cut(job, self._rules.slice_bytes)
+        return Queued(job, job.urgency, size_bytes, size_bytes, next(rest), rest)
+
     def push(self, direction: Direction, job: CopyJob, now: float) -> None:
         """Queue a job. Raises LimitExceeded."""
+        self.admit(direction, self.prepare(job), now)
+
+    def admit(self, direction: Direction, queued: Queued, now: float) -> None:
+        """Queue a job that was prepared. Raises LimitExceeded."""
         waiting = sum(len(lane.queued) for lane in self._lanes.values())
         if waiting >= self._rules.queued_jobs:
             raise LimitExceeded(f"copy jobs waiting on {self._device}", waiting + 1, self._rules.queued_jobs)
         lane = self._lanes[direction]
-        if job.urgency is Urgency.BACKGROUND and not lane.of(Urgency.BACKGROUND):
+        if queued.urgency is Urgency.BACKGROUND and not lane.of(Urgency.BACKGROUND):
             lane.background_since = now
-        size_bytes, rest = cut(job, self._rules.slice_bytes)
-        lane.queued.append(_Queued(job, job.urgency, size_bytes, size_bytes, next(rest), rest))
+        lane.queued.append(queued)
 
     def pop(self, direction: Direction, now: float) -> Slice | None:
         """The slice to start now, which counts as on its way until ``landed``; None where none may go yet."""
@@ -220,7 +228,7 @@ class Arbiter:
         bucket.fill(now)
         bucket.bytes_per_second = bytes_per_second
 
-    def _choose(self, direction: Direction, now: float) -> _Queued | None:
+    def _choose(self, direction: Direction, now: float) -> Queued | None:
         lane = self._lanes[direction]
         awaited, background = lane.of(Urgency.AWAITED), lane.of(Urgency.BACKGROUND)
         if background and not lane.is_draining:
@@ -239,7 +247,7 @@ class Arbiter:
         """True where background jobs wait for the other direction."""
         return direction is Direction.STORE and self._lanes[Direction.LOAD].has_awaited
 
-    def _account(self, lane: _Lane, queued: _Queued) -> None:
+    def _account(self, lane: _Lane, queued: Queued) -> None:
         """Keep the oldest job's third: it earns half of what another is given, and pays with what it is given."""
         rivals = lane.of(queued.urgency)
         if queued is not rivals[0]:
@@ -248,10 +256,10 @@ class Arbiter:
             lane.credit[queued.urgency] -= 2 * queued.head.size_bytes
 
 
-def _share(rivals: list[_Queued], credit: int) -> _Queued:
+def _share(rivals: list[Queued], credit: int) -> Queued:
     oldest, lightest = rivals[0], min(rivals, key=_weight)
     return oldest if credit >= 2 * oldest.head.size_bytes else lightest
 
 
-def _weight(queued: _Queued) -> int:
+def _weight(queued: Queued) -> int:
     return queued.weight

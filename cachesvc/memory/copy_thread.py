@@ -54,10 +54,11 @@ class CopyThread:
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job. Raises Unavailable after ``close`` and LimitExceeded when the queue is full."""
+        queued = self._arbiter.prepare(job)
         with self._changed:
             if self._closed:
                 raise Unavailable(f"copy stream {self.name} is closed")
-            self._arbiter.push(self._direction, job, self._clock())
+            self._arbiter.admit(self._direction, queued, self._clock())
             self._jobs[id(job)] = job
             self._changed.notify_all()
 

@@ -16,14 +16,14 @@ from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import CopyThread, CopyThreads
-from cachesvc.memory.cuda_queue import CudaRunner, CudaTimeline
+from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
 from cachesvc.memory.holds import Holds
 from cachesvc.memory.mapped import address_of
 from cachesvc.memory.regions import Region, Regions
 from cachesvc.memory.seam import Handle
-from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES
+from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 
@@ -64,7 +64,7 @@ class Device:
     """A GPU at work: its words and streams, and how much of its pool is taken."""
 
     gpu: GpuDevice
-    timeline: CudaTimeline
+    timeline: HostTimeline
     queues: dict[Direction, GpuQueue]
     copying: CopyThreads
     health: GpuHealth
@@ -99,6 +99,7 @@ class CudaBackend:
         self._holds = Holds()
         self._regions = Regions({})  # replaced, never changed: copy threads read it without the lock
         self._hosts: dict[int, tuple[memoryview, int]] = {}
+        self._peers: dict[int, GpuMemory] = {}
         self._running = False
 
     def devices(self) -> tuple[str, ...]:
@@ -165,9 +166,21 @@ class CudaBackend:
         slab = self._slabs[region] = CudaSlab(region, memory, size_bytes, drop)
         return slab
 
-    def timeline(self, device: str) -> CudaTimeline:
+    def timeline(self, device: str) -> HostTimeline:
         """The device's words."""
         return self._device(device).timeline
+
+    def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
+        """Make words of a model, pinned; or (``fd``) take over what another process made. Raises Unavailable."""
+        at = self._device(device)
+        at.health.check()
+        at.timeline.open(sheet, fd)
+
+    def close_sheet(self, device: str, sheet: int) -> None:
+        """Nobody copies for the model any more."""
+        self._gpu(device)
+        if (at := self._devices.get(device)) is not None:  # None: not running
+            at.health.attempt(partial(at.timeline.close_sheet, sheet))
 
     def load_stream(self, device: str) -> CopyThread:
         """The host -> device stream."""
@@ -211,8 +224,9 @@ class CudaBackend:
             if not self._health[uuid].reason:
                 at.health.attempt(at.gpu.free_bytes)
 
-    def register_host(self, buffer: memoryview) -> int:
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Pin host memory for all GPUs; it must stay mapped until ``close``. Raises Unavailable."""
+        del fd
         self._check_running()
         address, gpu = address_of(buffer), next(iter(self._gpus.values()))
         try:
@@ -223,6 +237,24 @@ class CudaBackend:
         with self._lock:
             self._hosts[region] = (buffer, address)
         return region
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        """Map another process's slab for this GPU's copies; returns its region. Raises Unavailable where it cannot."""
+        self._check_running()
+        gpu = next(iter(self._gpus.values()))
+        try:
+            memory = gpu.open_memory(handle.token, fd, handle.size_bytes)
+        except RuntimeError as error:
+            raise Unavailable(f"GPU {gpu.uuid} does not reach the other one's memory: {error}") from error
+        region = self._add_region(Region(memory.address, handle.size_bytes, gpu))
+        self._peers[region] = memory
+        return region
+
+    def close_peer(self, region: int) -> None:
+        """Undo ``open_peer``: nobody copies from there any more."""
+        self._holds.end(region)
+        self._drop_region(region)
+        next(iter(self._health.values())).attempt(self._peers.pop(region).close)
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region, which stays until they are read. Raises NotFound for a region that is unknown or being
@@ -245,6 +277,8 @@ class CudaBackend:
                 device.health.attempt(queue.close)
         for slab in list(self._slabs.values()):
             slab.close()
+        for region in list(self._peers):
+            self.close_peer(region)
         for device in self._devices.values():
             device.health.attempt(device.timeline.close)
         for region, (_, address) in self._hosts.items():
@@ -261,8 +295,7 @@ class CudaBackend:
     def _open(self, uuid: str, gpu: GpuDevice) -> Device:
         health = self._health[uuid]
         with ExitStack() as undo:
-            timeline = CudaTimeline(gpu, self._timeline_words)
-            undo.callback(health.attempt, timeline.close)
+            timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
             queues: dict[Direction, GpuQueue] = {}
             runners: dict[Direction, CudaRunner] = {}
             for way in Direction:

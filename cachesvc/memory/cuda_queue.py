@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuQueue
 from cachesvc.memory.regions import Regions
 from cachesvc.memory.seam import Slice
-from cachesvc.memory.timeline import HostTimeline
+from cachesvc.memory.timeline import HostTimeline, Sheet
 from cachesvc.model.futex import WORD_BYTES
 
 SLICES_ON_WAY = 2
 """While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
 
 
-class CudaTimeline(HostTimeline):
-    """Words in pinned host memory: this GPU's streams write them, those of every engine wait for them.
+class CudaSheet(Sheet):
+    """Words in pinned host memory: this GPU's streams write them, those of the model's engines wait for them.
 
     Measured against words on the device (H100, 2026-11): a waiting stream goes on 16 us after the write either way, a
     wait that is met costs 4.5 against 4.3 us, and waiting streams take nothing of the link. But processors read them
@@ -25,8 +26,9 @@ class CudaTimeline(HostTimeline):
     with 128 streams waiting, one more stream to release them never gets its turn.
     """
 
-    def __init__(self, gpu: GpuDevice, words: int) -> None:
-        super().__init__(words, is_shared=True)
+    def __init__(self, gpu: GpuDevice, words: int, fd: int | None = None) -> None:
+        """``fd``: as of ``Sheet``. Raises OSError, RuntimeError."""
+        super().__init__(words, is_shared=True, fd=fd)
         self._gpu = gpu
         with ExitStack() as undo:
             undo.callback(super().close)
@@ -34,6 +36,7 @@ class CudaTimeline(HostTimeline):
             undo.callback(gpu.unregister_host, self.address)
             self._base = gpu.device_address(self.address)
             undo.pop_all()
+        self._is_pinned = True
 
     def place(self, word: int) -> int:
         """Address of a word for the GPU."""
@@ -42,10 +45,18 @@ class CudaTimeline(HostTimeline):
     def close(self) -> None:
         """Unpin, and close the descriptor. Idempotent."""
         try:
-            if self.fd is not None:
+            if self._is_pinned:
+                self._is_pinned = False
                 self._gpu.unregister_host(self.address)
         finally:
             super().close()
+
+
+class _OnWay(NamedTuple):
+    """A slice that was queued, and the word that moves with it."""
+
+    mark: GpuMark
+    word: int | None
 
 
 class CudaRunner:
@@ -54,7 +65,7 @@ class CudaRunner:
     depth = SLICES_ON_WAY
 
     def __init__(
-        self, queue: GpuQueue, timeline: CudaTimeline, regions: Callable[[], Regions], health: GpuHealth
+        self, queue: GpuQueue, timeline: HostTimeline, regions: Callable[[], Regions], health: GpuHealth
     ) -> None:
         self._queue = queue
         self._timeline = timeline
@@ -64,30 +75,32 @@ class CudaRunner:
     def begin(self) -> None:
         """Nothing to do on the thread: calls make the context current by themselves."""
 
-    def submit(self, piece: Slice) -> GpuMark:
+    def submit(self, piece: Slice) -> _OnWay:
         """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
         nothing is on its way then."""
         self._health.check()
         copies = self._regions().addressed(piece.copies)
-        words: list[tuple[int, int]] = []
-        if piece.word_value is not None and piece.job.word is not None:
-            words = [(self._timeline.place(piece.job.word), piece.word_value)]
+        word = piece.job.word if piece.word_value is not None else None
+        words = [] if word is None or piece.word_value is None else [(self._timeline.place(word), piece.word_value)]
         try:
-            return self._queue.submit(copies, words)
+            return _OnWay(self._queue.submit(copies, words), word)
         except RuntimeError as error:
             self._settle(error)
             raise
 
     def wait(self, started: object) -> None:
-        """Until the mark is reached. Raises RuntimeError, and Unavailable once the GPU has broken."""
-        mark: GpuMark = started  # type: ignore[assignment]
+        """Until the mark is reached; then wake who waits on its word. Raises RuntimeError, and Unavailable once the GPU
+        has broken."""
+        assert isinstance(started, _OnWay)
         try:
-            mark.wait()
+            started.mark.wait()
         except RuntimeError as error:
             self._settle(error)
             raise
         finally:
-            mark.close()
+            started.mark.close()
+        if started.word is not None:
+            self._timeline.wake(started.word)
 
     def _settle(self, error: RuntimeError) -> None:
         """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""

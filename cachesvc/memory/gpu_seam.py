@@ -91,6 +91,9 @@ class GpuDevice(Protocol):
     def allocate(self, size_bytes: int, *, vmm: bool) -> GpuMemory:
         """Zeroed memory. Raises MemoryError."""
 
+    def open_memory(self, handle: bytes, fd: int | None, size_bytes: int) -> GpuMemory:
+        """Map what another process allocated, on this GPU or one that it reaches: by ``fd``, or else by the handle."""
+
     def register_host(self, address: int, size_bytes: int) -> None:
         """Pin host memory for the copies of every GPU of this process."""
 

@@ -12,6 +12,7 @@ A page is usable once its chunk is registered and, after an earlier slab, its by
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +24,17 @@ from cachesvc.memory import numa
 from cachesvc.memory.available import MemoryLimit, memory_limits
 from cachesvc.memory.free_ranges import ALIGN_BYTES, FreeRanges, UsedBytes
 from cachesvc.memory.host_slab import HostExtent, HostSlab, OnPages
-from cachesvc.memory.mapped import address_of, map_anonymous, populate, yield_to_callers, zero
-from cachesvc.memory.seam import Backend
+from cachesvc.memory.mapped import (
+    address_of,
+    map_anonymous,
+    map_memfd,
+    populate,
+    populate_file,
+    sealed_memfd,
+    yield_to_callers,
+    zero,
+)
+from cachesvc.memory.seam import DeviceMemory
 from cachesvc.model.errors import CacheError, InvalidRequest, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.words import Run
 
@@ -44,6 +54,7 @@ class _Chunk:
     size_bytes: int
     node: int | None = None
     view: memoryview | None = None
+    fd: int | None = None
     region: int | None = None
     next_slice: int = 0  # bytes handed to the threads so far
     left_bytes: int = field(default=0)
@@ -61,13 +72,15 @@ class HostPool:
         chunk_bytes: int,
         threads: int,
         nodes: Mapping[str, int] | None,
-        backend: Backend,
+        backend: DeviceMemory,
         *,
+        in_files: bool = False,
         on_ready: Callable[[int], None] | None = None,
         limits: Callable[[], tuple[MemoryLimit, ...]] = memory_limits,
         bind: Bind = numa.bind,
     ) -> None:
-        """``on_ready(chunk)`` is called from a pool thread. Raises InvalidRequest for sizes that cannot be."""
+        """``in_files``: chunks are memory files, for processes beside this one to map. ``on_ready(chunk)`` is called
+        from a pool thread. Raises InvalidRequest for sizes that cannot be."""
         if not ALIGN_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes % ALIGN_BYTES:
             raise InvalidRequest(f"chunk_bytes must be a multiple of {ALIGN_BYTES} up to {MAX_CHUNK_BYTES}")
         if threads < 1 or total_bytes < 0:
@@ -77,6 +90,7 @@ class HostPool:
         self.nodes = dict(nodes or {})
         self.failure: Exception | None = None
         self._backend = backend
+        self._in_files = in_files
         self._on_ready = on_ready
         self._limits = limits
         self._bind = bind
@@ -114,6 +128,9 @@ class HostPool:
                 thread.join()
         for chunk in self._chunks:
             chunk.view = None
+            if chunk.fd is not None:
+                os.close(chunk.fd)
+                chunk.fd = None
 
     def join_filling(self) -> None:
         """Wait until every chunk has come, or filling has failed or been stopped."""
@@ -188,6 +205,14 @@ class HostPool:
                 slab.watchers.append(on_more)
             return slab.ready_runs()
 
+    def chunk_view(self, chunk: int) -> memoryview:
+        """The bytes of a chunk that has come. Raises InvalidRequest for one that has not."""
+        with self._changed:
+            view = self._chunks[chunk].view
+        if view is None:
+            raise InvalidRequest(f"chunk {chunk} of the host pool is not there")
+        return view
+
     def view(self, slab: HostSlab, page: int) -> memoryview:
         """The bytes of a page. Raises InvalidRequest for one that is not usable."""
         with self._changed:
@@ -229,12 +254,13 @@ class HostPool:
                 chunk = self._chunks[index]
                 view = chunk.view
                 assert view is not None
-                populate(view, start, size_bytes)
+                fill = populate if chunk.fd is None else populate_file
+                fill(view, start, size_bytes)
                 with self._changed:
                     chunk.left_bytes -= size_bytes
                     is_full = not chunk.left_bytes
                 if is_full:
-                    self._announce(index, self._backend.register_host(view))
+                    self._announce(index, self._backend.register_host(view, chunk.fd))
         except Exception as error:  # the root of a thread: the pool stays as large as it has become
             with self._changed:
                 is_first, self.failure = self.failure is None, self.failure or error
@@ -264,7 +290,11 @@ class HostPool:
         return None
 
     def _map(self, chunk: _Chunk) -> memoryview:
-        view = map_anonymous(chunk.size_bytes)
+        if self._in_files:
+            chunk.fd = sealed_memfd("kvcache-host", chunk.size_bytes)
+            view = map_memfd(chunk.fd, chunk.size_bytes)
+        else:
+            view = map_anonymous(chunk.size_bytes)
         self._bind(address_of(view), chunk.size_bytes, chunk.node)
         return view
 

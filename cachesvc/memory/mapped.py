@@ -14,7 +14,9 @@ from contextlib import ExitStack
 import numpy as np
 
 BACKGROUND_NICENESS = 10
+HUGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_MADV_COLLAPSE = 25  # Linux 6.1 and later
 _RETRY = (errno.EINTR, errno.EAGAIN)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,31 +31,15 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
     """A zeroed memory file that can neither shrink nor grow: who maps it can never be hit by SIGBUS for
     its size."""
     with ExitStack() as undo:
-        fd = _memfd(name, size_bytes)
+        fd = new_memfd(name, size_bytes)
         undo.callback(os.close, fd)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        seal_memfd(fd, is_shared=True)
         undo.pop_all()
     return fd
 
 
-def mapped_for_reading(name: str, size_bytes: int) -> tuple[int, memoryview]:
-    """The same, which nobody but this process can write: with its mapping. Raises OSError (Linux before 5.1)."""
-    with ExitStack() as undo:
-        fd = _memfd(name, size_bytes)
-        undo.callback(os.close, fd)
-        view = map_memfd(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-        undo.pop_all()
-    return fd, view
-
-
-def mapped_for_all(name: str, size_bytes: int) -> tuple[int, memoryview]:
-    """A file as ``sealed_memfd`` makes one, and its mapping."""
-    fd = sealed_memfd(name, size_bytes)
-    return fd, map_memfd(fd, size_bytes)
-
-
-def _memfd(name: str, size_bytes: int) -> int:
+def new_memfd(name: str, size_bytes: int) -> int:
+    """A zeroed memory file of fixed size, which can still be sealed. Raises OSError."""
     with ExitStack() as undo:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         undo.callback(os.close, fd)
@@ -61,6 +47,12 @@ def _memfd(name: str, size_bytes: int) -> int:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         undo.pop_all()
     return fd
+
+
+def seal_memfd(fd: int, *, is_shared: bool) -> None:
+    """Let nobody change the file's nature any more; nor its bytes, unless ``is_shared``, but through mappings that are
+    there. Raises OSError (Linux before 5.1)."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if is_shared else F_SEAL_FUTURE_WRITE))
 
 
 def map_memfd(fd: int, size_bytes: int) -> memoryview:
@@ -91,6 +83,19 @@ def populate(view: memoryview, start: int, size_bytes: int) -> None:
             return
         if why not in _RETRY:
             raise OSError(why, f"populating {size_bytes} bytes of host memory: {os.strerror(why)}")
+
+
+def populate_file(view: memoryview, start: int, size_bytes: int) -> None:
+    """The same for a memory file, in huge pages where the kernel makes them (Linux 6.1 and later): a page of each is
+    touched and the kernel fills the rest, which needs no setting of the machine's. Raises OSError."""
+    address = _address(view, start, size_bytes)
+    if address % HUGE_BYTES or size_bytes % HUGE_BYTES:
+        populate(view, start, size_bytes)
+        return
+    for at in range(start, start + size_bytes, HUGE_BYTES):
+        populate(view, at, mmap.PAGESIZE)
+    if _libc.madvise(address, size_bytes, _MADV_COLLAPSE):  # small pages are as good, but slower to pin and to map
+        populate(view, start, size_bytes)
 
 
 def zero(view: memoryview, start: int, size_bytes: int) -> None:

@@ -47,6 +47,7 @@ class CopyJob:
     ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
     On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
     ``begun(seconds)`` is told the backend's clock when the first slice starts, under a lock: it may note it, no more.
+    ``size_bytes``: of all copies, for the arbiter's shares; None: they are added up.
     """
 
     ticket: int
@@ -57,6 +58,7 @@ class CopyJob:
     done: Callable[[Exception | None], None]
     urgency: Urgency = Urgency.AWAITED
     begun: Callable[[float], None] | None = None
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +106,27 @@ class Slab(Protocol):
         close them. Raises LedgerBroken when it was given back before."""
 
 
-class Timeline(Protocol):
-    """32-bit words in host memory that engines map too."""
+class Sheet(Protocol):
+    """The 32-bit words of one model on one device, in host memory that its engines map too. ``fd``: what to pass to
+    them."""
 
     handle: Handle
     fd: int | None
+
+
+class Timeline(Protocol):
+    """All words of a device, in sheets of ``words``: those of sheet ``n`` are numbered from ``n * words`` on."""
+
     words: int
+
+    def sheet(self, number: int) -> Sheet:
+        """Raises NotFound where it is not open."""
 
     def read(self, word: int) -> int:
         """Present value of a word."""
 
     def write(self, word: int, value: int) -> None:
         """Set a word and wake whoever waits on it (failure and reset paths; streams write in order by themselves)."""
-
-    def close(self) -> None:
-        """Unmap."""
 
 
 class CopyStream(Protocol):
@@ -131,13 +139,13 @@ class CopyStream(Protocol):
         """Fail what has not begun, finish what has, and end."""
 
 
-class Backend(Protocol):
-    """A kind of device memory with its copy streams. Nothing runs before ``start``."""
+class DeviceMemory(Protocol):
+    """A kind of device memory, as those see it who give it out and look after it. Nothing runs before ``start``."""
 
     name: str
 
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of the devices whose memory this backend can own."""
+        """UUIDs of the devices whose memory can be owned."""
 
     def capacity_bytes(self, device: str) -> int:
         """Bytes that device slabs on ``device`` may take in all."""
@@ -150,29 +158,23 @@ class Backend(Protocol):
         Unavailable."""
 
     def timeline(self, device: str) -> Timeline:
-        """The device's timeline (made on first use, kept until ``close``)."""
+        """The device's timeline, without sheets at first."""
 
-    def load_stream(self, device: str) -> CopyStream:
-        """The host -> device stream."""
+    def open_sheet(self, device: str, sheet: int) -> None:
+        """Add a sheet of words, all 0, in a memory file of its own. One thread at a time; waits for drivers. Raises
+        NotFound (device), Unavailable, and LedgerBroken where it is open."""
 
-    def store_stream(self, device: str) -> CopyStream:
-        """The device -> host stream."""
+    def close_sheet(self, device: str, sheet: int) -> None:
+        """Let a sheet go, of which no copy is under way; mappings of other processes stay valid. As ``open_sheet``, but
+        nothing where it is not open."""
 
     def can_reach(self, source: str, target: str) -> bool:
         """True where ``target``'s load stream may copy from slabs on ``source``, the same device too. Raises
         NotFound."""
 
-    def expedite(self, device: str, ticket: int) -> None:
-        """An engine waits for a ticket now: its jobs on the device are AWAITED. Nothing where none is queued.
-
-        Raises NotFound (device), never Unavailable: with ``close`` every job ends anyway. So does ``pause_background``.
-        """
-
-    def pause_background(self, device: str, seconds: float) -> None:
-        """Start no slice of BACKGROUND stores on the device for ``seconds`` from now; a longer pause stays."""
-
-    def register_host(self, buffer: memoryview) -> int:
-        """Make a chunk of host memory copyable; returns its region."""
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
+        """Make a chunk of host memory copyable; returns its region. ``fd``: the memory file that it is, which movers
+        in processes of their own need."""
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Another byte budget in one direction for every device from now on; 0 is none."""
@@ -192,3 +194,22 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop the streams and free everything. Idempotent."""
+
+
+class Backend(DeviceMemory, Protocol):
+    """Device memory with its copy streams: what a mover works with."""
+
+    def load_stream(self, device: str) -> CopyStream:
+        """The host -> device stream."""
+
+    def store_stream(self, device: str) -> CopyStream:
+        """The device -> host stream."""
+
+    def expedite(self, device: str, ticket: int) -> None:
+        """An engine waits for a ticket now: its jobs on the device are AWAITED. Nothing where none is queued.
+
+        Raises NotFound (device), never Unavailable: with ``close`` every job ends anyway. So does ``pause_background``.
+        """
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Start no slice of BACKGROUND stores on the device for ``seconds`` from now; a longer pause stays."""

@@ -10,7 +10,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
@@ -71,7 +71,7 @@ class ShmRunner:
 class ShmBackend:
     """``devices`` pretended devices ``shm-0``, ``shm-1``, ... of ``device_bytes`` each.
 
-    ``fault_copies``: the share of copy slices that are made to fail.
+    ``fault_copies``: the share of copy slices that are made to fail. ``names``: of the devices, where they are others.
     """
 
     name = "shm"
@@ -84,9 +84,10 @@ class ShmBackend:
         timeline_words: int = TIMELINE_WORDS,
         rules: CopyRules | None = None,
         fault_copies: float = 0.0,
+        names: Sequence[str] = (),
     ) -> None:
         self._fault_copies = fault_copies
-        self._devices = tuple(f"shm-{i}" for i in range(devices))
+        self._devices = tuple(names) or tuple(f"shm-{i}" for i in range(devices))
         self._device_bytes = device_bytes
         self._timeline_words = timeline_words
         self._rules = rules or CopyRules()
@@ -150,6 +151,16 @@ class ShmBackend:
         self._check_device(device)
         return self._timelines[device]
 
+    def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
+        """Make words of a model; or (``fd``) take over what another process made. Raises Unavailable."""
+        self.timeline(device).open(sheet, fd)
+
+    def close_sheet(self, device: str, sheet: int) -> None:
+        """Nobody copies for the model any more."""
+        self._check_device(device)
+        if (timeline := self._timelines.get(device)) is not None:  # None: not running
+            timeline.close_sheet(sheet)
+
     def load_stream(self, device: str) -> CopyThread:
         """The host -> device stream."""
         self._check_running()
@@ -193,10 +204,23 @@ class ShmBackend:
     def probe(self) -> None:
         """Nothing to find out."""
 
-    def register_host(self, buffer: memoryview) -> int:
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Make host memory copyable; it must stay mapped until ``close``."""
+        del fd
         self._check_running()
         return self._add_region(buffer)
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        """Make another process's slab copyable; returns its region. Raises OSError."""
+        self._check_running()
+        assert fd is not None
+        return self._add_region(map_memfd(fd, handle.size_bytes))
+
+    def close_peer(self, region: int) -> None:
+        """Undo ``open_peer``: nobody copies from there any more."""
+        self._holds.end(region)
+        with self._lock:
+            del self._regions[region], self._sizes[region]
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region, which stays until they are read. Raises NotFound for a region that is unknown or being

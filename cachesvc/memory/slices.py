@@ -19,20 +19,23 @@ runner's check to refuse."""
 
 
 def cut(job: CopyJob, slice_bytes: int) -> tuple[int, Iterator[Slice]]:
-    """The job's bytes, and its slices in order, at least one. A step's word goes with the last slice of the step."""
+    """The job's bytes, and its slices in order, at least one. A step's word goes with the last slice of the step.
+
+    Where the job says how large it is, only its first step is looked at here: a step of a long load has thousands of
+    copies.
+    """
     if not job.steps:
         return 0, iter((Slice(job, np.empty((0, len(COPY_FIELDS)), np.int64), 0, None, is_last=True),))
-    sizes = _sizes(np.concatenate([step.copies for step in job.steps]))  # at once: NumPy is slow by the call
-    return int(sizes.sum()), _slices(job, sizes, slice_bytes)
+    size_bytes = job.size_bytes
+    if size_bytes is None:
+        size_bytes = sum(int(_sizes(step.copies).sum()) for step in job.steps)
+    return size_bytes, _slices(job, slice_bytes)
 
 
-def _slices(job: CopyJob, sizes: Int64s, slice_bytes: int) -> Iterator[Slice]:
-    first = 0
+def _slices(job: CopyJob, slice_bytes: int) -> Iterator[Slice]:
     for number, step in enumerate(job.steps, start=1):
         word_value = step.word_value if job.word is not None else None
-        stop = first + len(step.copies)
-        parts = _parts(step.copies, sizes[first:stop], slice_bytes)
-        first = stop
+        parts = _parts(step.copies, _sizes(step.copies), slice_bytes)
         part: tuple[CopyBatch, int] | None = next(parts)
         while part is not None:
             (copies, size_bytes), part = part, next(parts, None)

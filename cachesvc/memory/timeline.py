@@ -1,37 +1,66 @@
-"""The timeline: 32-bit words in a memory file that every engine maps.
+"""The timeline: 32-bit words in memory files that engines map, a file (a sheet) for each model on each device.
 
-Processors wait by futex or look; streams wait too, where the file is pinned.
+An engine gets the sheet of its model alone: words that other models' engines wait for lie in files that it has no
+descriptor of. Processors wait by futex or look; streams wait too, where the file is pinned.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
 
-from cachesvc.memory.mapped import address_of, mapped_for_all, mapped_for_reading
+from cachesvc.memory.mapped import address_of, map_memfd, new_memfd, seal_memfd
 from cachesvc.memory.seam import Handle
-from cachesvc.model.futex import WORD_BYTES, store_and_wake, words_of
+from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
+from cachesvc.model.futex import WORD_BYTES, store_and_wake, wake, words_of
 
 TIMELINE_WORDS = 8192
+"""Of a sheet."""
 TOKEN_BYTES = 16
 
 
-class HostTimeline:
-    """One device's words. Nobody else can write them, because a word says that bytes are there; unless engines must
-    (``is_shared``), to end their streams' waits once the daemon is gone."""
+class Sheet:
+    """One model's words on one device. Nobody else can write them, because a word says that bytes are there; unless
+    engines must (``is_shared``), to end their streams' waits once the daemon is gone."""
 
-    def __init__(self, words: int, *, is_shared: bool = False) -> None:
-        make = mapped_for_all if is_shared else mapped_for_reading
-        fd, self._view = make("kvcache-timeline", words * WORD_BYTES)
-        self.fd: int | None = fd
+    def __init__(self, words: int, *, is_shared: bool = False, fd: int | None = None) -> None:
+        """``fd``: of words that another process of the daemon's made, which keeps, seals and gives out their file; else
+        they are made here. Nobody else can write them once ``seal`` was called. Raises OSError."""
+        own = new_memfd("kvcache-timeline", words * WORD_BYTES) if fd is None else fd
+        self.fd = own if fd is None else None
         self.words = words
         self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
+        self._is_shared = is_shared
+        self._is_sealed = False
+        try:
+            self._view = map_memfd(own, words * WORD_BYTES)
+        except OSError:
+            if self.fd is not None:
+                os.close(self.fd)
+            raise
         self._array = words_of(self._view)
+
+    def seal(self) -> None:
+        """Whoever is to write the words has mapped them: the file changes neither its size nor its writers. Again is
+        fine."""
+        if self.fd is not None and not self._is_sealed:
+            seal_memfd(self.fd, is_shared=self._is_shared)
+            self._is_sealed = True
+
+    def continue_from(self, other: Sheet) -> None:
+        """Take over the words of a sheet that nobody advances any more: values only ever move forward."""
+        self._array[:] = other._array
 
     @property
     def address(self) -> int:
         """Of the first word, in this process."""
         return address_of(self._view)
+
+    def place(self, word: int) -> int:
+        """Address of a word for what copies."""
+        return self.address + WORD_BYTES * word
 
     def read(self, word: int) -> int:
         """Present value of a word."""
@@ -41,8 +70,97 @@ class HostTimeline:
         """Set a word and wake whoever waits on it."""
         store_and_wake(self._array, word, value)
 
+    def wake(self, word: int) -> None:
+        """A stream has moved a word, and wakes nobody: wake whoever waits on it."""
+        wake(self._array, word)
+
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last reference to this timeline."""
+        """Close the descriptor; the mapping goes with the last reference to this sheet. Idempotent."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+MakeSheet = Callable[[int | None], Sheet]
+"""Makes a sheet, or (of a descriptor) takes over one as ``Sheet`` does. Raises OSError, RuntimeError."""
+
+
+class HostTimeline:
+    """One device's words: number ``sheet * words + n`` is the word ``n`` of a sheet, which has ``words`` of them.
+
+    Sheets are opened and closed by one thread at a time, while any other reads and writes words of those that are open.
+    """
+
+    def __init__(self, words: int, make: MakeSheet | None = None) -> None:
+        """``make``: sheets that are for this process to write alone, unless given."""
+        self.words = words
+        self._make = make or (lambda fd: Sheet(words, fd=fd))
+        self._sheets: dict[int, Sheet] = {}
+
+    def open(self, number: int, fd: int | None = None) -> None:
+        """Make a sheet, sealed, all words 0; or take over one as ``Sheet`` does. Raises Unavailable, and LedgerBroken
+        where it is open."""
+        if number in self._sheets:
+            raise LedgerBroken(f"sheet {number} is open already")
+        try:
+            with ExitStack() as undo:
+                sheet = self._make(fd)
+                undo.callback(sheet.close)
+                sheet.seal()
+                undo.pop_all()
+        except (OSError, RuntimeError) as error:
+            raise Unavailable(
+                f"no memory for the words that a model's engines wait for: {error}; see ulimit -n and ulimit -l"
+            ) from error
+        self._sheets[number] = sheet
+
+    def put(self, number: int, sheet: Sheet) -> None:
+        """A sheet in place of the one that is closed here, or the first."""
+        before = self._sheets.get(number)
+        self._sheets[number] = sheet
+        if before is not None:
+            before.close()
+
+    def sheet(self, number: int) -> Sheet:
+        """Raises NotFound where it is not open."""
+        found = self._sheets.get(number)
+        if found is None:
+            raise NotFound("sheet", number)
+        return found
+
+    def sheets(self) -> dict[int, Sheet]:
+        """Those that are open, by number."""
+        return dict(self._sheets)
+
+    def close_sheet(self, number: int) -> None:
+        """Nobody writes or follows its words any more, and its number never comes again for other ones. Nothing where
+        it is not open."""
+        sheet = self._sheets.pop(number, None)
+        if sheet is not None:
+            sheet.close()
+
+    def place(self, word: int) -> int:
+        """Address of a word for what copies."""
+        number, at = divmod(word, self.words)
+        return self._sheets[number].place(at)
+
+    def read(self, word: int) -> int:
+        """Present value of a word."""
+        number, at = divmod(word, self.words)
+        return self._sheets[number].read(at)
+
+    def write(self, word: int, value: int) -> None:
+        """Set a word and wake whoever waits on it."""
+        number, at = divmod(word, self.words)
+        self._sheets[number].write(at, value)
+
+    def wake(self, word: int) -> None:
+        """A stream has moved a word, and wakes nobody: wake whoever waits on it."""
+        number, at = divmod(word, self.words)
+        self._sheets[number].wake(at)
+
+    def close(self) -> None:
+        """Close every sheet; their words can still be read. Idempotent."""
+        with ExitStack() as every:  # whatever one of them raises
+            for sheet in self._sheets.values():
+                every.callback(sheet.close)

@@ -53,12 +53,14 @@ class Wait(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """Blocks in place, blocks to load, blocks that somebody else is computing; tables of those in place."""
+    """Blocks in place, blocks to load, blocks that somebody else is computing; tables of those in place; and how many
+    of those to load came from storage for this call."""
 
     device_blocks: int
     host_blocks: int
     computing_blocks: int
     tables: tuple[GroupCells, ...]
+    storage_blocks: int = 0
 
 
 class Allocated(NamedTuple):

@@ -61,7 +61,12 @@ def store_and_wake(words: Words, index: int, value: int) -> None:
             _number, address, _FUTEX_WAKE, 0, None
         )  # x86 keeps stores in order; elsewhere the wake's own barrier does
     words[index] = value & 0xFFFFFFFF
-    if _call(_number, address, _FUTEX_WAKE, _EVERYBODY, None) < 0:
+    wake(words, index)
+
+
+def wake(words: Words, index: int) -> None:
+    """Wake everybody who waits on a word that somebody else has set, such as a GPU."""
+    if _call(_number, _address(words, index), _FUTEX_WAKE, _EVERYBODY, None) < 0:
         raise OSError(ctypes.get_errno(), f"FUTEX_WAKE of word {index} failed")
 
 
@@ -71,8 +76,8 @@ def wait_reached(
     """True once the word is at or past ``target``, cyclically; False when ``time.monotonic()`` passes
     ``deadline_s``.
 
-    ``poll_s``: the first and the longest pause between looks at a word that is set by one who wakes nobody, such as a
-    GPU; pauses double. None: whoever sets the word wakes.
+    ``poll_s``: the first and the longest pause between looks at a word that is set by one who wakes nobody, or late,
+    such as a GPU; pauses double. None: whoever sets the word wakes.
     """
     address = _address(words, index)
     pause_s, longest_s = poll_s if poll_s is not None else (FOREVER_S, FOREVER_S)

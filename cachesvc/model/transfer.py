@@ -14,6 +14,12 @@ class Direction(Enum):
     STORE = "store"  # device -> host
 
 
+class Inward(Enum):
+    """Ways to the host that no device has a part in."""
+
+    FETCH = "fetch"  # from storage
+
+
 class Urgency(Enum):
     """Whether somebody waits for a transfer now."""
 
@@ -66,6 +72,10 @@ class Transfer:
     layered: bool
     urgency: Urgency = Urgency.AWAITED
     source_replica: int | None = None
+
+    def touches(self, model: int, replica: int) -> bool:
+        """True where it reads or writes pages of a replica."""
+        return self.model == model and replica in (self.replica, self.source_replica)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,13 @@ REASONS = {
     Cause.PUBLISHED: "an engine published it",
     Cause.LOADED: "a load brought it",
     Cause.BACKED_UP: "a backup brought it",
+    Cause.FETCHED: "it came from storage, and was verified",
     Cause.COPY_FAILED: "the transfer that was to bring it failed",
     Cause.EVICTED: "it was evicted for others that needed the room",
     Cause.DRAINED: "it was evicted for others that needed the room, after it had been saved on the host",
     Cause.WINDOW_EVICTED: "no window looked back to it and others needed the room",
     Cause.OPERATOR: "an operator evicted it",
+    Cause.LOST: "the memory of its device was lost",
 }
 
 

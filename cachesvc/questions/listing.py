@@ -61,10 +61,10 @@ def models(view: View) -> list[ModelLine]:
             model.name,
             view.namespace_of(model),
             model.layout,
-            [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.replicas],
+            [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.present_replicas()],
             len(model.blocks.index),
             model.host_pages,
-            model.replicas[0].device_pages if model.replicas else (),
+            next((each.device_pages for each in (*model.present_replicas(), *model.replicas)), ()),
             model.suspect,
             model.reserved_pages,
         )

@@ -7,6 +7,7 @@ import hmac
 from cachesvc.flows.budget import pool_device_bytes, pool_host_bytes, pool_pages
 from cachesvc.flows.core import Core
 from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import NotFound
 from cachesvc.model.words import PageState
@@ -43,6 +44,11 @@ def require_model(core: Core, tenant: str, model_id: int, namespace: bytes) -> N
     has_salt = not model.is_salted or hmac.compare_digest(namespace, model.namespace)
     if model.tenant != tenant or not has_salt:
         raise NotFound("model", model_id, "register it first")
+
+
+def models_named(core: Core, namespace: bytes) -> list[Model]:
+    """Models of a namespace, whoever's: who knows it knows the salt."""
+    return [model for model in core.ledger.models.values() if model.namespace == namespace]
 
 
 def own_ticket(core: Core, tenant: str, ticket_id: int) -> Ticket:

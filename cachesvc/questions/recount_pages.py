@@ -112,6 +112,9 @@ def _host_holders(ledger: Ledger, model: Model, seen: PlacePages) -> None:
     for ticket in ledger.tickets.running.values():
         for moved in ticket.moves if ticket.model == model.id else ():
             _hold(seen, moved.group, PageState.IN_FLIGHT, f"ticket {ticket.id}", moved.host_pages)
+    for fetch in model.stored.fetches.values():
+        for held in fetch.held():
+            _hold(seen, held.group, held.state, f"fetch {fetch.ticket}", held.pages)
 
 
 def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages) -> None:

@@ -6,6 +6,7 @@ Nothing here walks blocks: a scrape must not be felt by an engine.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,12 +49,14 @@ class MetricValues:
     admission: Admission
     watch: CallWatch
     cache: CacheService
+    storage: Callable[[Reading], None]
     _sizes: dict[int, Sizes] = field(default_factory=dict)
 
     def __call__(self, reading: Reading) -> None:
         view = self.node.view()
         self._daemon(reading, view)
         self._memory(reading)
+        self.storage(reading)
         sequences: Counter[int] = Counter()
         self._leases(reading, view, sequences)
         models = view.models()

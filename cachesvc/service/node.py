@@ -14,6 +14,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.leases import lose_silent, may_map, process_gone
+from cachesvc.flows.losses import empty_lost, lose_device
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import tidy
@@ -110,6 +111,14 @@ class Node:
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
         """More host pages are usable; called by the host pool's threads."""
         self._soon(host_pages_arrived, self.core, model, group, run)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have something called on the loop; from any thread."""
+        self._soon(call)
+
+    def on_device_lost(self, device: str, why: str) -> None:
+        """The slabs of a device are gone with its mover; called by a thread, once the device's transfers have ended."""
+        self._soon(self._lose_device, device, why)
 
     def _soon(self, call: Callable[..., object], *arguments: object) -> None:
         loop = self._loop
@@ -283,6 +292,26 @@ class Node:
         self._changed()
         self.loop_watch.note("landing", began)
 
+    def run_news(self, model: int, flow: Callable[[], None]) -> None:
+        """Run a flow that no call waits for: the root of a callback. A flow that breaks takes its model out of
+        service."""
+        began = time.perf_counter()
+        try:
+            self.run_of(model, flow)
+        except Exception:  # noqa: BLE001 - the root of a callback: other news is still to be told
+            events.failure("storage_news_broke", model=model)
+        self.loop_watch.note("storage", began)
+
+    def _lose_device(self, device: str, why: str) -> None:
+        """Raises nothing: the root of a callback."""
+        try:
+            self.vault.lose(device)
+            lost = self.run(lose_device, self.core, device, why)
+        except Exception:  # noqa: BLE001 - the root of a callback
+            events.failure("device_loss_broke", device=device)
+            return
+        events.warning("device_memory_lost", device=device, reason=why, leases=len(lost))
+
     def _wake(self, ended: Iterable[int]) -> None:
         """Tickets have ended: who waits for one of them has its turn."""
         for each in ended:
@@ -322,6 +351,7 @@ class Node:
                 self.excuse(self.now() - asleep - pause, pause)
                 self.core.ledger.mark_time(self.now())
                 with self.loop_watch.watching("sweep"):
+                    self.run(empty_lost, self.core)
                     lost = self.run(lose_silent, self.core, self.lease_seconds, self.now())
                 for lease in lost:
                     events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)

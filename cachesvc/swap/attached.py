@@ -15,6 +15,7 @@ from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, Transfer
 from cachesvc.swap.planner import GroupMove, Pool
+from cachesvc.swap.slots import SlotPool
 
 RankMoves = tuple[tuple[GroupMove, ...], ...]
 """What each rank has to move, group by group."""
@@ -41,12 +42,15 @@ class AttachedReplica:
 
 @dataclass
 class AttachedModel:
-    """A layout, its host slabs ``host_slabs[group][host rank]``, and the replicas that hold it."""
+    """A layout, its host slabs ``host_slabs[group][host rank]``, and the replicas that hold it. ``slots``: its places
+    on timelines; ``sheets``: the devices whose timelines have a sheet for it."""
 
     layout: Layout
     host_slabs: tuple[tuple[HostPages, ...], ...]
     host_geometries: tuple[Geometry, ...]
+    slots: SlotPool
     replicas: dict[int, AttachedReplica] = field(default_factory=dict)
+    sheets: set[str] = field(default_factory=set)
 
     def replica(self, replica_id: int) -> AttachedReplica:
         """Raises NotFound."""
@@ -54,13 +58,19 @@ class AttachedModel:
             raise NotFound("replica", replica_id)
         return self.replicas[replica_id]
 
+    def every_pool(self) -> list[Pool]:
+        """Device pools of all replicas, and host pools as they are now."""
+        ranks = range(self.layout.ranks)
+        host = [self.host_pool(group, rank) for group in range(len(self.layout.groups)) for rank in ranks]
+        return host + [pool for replica in self.replicas.values() for rank in replica.pools for pool in rank]
+
     def host_pool(self, group: int, rank: int) -> Pool:
         """The host side of one rank: the same for all ranks where the group is replicated."""
         mine = self.host_slabs[group]
         return Pool(self.host_geometries[group], mine[rank if len(mine) > 1 else 0].table)
 
 
-def attached_model(layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) -> AttachedModel:
+def attached_model(layout: Layout, host_slabs: Sequence[Sequence[HostPages]], slots: SlotPool) -> AttachedModel:
     """Raises InvalidRequest where the slabs do not fit the layout."""
     if len(host_slabs) != len(layout.groups):
         raise InvalidRequest(f"host slabs of {len(host_slabs)} groups for a layout of {len(layout.groups)}")
@@ -73,7 +83,7 @@ def attached_model(layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) ->
                     f"group {group}: host pages of {slab.page_bytes} bytes, not {layout.page_bytes(group)}"
                 )
     geometries = tuple(host_geometry(layout, group, slabs[0].pages) for group, slabs in enumerate(host_slabs))
-    return AttachedModel(layout, tuple(tuple(slabs) for slabs in host_slabs), geometries)
+    return AttachedModel(layout, tuple(tuple(slabs) for slabs in host_slabs), geometries, slots)
 
 
 def attached_replica(

@@ -1,5 +1,4 @@
-"""Runs transfers: plans them, gives each a place on the timeline, and hands one job a rank to the copy
-streams.
+"""Runs transfers: gives each a place on the timeline, and hands one job a rank to the movers.
 
 Every ticket ends exactly once, in ``on_done(ticket, error)``; it ends after its timeline words do.
 """
@@ -12,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cachesvc.memory.seam import Backend, CopyJob, Slab, Timeline
+from cachesvc.memory.seam import Slab
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Direction, TimelineSlot, Transfer, Urgency
+from cachesvc.model.transfer import TimelineSlot, Transfer, Urgency
 from cachesvc.swap.attached import (
     AttachedModel,
     HostPages,
@@ -24,8 +23,8 @@ from cachesvc.swap.attached import (
     attached_replica,
     rank_moves,
 )
-from cachesvc.swap.planner import GroupMove, LinkCosts, plan
-from cachesvc.swap.planner_threads import Planning, ThreadPlanning
+from cachesvc.swap.movers import Movers, RankEnd, RankJob
+from cachesvc.swap.planner import GroupMove
 from cachesvc.swap.slots import SlotPool
 from cachesvc.swap.transfer_counts import (
     TransferCounts,
@@ -56,11 +55,6 @@ class _Flight:
     trace: TransferTrace | None = None
     error: Exception | None = None
 
-    def begin(self, now: float) -> None:
-        """The first slice of the first rank starts."""
-        if self.began is None:
-            self.began = now
-
 
 class SwapEngine:
     """Moves pages between the host pool and the devices of each replica, and from replica to replica. ``on_done`` is
@@ -68,48 +62,39 @@ class SwapEngine:
 
     def __init__(
         self,
-        backend: Backend,
+        movers: Movers,
         on_done: OnDone,
         *,
-        costs: LinkCosts | None = None,
-        planning: Planning | None = None,
         layers_per_step: int | None = None,
         tracer: TransferTracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``layers_per_step``: of layered loads; None lets ``costs`` choose. ``planning``: threads unless
-        given. ``clock``: the backend's."""
-        self._backend = backend
+        """``layers_per_step``: of layered loads; None lets the movers choose. ``clock``: the movers'."""
+        self._movers = movers
+        self.layers_per_step = layers_per_step
         self._on_done = on_done
-        self._costs = costs or LinkCosts()
-        self._planning = planning or ThreadPlanning()
-        self._layers_per_step = layers_per_step
         self._models: dict[int, AttachedModel] = {}
         self._flights: dict[int, _Flight] = {}
-        self._slots = SlotPool(0)
-        self._timelines: dict[str, Timeline] = {}
+        self._words = 0
         self._lock = threading.Lock()
+        self._landed = threading.Condition(self._lock)
         self._is_open = False
         self.transfers = TransferCounts()
         self._tracer = tracer
         self._clock = clock
 
-    def plan_by(self, costs: LinkCosts) -> None:
-        """Plan what is submitted from now on by these costs: those of links that were measured since."""
-        self._costs = costs
-
     def start(self) -> None:
-        """Begin to take transfers. The backend runs already, and its timelines are this engine's alone."""
-        self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}
-        self._slots = SlotPool(min((timeline.words for timeline in self._timelines.values()), default=0))
-        self._planning.start()
+        """Begin to take transfers. The memory runs already, and its timelines are for this engine alone."""
+        self._movers.listen(self._end_rank)
+        timelines = [self._movers.timeline(device) for device in self._movers.memory.devices()]
+        self._words = min((timeline.words for timeline in timelines), default=0)
         self._is_open = True
 
     def close(self) -> None:
-        """Refuse what is new and end what is not planned yet; the rest ends with the backend. Idempotent."""
+        """Refuse what is new and end what is not planned yet; the rest ends with the memory. Idempotent."""
         with self._lock:
             self._is_open = False
-        self._planning.close()
+        self._movers.stop()
 
     @property
     def in_flight(self) -> int:
@@ -121,7 +106,9 @@ class SwapEngine:
         now = self._clock()
         found: dict[tuple[str, Urgency], Waiting] = {}
         with self._lock:
-            flights = [(direction_of(f.transfer), f.urgency, f.submitted, f.began) for f in self._flights.values()]
+            flights = [
+                (direction_of(f.transfer), f.urgency, f.submitted, self._began(f)) for f in self._flights.values()
+            ]
         for direction, urgency, submitted, began in flights:
             queued, copying, oldest = found.get((direction, urgency), Waiting(0, 0, 0.0))
             if began is None:
@@ -131,9 +118,9 @@ class SwapEngine:
         return found
 
     def attach_model(self, model_id: int, layout: Layout, host_slabs: Sequence[Sequence[HostPages]]) -> None:
-        """``host_slabs[group][host rank]``. Raises InvalidRequest where they do not fit, LedgerBroken
-        when attached."""
-        model = attached_model(layout, host_slabs)
+        """``host_slabs[group][host rank]``. A number names one model and no other one ever. Raises InvalidRequest where
+        they do not fit, LedgerBroken when attached."""
+        model = attached_model(layout, host_slabs, SlotPool(self._words, model_id * self._words))
         with self._lock:
             if model_id in self._models:
                 raise LedgerBroken(f"model {model_id} is attached already")
@@ -147,8 +134,8 @@ class SwapEngine:
         slabs: Sequence[Sequence[Slab]],
         pages: Sequence[int],
     ) -> None:
-        """``slabs[rank][group]`` of ``pages[group]`` pages on ``devices[rank]``. Raises as
-        ``attach_model`` does."""
+        """``slabs[rank][group]`` of ``pages[group]`` pages on ``devices[rank]``, where the model gets words of its own.
+        One thread at a time; waits for drivers. Raises as ``attach_model`` does, and Unavailable."""
         with self._lock:
             layout = self._model(model_id).layout
         made = attached_replica(layout, devices, slabs, pages)
@@ -156,27 +143,46 @@ class SwapEngine:
             model = self._model(model_id)
             if replica_id in model.replicas:
                 raise LedgerBroken(f"replica {replica_id} of model {model_id} is attached already")
+        for device in sorted({*devices} - model.sheets):
+            self._movers.memory.open_sheet(device, model_id)
+            model.sheets.add(device)
+        with self._lock:
             model.replicas[replica_id] = made
 
     def detach_model(self, model_id: int) -> None:
-        """Forget a model with its replicas. Raises NotFound, or LedgerBroken while transfers touch it."""
+        """Forget a model with its replicas and words; waits for drivers. Raises NotFound, or LedgerBroken while
+        transfers touch it."""
         with self._lock:
             self._model(model_id)
             busy = [ticket for ticket, flight in self._flights.items() if flight.transfer.model == model_id]
             if busy:
                 raise LedgerBroken(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}")
-            del self._models[model_id]
+            model = self._models.pop(model_id)
+        self._movers.forget(model.every_pool())
+        for device in sorted(model.sheets):
+            self._movers.memory.close_sheet(device, model_id)
+
+    def detach_replica(self, model_id: int, replica_id: int) -> None:
+        """Forget a replica, once the transfers that touch it have ended. Nobody submits any for it. Raises NotFound."""
+        with self._landed:
+            model = self._model(model_id)
+            while any(flight.transfer.touches(model_id, replica_id) for flight in self._flights.values()):
+                self._landed.wait()
+            gone = model.replicas.pop(replica_id)
+        self._movers.forget([pool for rank in gone.pools for pool in rank])
 
     def free_slots(self, model_id: int, replica_id: int) -> int:
-        """Transfers of a replica that ``submit`` takes now; as many until somebody submits. Raises NotFound.
+        """Transfers of a model's replica that ``submit`` takes now; as many until somebody submits one of that model.
+        Raises NotFound.
 
         Whoever alone submits may so make sure of a ticket before changing anything. 0 once closed.
         """
-        self._model(model_id).replica(replica_id)
-        return self._slots.free if self._is_open else 0
+        model = self._model(model_id)
+        model.replica(replica_id)
+        return model.slots.free if self._is_open else 0
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
-        """Start a transfer and say where it can be followed; returns before anything is planned.
+        """Start a transfer and say where in the model's sheet it can be followed; returns before anything is planned.
 
         A ticket whose pages do not fit fails once it is planned. Raises, with nothing queued: NotFound (model,
         replica), InvalidRequest (groups), LimitExceeded (too many in flight), LedgerBroken (ticket in use), Unavailable
@@ -195,19 +201,15 @@ class SwapEngine:
             for number, known in ((transfer.replica, replica), (transfer.source_replica, source)):
                 if number is not None and model.replicas.get(number) is not known:
                     raise NotFound("replica", number)
-            slot = self._slots.acquire(model.layout.layers)
+            slot = model.slots.acquire(model.layout.layers)
             flight = _Flight(transfer, slot, replica.devices, moves, len(moves), transfer.urgency, self._clock())
             if self._tracer is not None:
                 flight.trace = self._tracer.begin(transfer, sum(map(_move_bytes, moves)))
             self._flights[transfer.ticket] = flight
-        self._planning.submit(
-            transfer.direction,
-            transfer.urgency,
-            flight.devices,
-            transfer.ticket,
-            lambda error: self._launch(flight, error),
-        )
-        return slot
+        for rank, device in enumerate(flight.devices):
+            way, step = transfer.direction, self.layers_per_step if transfer.layered else 0
+            self._movers.submit(RankJob(transfer.ticket, device, way, flight.urgency, step, slot, flight.moves[rank]))
+        return model.slots.told(slot)
 
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""
@@ -216,9 +218,7 @@ class SwapEngine:
             if flight is None or flight.urgency is Urgency.AWAITED:
                 return
             flight.urgency = Urgency.AWAITED
-        self._planning.expedite(flight.transfer.direction, ticket)
-        for device in flight.devices:
-            self._backend.expedite(device, ticket)
+        self._movers.expedite(flight.devices, flight.transfer.direction, ticket)
 
     def can_reach(self, model_id: int, source_replica: int, target_replica: int) -> bool:
         """True where every rank's device can copy from its like in the other replica. Raises NotFound."""
@@ -226,12 +226,12 @@ class SwapEngine:
             model = self._model(model_id)
             source, target = model.replica(source_replica), model.replica(target_replica)
         pairs = zip(source.devices, target.devices, strict=True)
-        return all(self._backend.can_reach(one, other) for one, other in pairs)
+        return all(self._movers.memory.can_reach(one, other) for one, other in pairs)
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """Start no copies of BACKGROUND stores on the devices for ``seconds``. Raises NotFound (device)."""
         for device in devices:
-            self._backend.pause_background(device, seconds)
+            self._movers.pause_background(device, seconds)
 
     def page_bytes(self, model_id: int, replica_id: int | None, rank: int, group: int, page: int) -> bytes:
         """One page in copy order, from a replica or (None) from the host. Raises NotFound and
@@ -242,63 +242,33 @@ class SwapEngine:
         if not (0 <= rank < model.layout.ranks and 0 <= group < len(model.layout.groups)):
             raise InvalidRequest(f"rank {rank} of {model.layout.ranks}, group {group} of {len(model.layout.groups)}")
         pool = model.host_pool(group, rank) if replica is None else replica.pools[rank][group]
-        return b"".join(self._backend.read(*row) for row in pool.rows_of(page))
+        return b"".join(self._movers.memory.read(*row) for row in pool.rows_of(page))
 
-    def _launch(self, flight: _Flight, error: Exception | None) -> None:
-        """Plan and submit one job a rank; a rank that cannot be launched ends here, with its waiters
-        released."""
-        for rank in range(len(flight.devices)):
-            try:
-                if error is not None:
-                    raise error
-                self._launch_rank(flight, rank)
-            except Exception as failure:  # noqa: BLE001 - a thread's root: the ticket tells it
-                self._timelines[flight.devices[rank]].write(flight.slot.failed_word, flight.slot.end)
-                self._timelines[flight.devices[rank]].write(flight.slot.word, flight.slot.end)
-                self._end_rank(flight, failure)
+    def _began(self, flight: _Flight) -> float | None:
+        """When the first slice of the first rank was started."""
+        told = [flight.began, *(self._movers.began(device, flight.transfer.ticket) for device in flight.devices)]
+        return min((began for began in told if began is not None), default=None)
 
-    def _launch_rank(self, flight: _Flight, rank: int) -> None:
-        transfer, slot, device = flight.transfer, flight.slot, flight.devices[rank]
-        steps = plan(
-            flight.moves[rank],
-            transfer.direction,
-            layers=slot.layers,
-            base=slot.base,
-            layers_per_step=self._layers_per_step if transfer.layered else 0,
-            costs=self._costs,
-        )
-        job = CopyJob(
-            ticket=transfer.ticket,
-            steps=steps,
-            word=slot.word,
-            failed_word=slot.failed_word,
-            end_value=slot.end,
-            done=lambda error: self._end_rank(flight, error),
-            urgency=flight.urgency,
-            begun=flight.begin,
-        )
-        is_load = transfer.direction is Direction.LOAD
-        stream = self._backend.load_stream(device) if is_load else self._backend.store_stream(device)
-        stream.submit(job)
-        if flight.urgency is not job.urgency:  # expedited since the job was made, perhaps before it was queued
-            self._backend.expedite(device, transfer.ticket)
-
-    def _end_rank(self, flight: _Flight, error: Exception | None) -> None:
+    def _end_rank(self, end: RankEnd) -> None:
         with self._lock:
+            flight = self._flights[end.ticket]
             flight.left -= 1
-            flight.error = flight.error or error
+            flight.error = flight.error or end.error
+            if end.began is not None:
+                flight.began = end.began if flight.began is None else min(flight.began, end.began)
             if flight.left:
                 return
         if flight.error is not None:  # a rank that did well is told too: the ticket as a whole has failed
             for device in flight.devices:
-                self._timelines[device].write(flight.slot.failed_word, flight.slot.end)
+                self._movers.timeline(device).write(flight.slot.failed_word, flight.slot.end)
         times = TransferTimes(flight.submitted, flight.began, self._clock())
         by_device = zip(flight.devices, map(_move_bytes, flight.moves), strict=True)
         with self._lock:
             self.transfers.ended(flight.transfer, flight.urgency, times, by_device, well=flight.error is None)
+            slots = self._models[flight.transfer.model].slots
             del self._flights[flight.transfer.ticket]
-        self._slots.release(flight.slot)
-        self._planning.ended(flight.transfer.direction, flight.transfer.ticket)
+            self._landed.notify_all()
+        slots.release(flight.slot)
         try:
             self._on_done(flight.transfer.ticket, flight.error)
         except Exception:

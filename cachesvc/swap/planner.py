@@ -1,18 +1,21 @@
 """Turns pages to be moved into pitched copies. Pure: the same plan runs on NumPy in a test and on a GPU's
 copy engine.
 
-For every run of blocks that is contiguous in both pools there are two ways to copy a cluster of equal planes:
+For every run of blocks that is contiguous in both pools there are three ways to copy a cluster of equal planes:
 
     rows = planes   one copy a block:  height = planes,  pitch = from plane to plane
     rows = blocks   one copy a plane:  height = blocks,  pitch = from page to page
+    singles         a copy of one row for each block and plane, where many of those go in one cheap call
 
-Every copy costs a submission, so the cheaper way differs from run to run; ``LinkCosts`` decides.
+Every copy costs a submission, so the cheapest way differs from run to run; ``LinkCosts`` decides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,9 @@ from cachesvc.model.transfer import Direction
 from cachesvc.swap.pieces import Piece, Same, pieces_of
 
 WORD_MASK = 0xFFFFFFFF
+SINGLE_LOST_US = 0.08
+"""Of the link, with each of a call's single rows: 1D batches reach 0.87 of it at 32 KiB, 0.96 at 64 (H100, 2026-11)."""
+KEPT_CHOICES = 1 << 12
 Float64s = npt.NDArray[np.float64]
 
 
@@ -32,8 +38,10 @@ Float64s = npt.NDArray[np.float64]
 class LinkCosts:
     """What copies cost on a link. The defaults fit an H100 on PCIe 5 x16, measured 2026-11.
 
-    ``min_efficiency``: a layered load takes the smallest step that is estimated to reach this part of the
-    link.
+    ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
+    link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).
+    Infinite: it is a copy like others. ``min_efficiency``: a layered load takes the smallest step that is estimated to
+    reach this part of what the best one would.
     """
 
     per_copy_us: float = 3.1
@@ -42,6 +50,17 @@ class LinkCosts:
     per_step_us: float = 2.6
     max_pitch_bytes: int = (1 << 31) - 1
     min_efficiency: float = 0.90
+    per_single_us: float = math.inf
+
+    def single_us(self, width: int) -> float:
+        """What a copy of one row costs beside its bytes' own time."""
+        if math.isinf(self.per_single_us):
+            return self.per_copy_us + self.per_row_ns / 1e3
+        return max(SINGLE_LOST_US, self.per_single_us - width / self.bytes_per_us)
+
+
+H100_COSTS = LinkCosts(per_single_us=0.65)
+"""With the driver's call for single rows (CUDA 12.8 and later), where nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +171,11 @@ def _rising(largest: int, layers: int) -> list[int]:
     """Sizes of steps: 1, 1, 2, 2, 4, 4 and so on up to ``largest``, for so many layers.
 
     Who waits layer by layer begins after the first step, so that one is short, though short steps use the link badly;
-    and no step is much longer than the time that the one before it keeps its waiter busy. One step where even the
-    largest steps are bad ones.
+    and no step is much longer than the time that the one before it keeps its waiter busy. Where even the largest steps
+    are bad ones, the first is a layer all the same, and the second is all the rest.
     """
     if largest >= layers:
-        return [max(1, layers)]
+        return [1, layers - 1] if layers > 1 else [1]
     sizes: list[int] = []
     while sum(sizes) < layers:
         sizes.append(min(largest, 1 << len(sizes) // 2))
@@ -208,35 +227,40 @@ def _copies(
     return batches
 
 
-def _way_costs(piece: Piece, lengths: Int64s, costs: LinkCosts) -> tuple[Float64s, Float64s]:
-    """Microseconds beyond the bytes' own time for each run: rows = planes, rows = blocks."""
+def _way_costs(piece: Piece, lengths: Int64s, costs: LinkCosts) -> tuple[Float64s, Float64s, Float64s]:
+    """Microseconds beyond the bytes' own time for each run: rows = planes, rows = blocks, singles."""
     row_us = costs.per_row_ns / 1e3
+    single_us = costs.single_us(piece.row_width)
     blocks: Float64s = lengths.astype(np.float64)
     rows = blocks
     if piece.is_dense:
         rows = np.where(blocks * piece.row_width > costs.max_pitch_bytes, blocks, 1.0)
-    by_planes: Float64s = blocks * (costs.per_copy_us + piece.planes * row_us)
-    by_blocks: Float64s = piece.planes * (costs.per_copy_us + rows * row_us)
+    upright_us = single_us if piece.planes == 1 else costs.per_copy_us + piece.planes * row_us
+    by_planes: Float64s = blocks * upright_us
+    by_blocks: Float64s = piece.planes * np.where(rows == 1, single_us, costs.per_copy_us + rows * row_us)
     if max(piece.device_stride, piece.host_stride) > costs.max_pitch_bytes:
         by_blocks = np.where(blocks > 1, np.inf, by_blocks)
-    return by_planes, by_blocks
+    return by_planes, by_blocks, blocks * piece.planes * single_us
 
 
 def _template(piece: Piece, runs: _Runs, direction: Direction, costs: LinkCosts) -> CopyBatch:
-    """Copies of a piece at offset 0 of its page, each run in its cheaper way."""
-    by_planes, by_blocks = _way_costs(piece, runs.lengths, costs)
-    as_blocks = by_blocks < by_planes
-    pages = np.flatnonzero(np.repeat(~as_blocks, runs.lengths))
+    """Copies of a piece at offset 0 of its page, each run in its cheapest way."""
+    by_planes, by_blocks, by_singles = _way_costs(piece, runs.lengths, costs)
+    as_singles = by_singles < np.minimum(by_planes, by_blocks)
+    as_blocks = (by_blocks < by_planes) & ~as_singles
+    pages = np.flatnonzero(np.repeat(~(as_blocks | as_singles), runs.lengths))
     upright = _rows(piece, runs, pages, direction)
     upright[:, 5] = piece.planes
     upright[:, 6:8] = _pitches(piece.device_pitch, piece.host_pitch, direction)
-    chosen = np.flatnonzero(as_blocks)
+    alone = np.flatnonzero(np.repeat(as_singles, runs.lengths))
+    chosen = np.concatenate((runs.starts[as_blocks], alone))
+    heights = np.concatenate((runs.lengths[as_blocks], np.ones(len(alone), np.int64)))
     planes = np.arange(piece.planes, dtype=np.int64)
-    flat = _rows(piece, runs, np.repeat(runs.starts[chosen], piece.planes), direction)
+    flat = _rows(piece, runs, np.repeat(chosen, piece.planes), direction)
     pitches = _pitches(piece.device_pitch, piece.host_pitch, direction)
     flat[:, 1] += np.tile(planes * pitches[0], len(chosen))
     flat[:, 3] += np.tile(planes * pitches[1], len(chosen))
-    flat[:, 5] = np.repeat(runs.lengths[chosen], piece.planes)
+    flat[:, 5] = np.repeat(heights, piece.planes)
     flat[:, 6:8] = _pitches(piece.device_stride, piece.host_stride, direction)
     if piece.is_dense:
         whole = flat[:, 4] * flat[:, 5] <= costs.max_pitch_bytes
@@ -266,22 +290,57 @@ def _pitches(device: int, host: int, direction: Direction) -> tuple[int, int]:
 def _smallest_good_step(
     moves: Sequence[GroupMove], runs: Sequence[_Runs], present: Sequence[int], costs: LinkCosts
 ) -> int:
-    """Fewest layers a step (1, 2, 4, ...) with which the link is estimated to run at ``min_efficiency``."""
-    moved_bytes = sum(len(move.device_pages) * move.page_bytes for move in moves)
-    ideal_us = moved_bytes / costs.bytes_per_us
-    memo: dict[tuple[int, Piece], float] = {}
-    size = 1
-    while size < len(present):
-        spent_us = 0.0
-        for at in range(0, len(present), size):
-            chunk = frozenset(present[at : at + size])
-            spent_us += costs.per_step_us
-            for index, (move, run) in enumerate(zip(moves, runs, strict=True)):
-                for _, shape in move.pieces(chunk, costs):
-                    if (index, shape) not in memo:
-                        memo[index, shape] = float(np.minimum(*_way_costs(shape, run.lengths, costs)).sum())
-                    spent_us += memo[index, shape]
-        if ideal_us >= costs.min_efficiency * (ideal_us + spent_us):
-            return size
-        size *= 2
-    return max(1, len(present))
+    """Fewest layers a step (1, 2, 4, ...) that are good enough. Remembered by about how many runs there are of about
+    what length: one choice takes longer than all the rest of a plan."""
+    sides = tuple((Same(move.device.geometry), Same(move.host.geometry)) for move in moves)
+    return _step_of(sides, tuple(map(_about, runs)), tuple(present), costs)
+
+
+def _about(runs: _Runs) -> tuple[int, int]:
+    """How many runs, and how long they are, as powers of two."""
+    count = len(runs.lengths)
+    return (_power(count), _power(int(runs.lengths.sum()) // count)) if count else (0, 0)
+
+
+def _power(number: int) -> int:
+    return 1 << number.bit_length() - 1
+
+
+@lru_cache(maxsize=KEPT_CHOICES)
+def _step_of(
+    sides: tuple[tuple[Same, Same], ...], runs: tuple[tuple[int, int], ...], present: tuple[int, ...], costs: LinkCosts
+) -> int:
+    """``runs[i]``: how many of what length of the pages on ``sides[i]``."""
+    lost = {size: _lost_us(sides, runs, present, size, costs) for size in _doublings(len(present))}
+    ideal_us = (
+        sum(
+            count * length * sum(span.width for span in device.geometry.spans)
+            for (device, _), (count, length) in zip(sides, runs, strict=True)
+        )
+        / costs.bytes_per_us
+    )
+    bound_us = (ideal_us + min(lost.values())) / costs.min_efficiency
+    return next((size for size in lost if ideal_us + lost[size] <= bound_us), max(1, len(present)))
+
+
+def _doublings(most: int) -> list[int]:
+    """1, 2, 4 and so on below ``most``, and ``most``."""
+    return [*(1 << power for power in range(max(most - 1, 0).bit_length())), max(most, 1)]
+
+
+def _lost_us(
+    sides: tuple[tuple[Same, Same], ...],
+    runs: tuple[tuple[int, int], ...],
+    present: tuple[int, ...],
+    size: int,
+    costs: LinkCosts,
+) -> float:
+    """Microseconds beyond the bytes' own time with steps of ``size`` layers."""
+    lost_us = 0.0
+    for at in range(0, len(present), size):
+        lost_us += costs.per_step_us
+        for (device, host), (count, length) in zip(sides, runs, strict=True):
+            for _, shape in pieces_of(device, host, frozenset(present[at : at + size]), costs.max_pitch_bytes):
+                ways = _way_costs(shape, np.array([length]), costs)
+                lost_us += count * float(min(way[0] for way in ways))
+    return lost_us

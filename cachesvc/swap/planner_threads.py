@@ -45,10 +45,13 @@ class Planning(Protocol):
 
 
 class ThreadPlanning:
-    """One thread for each direction; of each urgency at most ``planned_ahead`` plans wait for the same streams."""
+    """One thread for each direction; of each urgency at most ``planned_ahead`` plans wait for the same streams.
 
-    def __init__(self, planned_ahead: int = PLANNED_AHEAD) -> None:
-        self._lanes = {direction: _Lane(f"plan-{direction.value}", planned_ahead) for direction in Direction}
+    ``at_once``: who submits an awaited ticket plans it, where nothing is before it; for those who have the time.
+    """
+
+    def __init__(self, planned_ahead: int = PLANNED_AHEAD, *, at_once: bool = False) -> None:
+        self._lanes = {direction: _Lane(f"plan-{direction.value}", planned_ahead, at_once) for direction in Direction}
 
     def start(self) -> None:
         """Start the threads."""
@@ -86,8 +89,10 @@ class _Queue:
 
 
 class _Lane:
-    def __init__(self, name: str, planned_ahead: int) -> None:
+    def __init__(self, name: str, planned_ahead: int, at_once: bool) -> None:
         self._planned_ahead = planned_ahead
+        self._at_once = at_once
+        self._is_planning = False
         self._queues: defaultdict[tuple[Urgency, Devices], _Queue] = defaultdict(_Queue)
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -99,12 +104,17 @@ class _Lane:
 
     def submit(self, urgency: Urgency, devices: Devices, ticket: int, work: Work) -> None:
         with self._changed:
-            if not self._closed:
+            queue = self._queues[urgency, devices]
+            is_first = not queue.waiting and len(queue.planned) < self._planned_ahead and not self._is_planning
+            is_mine = self._at_once and urgency is Urgency.AWAITED and is_first and not self._closed
+            if is_mine:
+                queue.planned.add(ticket)
+            elif not self._closed:
                 # bounded by the slots that the engine hands out
-                self._queues[urgency, devices].waiting[ticket] = next(self._numbers), work
+                queue.waiting[ticket] = next(self._numbers), work
                 self._changed.notify()
                 return
-        work(_closed())
+        work(None if is_mine else _closed())
 
     def expedite(self, ticket: int) -> None:
         with self._changed:
@@ -141,8 +151,10 @@ class _Lane:
                 _, work = queue.waiting.pop(ticket)
                 error = _closed() if self._closed else None
                 queue.planned.add(ticket)
+                self._is_planning = True
             work(error)
             del work
+            self._is_planning = False
 
     def _next(self) -> _Queue | None:
         """Whose oldest ticket is planned next: awaited ones first, unless enough for the same devices are planned."""

@@ -1,4 +1,4 @@
-"""Hands out timeline words: one pair (progress, failure) for each ticket, the same indices on every rank.
+"""Hands out timeline words of a model: one pair (progress, failure) for each ticket, the same on every rank.
 
 A pair that was used goes to the end of the line, and half of all pairs always wait there, so whoever comes
 late to an old ticket still finds its words as they were left. A word only ever moves forward: the next
@@ -15,9 +15,10 @@ from cachesvc.model.transfer import TimelineSlot
 
 
 class SlotPool:
-    """``words`` timeline words as pairs (2 i, 2 i + 1)."""
+    """The ``words`` words of a sheet, numbered from ``first`` on, as pairs (first + 2 i, first + 2 i + 1)."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, first: int = 0) -> None:
+        self._first = first
         self._bases = [0] * (words // 2)
         self._waiting = deque(range(words // 2))
         self._resting = words // 4
@@ -35,10 +36,16 @@ class SlotPool:
                 limit = len(self._bases) - self._resting
                 raise LimitExceeded("transfers in flight", limit + 1, limit)
             pair = self._waiting.popleft()
-            return TimelineSlot(word=2 * pair, failed_word=2 * pair + 1, base=self._bases[pair], layers=layers)
+            word = self._first + 2 * pair
+            return TimelineSlot(word=word, failed_word=word + 1, base=self._bases[pair], layers=layers)
 
     def release(self, slot: TimelineSlot) -> None:
         """The ticket has ended: its word stands at ``slot.end`` on every rank."""
+        pair = (slot.word - self._first) // 2
         with self._lock:
-            self._bases[slot.word // 2] = slot.end
-            self._waiting.append(slot.word // 2)
+            self._bases[pair] = slot.end
+            self._waiting.append(pair)
+
+    def told(self, slot: TimelineSlot) -> TimelineSlot:
+        """The slot as engines know it, who have this sheet alone."""
+        return TimelineSlot(slot.word - self._first, slot.failed_word - self._first, slot.base, slot.layers)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.host_slab import HostSlab
-from cachesvc.memory.seam import Backend, Slab
+from cachesvc.memory.seam import DeviceMemory, Slab
 from cachesvc.model.errors import NotFound
 from cachesvc.model.geometry import slab_bytes
 from cachesvc.model.layout import Layout
@@ -52,18 +52,19 @@ class Arrivals:
 
 
 class Shared(NamedTuple):
-    """A descriptor for engines: of a rank's slab, or (``model`` 0) of its device's timeline."""
+    """A descriptor for engines: of a rank's slab, or (no ``replica``) of the model's words on a device."""
 
     fd: int
     device: str
-    model: int = 0
-    replica: int = 0
+    model: int
+    replica: int | None = None
     rank: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Holding:
-    """What one model holds. ``news``: (group, run) pairs that arrived before it was ``announced``, not told yet."""
+    """What one model holds. ``news``: (group, run) pairs that arrived before it was ``announced``, not told yet.
+    ``lost``: slabs, with their devices, of replicas of which another device lost its memory; some are gone by now."""
 
     host: list[list[HostSlab]]
     arrivals: Arrivals
@@ -71,6 +72,7 @@ class _Holding:
     devices: dict[int, tuple[str, ...]] = field(default_factory=dict)
     news: list[tuple[int, Run]] = field(default_factory=list)
     is_announced: bool = False
+    lost: dict[int, list[tuple[str, Slab]]] = field(default_factory=dict)
 
     def slabs(self) -> Iterable[tuple[str, Slab]]:
         """Every device slab, with its device."""
@@ -78,6 +80,14 @@ class _Holding:
             for device, rank in zip(self.devices[replica], ranks, strict=True):
                 for slab in unique(rank):
                     yield device, slab
+        for slabs in self.lost.values():
+            yield from slabs
+
+    def lose(self, device: str) -> None:
+        """A device lost its memory: replicas that had some there are not given out any more."""
+        for replica in [number for number, devices in self.devices.items() if device in devices]:
+            ranks = zip(self.devices.pop(replica), self.replicas.pop(replica), strict=True)
+            self.lost[replica] = [(where, slab) for where, rank in ranks for slab in unique(rank)]
 
 
 def unique(slabs: Iterable[Slab]) -> Iterable[Slab]:
@@ -88,7 +98,9 @@ def unique(slabs: Iterable[Slab]) -> Iterable[Slab]:
 class Vault:
     """The memory of models: what is free, what is whose, and what has arrived."""
 
-    def __init__(self, backend: Backend, host_pool: HostPool, engine: SwapEngine, on_host_pages: OnHostPages) -> None:
+    def __init__(
+        self, backend: DeviceMemory, host_pool: HostPool, engine: SwapEngine, on_host_pages: OnHostPages
+    ) -> None:
         self._backend = backend
         self._pool = host_pool
         self._engine = engine
@@ -114,6 +126,9 @@ class Vault:
         with self._lock:
             gone = [self._models[model] for model in without]
             used = Counter(self._used)
+            for holding in self._models.values():  # lost slabs are freed before anything is made
+                for device, slab in (each for slabs in holding.lost.values() for each in slabs if holding not in gone):
+                    used[device] -= slab.handle.size_bytes
         for holding in gone:
             for device, slab in holding.slabs():
                 used[device] -= slab.handle.size_bytes
@@ -134,6 +149,15 @@ class Vault:
                 raise NotFound("replica", (model, replica))
             return holding.replicas[replica][rank]
 
+    def host_view(self, model: int, group: int, rank: int, page: int) -> memoryview:
+        """The bytes of a host page. Raises NotFound for a model that has gone, InvalidRequest for a page that is not
+        usable. The memory stays as long as the view."""
+        with self._lock:
+            holding = self._models.get(model)
+        if holding is None:
+            raise NotFound("model", model)
+        return self._pool.view(holding.host[group][rank], page)
+
     def shared(self, token: bytes) -> Shared | None:
         """What is behind a handle's token; None for a token of no handle that travels as a descriptor."""
         with self._lock:
@@ -145,10 +169,10 @@ class Vault:
                             return (
                                 None if fd is None else Shared(fd, holding.devices[replica][rank], model, replica, rank)
                             )
-        for device in self._backend.devices():
-            timeline = self._backend.timeline(device)
-            if timeline.handle.token == token and timeline.fd is not None:
-                return Shared(timeline.fd, device)
+                for device in {device for devices in holding.devices.values() for device in devices}:
+                    sheet = self._backend.timeline(device).sheet(model)
+                    if sheet.handle.token == token and sheet.fd is not None:
+                        return Shared(sheet.fd, device, model)
         return None
 
     def announce(self, model: int) -> list[tuple[int, Run]]:
@@ -162,6 +186,13 @@ class Vault:
         """Give out nothing of a model any more: it has left the ledger. ``close_retired`` frees its memory."""
         with self._lock:
             self._retired[model] = self._models.pop(model)
+
+    def lose(self, device: str) -> None:
+        """A device lost its memory: give out nothing of replicas that had some there. ``close_retired`` frees what they
+        had elsewhere."""
+        with self._lock:
+            for holding in self._models.values():
+                holding.lose(device)
 
     # -- on any thread, one at a time --------------------------------------------------------------------------
 
@@ -219,7 +250,17 @@ class Vault:
         self.close_retired()
 
     def close_retired(self) -> None:
-        """Free the memory of retired models, which nothing moves any more."""
+        """Free the memory of retired models, which nothing moves any more, and of lost replicas, once nothing does."""
+        with self._lock:
+            lost = [
+                (model, replica, holding.lost.pop(replica))
+                for model, holding in self._models.items()
+                for replica in list(holding.lost)
+            ]
+        for model, replica, slabs in lost:
+            self._engine.detach_replica(model, replica)
+            for device, slab in slabs:
+                self._close_slab(device, slab)
         while self._retired:
             with self._lock:
                 model, holding = self._retired.popitem()

@@ -140,6 +140,27 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge("transfers", ("direction", "urgency", "state"), "Transfers that have not ended, `queued` or `copying`."),
         _gauge("oldest_transfer_seconds", ("direction", "urgency"), "Age of the oldest transfer that has not begun."),
     ),
+    "Does storage help, and is it used": (
+        _counter(
+            "storage_items",
+            ("way", "outcome"),
+            "Objects that were asked for (`get`) or written (`put`), by how that ended: `ok` (verified, or kept), "
+            "`miss`, `wrong` (not what its name says: removed), `busy` (not begun: no room, or too late), `failed`, "
+            "`late` (nobody waits any more). Zeros without `--storage`, as all of these.",
+        ),
+        _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok`."),
+        _gauge("storage_objects", (), "Objects that are kept, as far as is known."),
+        _gauge("storage_bytes", (), "Bytes that they take."),
+        _gauge("storage_capacity_bytes", (), "Bytes that they may take; 0: the engine has no bound of its own."),
+        _counter("storage_evicted_objects", (), "Objects that made room for others, or were not used for too long."),
+        _gauge("storage_closed", (), "1 while storage is used; 0 while it is given up, or there is none."),
+        _counter("storage_given_up", (), "How often it was given up: for errors, or because nothing came."),
+        _gauge(
+            "storage_items_under_way",
+            (),
+            "Objects whose host pages the engine reads or writes now, those included that nobody waits for any more.",
+        ),
+    ),
     "Who is there, and who is silent": (
         _gauge("leases", ("state",), "Leases: `live`, or `quarantined` (lost, with pages that may still be written)."),
         _gauge(

@@ -43,6 +43,30 @@ VOCABULARY: dict[str, Event] = {
     "device_lost": Event(
         "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
     ),
+    "device_back": Event("info", "A device that was broken works again, with a new mover.", ("device",)),
+    "device_memory_lost": Event(
+        "warning",
+        "The slabs of a device went with its mover: so many leases are lost, and what replicas had there.",
+        ("device", "reason", "leases"),
+    ),
+    "device_loss_broke": Event(
+        "error", "A defect: the ledger still counts on memory that is gone.", ("device", "traceback")
+    ),
+    "mover_died": Event(
+        "error", "A device's mover has ended: so many of its jobs fail.", ("device", "pid", "reason", "jobs")
+    ),
+    "mover_started": Event("warning", "A device has a mover again.", ("device", "pid", "lives")),
+    "mover_not_started": Event("warning", "A mover could not be started again yet, and why.", ("device", "reason")),
+    "mover_not_closed": Event("warning", "A mover did not end in order.", ("device", "reason")),
+    "mover_not_probed": Event("warning", "A mover did not say how its device is.", ("device", "reason")),
+    "mover_slab_gone": Event("info", "A slab was to be freed, and had gone with its mover.", ("device", "reason")),
+    "mover_sheet_gone": Event("info", "Words were to be closed, and had gone with their mover.", ("device", "reason")),
+    "mover_chunk_not_told": Event("info", "A mover died before it had mapped a chunk of host memory.", ("reason",)),
+    "mover_peer_not_told": Event("info", "A mover was not told of another one's slab, and why.", ("reason",)),
+    "mover_loss_not_told": Event("error", "A defect: nobody is there to hear of lost memory.", ("device", "reason")),
+    "mover_record_broke": Event("error", "A defect: a record between daemon and mover broke.", ("kind", "traceback")),
+    "mover_answer_broke": Event("error", "A defect: a mover's answer broke.", ("question", "traceback")),
+    "mover_serves": Event("info", "A mover that was started by hand serves a daemon.", ("pid",)),
     "serving": Event("info", "What health checks answer from now on.", ("ready", "live")),
     "copies_are_made_to_fail": Event("warning", "The flag for tests is on: this share of copies fails.", ("share",)),
     "host_pool_node": Event("info", "A NUMA node that gets its part of the host pool.", ("node", "gpus")),
@@ -57,6 +81,25 @@ VOCABULARY: dict[str, Event] = {
     "host_pages_callback_failed": Event(
         "error", "Host pages came and could not be given out.", ("first_page", "pages")
     ),
+    # storage shared by nodes
+    "storage_connected": Event("info", "The store's master was found.", ("storage", "master")),
+    "storage_unreachable": Event("info", "The store's master is not there; it is asked again.", ("storage", "reason")),
+    "storage_memory_refused": Event(
+        "warning",
+        "The store's client refused memory of the host pool: nothing comes to it or goes from it.",
+        ("storage", "size_bytes", "code"),
+    ),
+    "storage_batch_broke": Event("error", "A defect: a batch of reads or writes has failed."),
+    "storage_question_broke": Event("error", "A defect: what was asked of the store has no answer."),
+    # other nodes
+    "peers_ready": Event("info", "Other nodes can borrow, at these ports.", ("port", "data_port")),
+    "peer_failed": Event("info", "Another node did not answer, or wrongly; it rests for a while.", ("peer", "reason")),
+    "peer_object_wrong": Event("warning", "Another node sent something that is not what was asked for.", ("peer",)),
+    "peer_refused": Event("info", "Somebody without a token wanted to borrow.", ("method",)),
+    "peer_stream_refused": Event("info", "Somebody came for bytes without a secret that is good for any."),
+    "peer_stream_broke": Event("error", "A defect: a stream of bytes to another node has ended."),
+    "peer_job_broke": Event("error", "A defect: something that was to be borrowed does not come."),
+    "peer_beat_broke": Event("error", "A defect: a beat to other nodes was not sent."),
     # models, leases, processes
     "model_registered": Event(
         "info",
@@ -130,6 +173,22 @@ VOCABULARY: dict[str, Event] = {
         ("model", "reason"),
     ),
     "model_trusted": Event("info", "The model was found sound and is served again.", ("model",)),
+    # storage
+    "storage_ready": Event("info", "The storage tier; what is there is still being found.", ("storage",)),
+    "storage_purged": Event(
+        "info", "An operator had objects removed; an empty name: of all models.", ("model_name", "objects")
+    ),
+    "storage_not_direct": Event("info", "The filesystem refuses direct I/O: the page cache is used.", ("folder",)),
+    "storage_read_failed": Event("info", "An object could not be read; it is computed instead.", ("reason",)),
+    "storage_write_failed": Event("info", "An object could not be written.", ("reason",)),
+    "storage_not_touched": Event("info", "The time of an object's last use could not be kept.", ("reason",)),
+    "storage_label_not_kept": Event("warning", "A model's name could not be kept beside its objects.", ("reason",)),
+    "storage_scan_broke": Event("error", "A defect: the folder could not be looked through; it is tried again."),
+    "storage_job_broke": Event("error", "A defect: an object was not read or written, and its pages are held."),
+    "storage_call_broke": Event("error", "A defect: what was asked of storage was not carried out."),
+    "storage_news_broke": Event(
+        "error", "A defect: what became of stored blocks could not be carried through.", ("model",)
+    ),
     # telemetry itself
     "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),
     "scrape_failed": Event("error", "A defect: the page of metrics could not be made; the scraper got none."),

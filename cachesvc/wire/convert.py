@@ -156,7 +156,10 @@ def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
 def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
     """Answer of Match."""
     message = cache_pb2.MatchResponse(
-        device_blocks=answer.device_blocks, host_blocks=answer.host_blocks, computing_blocks=answer.computing_blocks
+        device_blocks=answer.device_blocks,
+        host_blocks=answer.host_blocks,
+        storage_blocks=answer.storage_blocks,
+        computing_blocks=answer.computing_blocks,
     )
     for cells in answer.tables:  # made where they belong: a table of 128k tokens is 8 KiB, and would be copied there
         message.tables.add(group=cells.group, pages=pack_pages(cells.pages))

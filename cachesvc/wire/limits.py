@@ -103,7 +103,13 @@ LIMITS: dict[str, Bound] = {
     "ExplainRequest.key_prefix": Bound(32, Where.FLOW),
     "SubscribeRequest.namespace": Bound(32, Where.FLOW),
     "EvictRequest.tier": Bound(16),
+    "PurgeStorageRequest.model": Bound(512),
     "LaneHello.token": Bound(4096),
+    "BorrowRequest.namespace": Bound(32),
+    "BorrowRequest.layout_id": Bound(8),
+    "BorrowRequest.keys": Bound(1024 * 32),
+    "BorrowRequest.parts": Bound(MAX_GROUPS * MAX_RANKS),
+    "BeatRequest.lease_ids": Bound(1024),
 }
 
 _APART = frozenset({"StepRequest.operations"})

@@ -8,6 +8,9 @@ The kind without a name comes first and is always there; numbers are little-endi
 
     extras  = digests, then for each named kind that touches the block: length, name, digests
     digests = count, then for each: length, bytes
+
+A last block that is not full has a key only where it is handed over from one engine to another: BLAKE2b-256(parent,
+block_tokens, how many tokens, these, extras), person "kv-tail".
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ PackedKeys = bytes | bytearray | memoryview
 """Keys of ``KEY_BYTES`` each in a row, root to leaf; anything else that has contiguous bytes does too."""
 
 _PERSON = b"kv-block"
+_TAIL_PERSON = b"kv-tail"
 _NO_EXTRA = struct.pack("<I", 0)
 
 
@@ -146,6 +150,26 @@ class BlockHasher:
             self._hash_blocks(pending[: count * self.block_tokens].tobytes(), count)
         self._tail = pending[count * self.block_tokens :].copy()
         return self.blocks
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens behind the last full block."""
+        return len(self._tail)
+
+    def tail_key(self) -> bytes:
+        """Key of the last block, which is not full, with its length: no full block has it, and no tail of another
+        length. Under it a prefill hands that block over; whoever decodes copies it to a page of its own, because its
+        rest will be written. Empty where all blocks are full."""
+        if not len(self._tail):
+            return b""
+        start = self.blocks * self.block_tokens
+        cursors = [track.cursor for track in self._tracks]
+        extras = b"".join([track.bytes_for(start, start + len(self._tail)) for track in self._tracks])
+        for track, cursor in zip(self._tracks, cursors, strict=True):  # the full block is still to be hashed
+            track.cursor = cursor
+        parent = self.key(self.blocks - 1) if self.blocks else self.namespace
+        body = parent + struct.pack("<II", self.block_tokens, len(self._tail)) + self._tail.tobytes()
+        return hashlib.blake2b(body + (extras or _NO_EXTRA), digest_size=KEY_BYTES, person=_TAIL_PERSON).digest()
 
     def _hash_blocks(self, raw: bytes, count: int) -> None:
         step = 4 * self.block_tokens

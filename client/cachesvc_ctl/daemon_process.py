@@ -41,8 +41,8 @@ class DaemonProcess:
         return self._process
 
     def start(self) -> None:
-        """Start and wait until it is ready. Raises DaemonFailed with the daemon's own words."""
-        if self._folder is None:
+        """Start, again after ``kill``, and wait until it is ready. Raises DaemonFailed with the daemon's own words."""
+        if self._folder is None and self._made is None:
             self._made = tempfile.TemporaryDirectory(prefix="cachesvc-")
         folder = Path(self._made.name if self._made is not None else str(self._folder))
         self.socket = str(folder / "cachesvc.sock")
@@ -67,6 +67,11 @@ class DaemonProcess:
                 self.seconds_to_ready = float(json.loads(line)["seconds"])
                 return True
         return False
+
+    def kill(self) -> None:
+        """SIGKILL, and wait: ``start`` begins another one on the same socket."""
+        self.process.kill()
+        self.process.wait()
 
     def stop(self) -> int:
         """SIGTERM, wait, and clean up; returns the exit code."""

@@ -31,6 +31,7 @@ from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
 from cachesvc_ctl.questions.index import Blocks, Tree
 from cachesvc_ctl.questions.models import Models, UnknownModel
 from cachesvc_ctl.questions.status import Status
+from cachesvc_ctl.questions.storage import Storage
 from cachesvc_ctl.questions.verify import Verify
 from cachesvc_ctl.questions.why import Why
 from cachesvc_ctl.target import no_answer
@@ -46,7 +47,7 @@ INTERRUPTED = 130
 
 COMMANDS: tuple[type[Command], ...] = (
     *(Status, Top, Wait),
-    *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Verify),
+    *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Storage, Verify),
     *(Evict, Drain, Reload),
     *(Dump, Load, Describe),
     *(LayoutOfModel, Calibrate, Replay, Simulate, Synth),

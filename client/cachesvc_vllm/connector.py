@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
@@ -76,8 +77,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.take_results()
 
     def get_handshake_metadata(self) -> WorkerShare | None:
-        """For the scheduler: whether, and as what, the memory is the daemon's."""
+        """For the scheduler: whether, and as what, the memory is the daemon's. Asked once, when the worker has warmed
+        up and before any request: later hooks come when the first request's table is written."""
         assert self._worker is not None
+        self._worker.end_warm_up()
         return None if self._worker.share is None else WorkerShare(self._worker.share, self._worker.comes_back)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
@@ -92,11 +95,17 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         node.comes_back = told.comes_back
         try:
             node.start()
-            self._scheduler = SchedulerSide(node, self._settings)
+            step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            self._scheduler = SchedulerSide(node, self._settings, step_tokens)
         except BaseException:
             node.close()
             raise
         self._scheduler.bind(self._kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        if self._scheduler is not None:
+            self._scheduler.expect(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load from the host."""
@@ -137,6 +146,28 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     # -- both --------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        """What was seen since the last call."""
+        side = self._scheduler or self._worker
+        stats = None if side is None else side.take_stats()
+        return None if stats is None or stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats | None:
+        """What another process has sent."""
+        return CacheStats() if data is None else CacheStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CacheMetrics:
+        """Made once, where vLLM's own metrics are."""
+        return CacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the lease, or vLLM would wait for its threads."""

@@ -16,6 +16,7 @@ from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.keeper import start_keeper
+from cachesvc_vllm.page_check import PageCheck
 from cachesvc_vllm.remapping import map_over
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
@@ -91,6 +92,12 @@ class Node:
     def is_back(self) -> bool:
         """True when a new lease waits to be taken, after the old one was lost."""
         return self._back is not None
+
+    def page_check(self) -> PageCheck:
+        """For debugging, as the settings want it."""
+        settings = self._settings
+        model_id = self.lease.registration.model_id
+        return PageCheck(self.socket_path, settings.token_file, model_id, settings.verify_steps)
 
     def start(self) -> None:
         """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""

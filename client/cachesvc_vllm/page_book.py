@@ -1,8 +1,9 @@
 """Who has which page: a request's pages come from the daemon, and one step an iteration tells it what became of them.
 
-Used from vLLM's scheduler thread alone. While it schedules, a request is matched, and its pages are reserved before
-vLLM counts what is free, so that taking them cannot fail. When a step's output has come, blocks that are computed are
-sealed and ended requests released, in a message that is not waited for. Knows nothing of vLLM.
+Used from vLLM's scheduler thread alone. While it schedules, requests are matched, and their pages are reserved before
+vLLM counts what is free, so that taking them cannot fail: for all that wait and may run next, in one message each. When
+a step's output has come, blocks that are computed are sealed and ended requests released, in a message that is not
+waited for. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, PoolExhausted, StepStream
+from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc_vllm.request_pages import RequestPages
+from cachesvc_vllm.matches import Matches, refused
+from cachesvc_vllm.request_pages import RequestPages, Wish
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
@@ -35,14 +37,19 @@ log = logging.getLogger(__name__)
 
 
 class PageBook:
-    """``stock_blocks``: pages kept at hand, so that decode grows without a round trip."""
+    """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: of requests
+    that wait, so many are matched and reserved together."""
 
-    def __init__(self, lease: Lease, stock_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._lease = lease
+        self._ahead_blocks = ahead_blocks
         self._stock_blocks = max(1, min(stock_blocks, lease.registration.device_pages[0] // STOCK_DIVISOR))
         self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
+        self._matches = Matches(self._stream, self._keys)
         self._sealing: dict[RequestPages, Sequence[bytes]] = {}
         self._ended: list[RequestPages] = []
         self._pending: PendingStep | None = None
@@ -62,26 +69,36 @@ class PageBook:
         """What a request has, if it has begun."""
         return self._requests.get(request_id)
 
-    def begin(self, request_id: str, hashes: Sequence[bytes], most_blocks: int) -> RequestPages:
-        """A request's pages from its longest hit on, of at most ``most_blocks`` blocks; those that it had before and
-        never used are given back."""
-        now_s, known = self._clock(), self._requests.get(request_id)
-        if known is not None and not known.held and known.is_usable and now_s - known.begun_s < MATCH_HOLDS_S:
+    def expect(self, request_id: str, wish: Wish) -> None:
+        """A request has come. A lone one is matched while vLLM does other things; of many, all that may run next once
+        the first of them is to."""
+        self._matches.expect(request_id, wish)
+        if not self._matches.are_under_way and self._is_with_daemon():
+            self._send_matches({request_id: wish})
+
+    def begin(self, request_id: str, wish: Wish) -> RequestPages:
+        """A request's pages from its longest hit on; those that it had before and never used are given back."""
+        known = self._requests.get(request_id)
+        if known is not None and known.is_matching:
+            self._take_matches()
+        if known is not None and (known.is_matching or self._is_fresh(known)):
             return known
         self.forget(request_id)
-        request = self._requests[request_id] = RequestPages(request_id, now_s)
         if self._is_with_daemon():
-            try:
-                keys = self._keys(hashes) if most_blocks else b""
-                request.match(self._lease.match(keys, max_blocks=most_blocks))
-            except CacheClientError as error:
-                self._refused("match", request_id, error)
-        return request
+            self._take_matches()
+            ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
+            self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
+            self._take_matches()
+        return self._requests.setdefault(request_id, RequestPages(request_id, self._clock()))
 
     def forget(self, request_id: str) -> None:
         """The request's pages are no longer its own: given back at once, or when vLLM has freed the last of them."""
+        self._matches.forget(request_id)
         request = self._requests.pop(request_id, None)
-        if request is not None and not request.held:
+        if request is None or request.held:
+            return
+        request.is_forgotten = request.is_matching
+        if not request.is_matching:
             self._ended.append(request)
 
     def reserve(self, request: RequestPages, blocks: int) -> bool:
@@ -116,7 +133,8 @@ class PageBook:
         return request.take(blocks)
 
     def finish(self, request: RequestPages, output_tokens: int) -> None:
-        """A request has ended, and vLLM frees what it has of it; one that never was admitted has only its hit."""
+        """A request has ended, and vLLM frees what it has of it; one that never was admitted has only what was got
+        ahead."""
         request.output_tokens = output_tokens
         if not request.held:
             self.forget(request.request_id)
@@ -167,7 +185,7 @@ class PageBook:
                 self._release(batch, request)
             self._pending = self._stream.send(batch)
         except CacheClientError as error:
-            self._refused("step", "", error)
+            refused("step", "", error)
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free: vLLM found it too little, and others may have ended since."""
@@ -178,7 +196,7 @@ class PageBook:
             self._collect()
             self._pending = self._stream.send()
         except CacheClientError as error:
-            self._refused("step", "", error)
+            refused("step", "", error)
 
     def change_namespace(self) -> None:
         """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
@@ -196,6 +214,7 @@ class PageBook:
         assert self.is_empty
         self._lease, self._stream = lease, lease.step(self._stock_blocks)
         self._requests.clear()
+        self._matches.move(self._stream)
         self._sealing.clear()
         self._ended.clear()
         self._private.clear()
@@ -216,6 +235,21 @@ class PageBook:
             return keys
         return (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(self._salt, np.uint8)).tobytes()
 
+    def _is_fresh(self, request: RequestPages) -> bool:
+        """True where a request that waits need not be matched again: what it has is recent, or has its pages."""
+        if request.held or not request.is_usable:
+            return False
+        has_pages = len(request.pages) > request.hit_blocks
+        return has_pages or self._clock() - request.begun_s < MATCH_HOLDS_S
+
+    def _send_matches(self, wishes: dict[str, Wish]) -> None:
+        for request in self._matches.send(wishes, self._clock()):
+            self._matches.forget(request.request_id)
+            self._requests[request.request_id] = request
+
+    def _take_matches(self) -> None:
+        self._ended += self._matches.take(ANSWER_S)
+
     def _publish(self, batch: Any, request: RequestPages, hashes: Sequence[bytes]) -> None:
         assert request.sequence is not None
         record = request.sequence.record
@@ -225,7 +259,7 @@ class PageBook:
         try:
             batch.publish(request.sequence, request.wanted, keys)
         except CacheClientError as error:
-            self._refused("publish", request.request_id, error)
+            refused("publish", request.request_id, error)
 
     def _release(self, batch: Any, request: RequestPages) -> None:
         if request.sequence is None:
@@ -233,7 +267,7 @@ class PageBook:
         try:
             batch.release(request.sequence, output_tokens=request.output_tokens)
         except CacheClientError as error:
-            self._refused("release", request.request_id, error)
+            refused("release", request.request_id, error)
 
     def _ask(self, request: RequestPages, blocks: int) -> bool:
         """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
@@ -263,29 +297,34 @@ class PageBook:
         try:
             sequence.grow_from_stock(missing)
         except CacheClientError as error:
-            self._refused("grow", request.request_id, error)
+            refused("grow", request.request_id, error)
             return False
         request.take_cells()
         return True
 
     def _allocate(self, request: RequestPages, blocks: int) -> bool:
-        """Have the daemon make the table ``blocks`` long, in a step that tells of growth first."""
+        """Have the daemon make the table ``blocks`` long, in a step that tells of growth first; and, as far as they go,
+        those of others that were matched and may run next."""
         sequence = request.sequence
         assert sequence is not None
         try:
             self._collect()
             batch = self._stream.batch()
             batch.allocate(sequence, max(blocks, sequence.hit_blocks))
+            for other in self._requests.values():
+                if other is not request and other.wants_pages and self._clock() >= self._short_until_s:
+                    assert other.sequence is not None
+                    batch.allocate(other.sequence, max(other.first_blocks, other.sequence.hit_blocks))
             self._pending = self._stream.send(batch)
             self._collect()
         except CacheClientError as error:
-            self._refused("allocate", request.request_id, error)
+            refused("allocate", request.request_id, error)
         request.take_cells()
         return len(request.pages) >= blocks
 
     def _drop_idle(self, but_for: RequestPages) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""
-        idle = [each for each in self._requests.values() if not each.held and each is not but_for]
+        idle = [each for each in self._requests.values() if each.is_ahead and each is not but_for]
         for request in idle:
             self.forget(request.request_id)
         if idle:
@@ -300,13 +339,7 @@ class PageBook:
         self._pending = None
         for result in results:
             if isinstance(result, CacheClientError):
-                self._refused("operation", "", result)
-
-    def _refused(self, what: str, request_id: str, error: CacheClientError) -> None:
-        if isinstance(error, PoolExhausted):
-            log.debug("pool_exhausted request=%s why=%s", request_id, error)
-        else:
-            log.warning("%s_refused request=%s why=%s", what, request_id, error)
+                refused("operation", "", result)
 
     # -- without it --------------------------------------------------------------------------------------------------
 
@@ -315,6 +348,7 @@ class PageBook:
         still there and took the lease away, shared pages may be others' by now: then nothing goes on."""
         self.is_adrift = True
         self.is_moving = isinstance(self._lease.record.loss, LeaseLost)
+        self._take_matches()
         self._sealing.clear()
         self._pending = None
         stock = self._lease.record.stock

@@ -74,6 +74,8 @@ def _of_groups(kv_cache_config: Any) -> list[str]:
     kind, block = type(groups[0].kv_cache_spec).__name__, groups[0].kv_cache_spec.block_size
     if kind not in FULL_ATTENTION:
         return [f"KV cache groups of {kind} are not supported; {', '.join(FULL_ATTENTION)} are"]
+    if groups[0].kv_cache_spec.prefix_replay_tokens:
+        return [f"KV cache groups of {kind} that compute a part of each hit again are not supported"]
     hashed = kv_cache_config.hash_block_size
     if hashed not in (None, block):
         return [f"keys are of {hashed} tokens and blocks of {block}: make them equal (--block-size)"]

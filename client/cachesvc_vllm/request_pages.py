@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cachesvc_client import Sequence
+from cachesvc_client import Sequence as DaemonSequence
 
 
 def computed_blocks(*, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int) -> int:
     """How many leading blocks of a request may be sealed, at most one for each of its ``keys``: vLLM counts tokens as
     computed that steps under way still write."""
     return min(max(0, computed_tokens - in_flight_tokens) // block_tokens, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request is matched for: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM
+    takes first, hits included."""
+
+    hashes: Sequence[bytes]
+    most_blocks: int
+    first_blocks: int
 
 
 @dataclass(slots=True, eq=False)
@@ -20,12 +31,13 @@ class RequestPages:
     ``pages``: the request's table, which only grows. A page keeps its place when somebody else was faster to publish
     its block, because kernels have the table. ``hit_blocks`` of them were found in place, ``host_blocks`` behind these
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
-    blocks are computed and to be sealed.
+    blocks are computed and to be sealed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it.
     """
 
     request_id: str
     begun_s: float
-    sequence: Sequence | None = None
+    sequence: DaemonSequence | None = None
     pages: list[int] = field(default_factory=list)
     hit_blocks: int = 0
     host_blocks: int = 0
@@ -33,13 +45,28 @@ class RequestPages:
     held: int = 0
     wanted: int = 0
     output_tokens: int = 0
+    first_blocks: int = 0
+    is_matching: bool = False
+    is_forgotten: bool = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """True while vLLM has taken nothing of it."""
+        return not self.held and not self.taken
+
+    @property
+    def wants_pages(self) -> bool:
+        """True while it was matched, waits, and was given no pages yet."""
+        if not self.is_ahead or not self.is_usable or self.sequence is None:
+            return False
+        return len(self.pages) <= self.hit_blocks < self.first_blocks and not self.sequence.record.allocations
 
     @property
     def is_usable(self) -> bool:
         """True while the daemon has what this says."""
         return self.sequence is not None and self.sequence.record.failure is None
 
-    def match(self, sequence: Sequence) -> None:
+    def match(self, sequence: DaemonSequence) -> None:
         """Begin with a hit."""
         self.sequence = sequence
         self.hit_blocks, self.host_blocks = sequence.device_blocks, sequence.host_blocks
@@ -58,7 +85,8 @@ class RequestPages:
         self.held += self.hit_blocks
 
     def take(self, blocks: int) -> list[int]:
-        """The next pages, which were reserved."""
+        """The next pages, which were reserved. Never a page of the hit: others read it."""
+        assert self.taken >= self.hit_blocks
         assert self.taken + blocks <= len(self.pages)
         first = self.taken
         self.taken += blocks

@@ -6,24 +6,39 @@ from typing import Any
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.block_pool import DaemonBlockPool
+from cachesvc_vllm.metrics import STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
-from cachesvc_vllm.request_pages import computed_blocks
+from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.settings import Settings
+
+AHEAD_DIVISOR = 8
+"""Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
 
 
 class SchedulerSide:
     """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
-    def __init__(self, node: Node, settings: Settings) -> None:
+    def __init__(self, node: Node, settings: Settings, step_tokens: int) -> None:
+        """``step_tokens``: the most that vLLM schedules in an iteration."""
         self._node = node
-        self._book = PageBook(node.lease, settings.stock_blocks)
+        self._step_tokens = step_tokens
+        registration = node.lease.registration
+        ahead_blocks = min(
+            step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
+        )
+        self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._check = node.page_check()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._block_tokens = 0
         self._find_hits: Any = None
         self._allocate: Any = None
+        self._unfinished: set[str] = set()
+        self._has_admitted = self._is_hasty = False
+        self._watch = Stopwatch()
+        self._stats = CacheStats()
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
@@ -37,14 +52,18 @@ class SchedulerSide:
         self._find_hits, self._allocate = manager.get_computed_blocks, manager.allocate_slots
         manager.get_computed_blocks, manager.allocate_slots = self.get_computed_blocks, self.allocate_slots
 
-    def get_computed_blocks(self, request: Any) -> Any:
-        """As ``KVCacheManager.get_computed_blocks``, after the request's match."""
+    def expect(self, request: Any) -> None:
+        """A request has come; vLLM will schedule it."""
+        with self._watch:
+            self._book.expect(request.request_id, self._wish(request, None))
+
+    def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
+        """As ``KVCacheManager.get_computed_blocks``, after the request's match. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
-        self._move_if_back()
-        may_hit = self._manager.prefix_cache_lookup_enabled(request)
-        most = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)) if may_hit else 0
-        begun = self._book.begin(request.request_id, request.block_hashes, most)
-        self._pool.show_hits(begun, request.block_hashes)
+        with self._watch:
+            self._move_if_back()
+            begun = self._book.begin(request.request_id, self._wish(request, max_cache_hit_length))
+            self._pool.show_hits(begun, request.block_hashes)
         return self._find_hits(request)
 
     def allocate_slots(
@@ -59,24 +78,13 @@ class SchedulerSide:
         **kwargs: Any,
     ) -> Any:
         """As ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
-        assert self._pool is not None
-        self._move_if_back()
-        pages = self._book.find(request.request_id)
-        if (
-            self._book.is_moving
-            and pages is not None
-            and pages.held
-            and request.status.name in ("WAITING", "PREEMPTED")
-        ):
-            self._manager.free(request)  # it came from the host, and vLLM does not preempt what has not run
-            request.num_computed_tokens = 0
+        with self._watch:
+            pages = self._reserve(
+                request, num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
+            )
         if pages is None:
             return None
-        tokens = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
-        tokens = min(tokens + num_lookahead_tokens, self._manager.max_model_len)
-        if not self._book.reserve(pages, -(-tokens // self._block_tokens)):
-            return None
-        self._pool.schedule(pages)
+        is_admitted = bool(pages.taken)
         blocks = self._allocate(
             request,
             num_new_tokens,
@@ -88,7 +96,13 @@ class SchedulerSide:
             **kwargs,
         )
         if blocks is None:
-            self._book.ask_room()
+            with self._watch:
+                self._book.ask_room()
+        elif not is_admitted:
+            self._has_admitted = True
+            self._unfinished.add(request.request_id)
+            self._stats.data["asked_tokens"] += request.num_tokens
+            self._stats.data["device_tokens"] += pages.hit_blocks * self._block_tokens
         return blocks
 
     @property
@@ -106,34 +120,83 @@ class SchedulerSide:
         pages = self._book.find(request.request_id)
         assert pages is not None
         assert pages.sequence is not None
+        self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
         self._loads[request.request_id] = pages.sequence.tickets
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
-        """Loads that the workers are to watch."""
+        """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where
+        somebody waits for a first token, the next one tells."""
+        with self._watch:
+            self._is_hasty = self._has_admitted and not self._is_hasty
+            self._has_admitted = False
+            if not self._is_hasty:
+                self._book.flush()
         loads, self._loads = self._loads, {}
         return loads
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
-        pages = self._book.find(request.request_id)
-        if pages is not None:
+        with self._watch:
+            self._unfinished.discard(request.request_id)
+            pages = self._book.find(request.request_id)
+            if pages is None:
+                self._book.forget(request.request_id)
+                return
             self._seal(request)
             self._book.finish(pages, request.num_output_tokens)
 
     def end_step(self) -> None:
         """A step's output has come: seal what it has computed, and tell the daemon."""
         assert self._pool is not None
-        filling = self._pool.filling
-        for request_id, (request, full_blocks) in list(filling.items()):
-            if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
-                del filling[request_id]
-        self._book.flush()
-        self._move_if_back()
+        with self._watch:
+            filling = self._pool.filling
+            for request_id, (request, full_blocks) in list(filling.items()):
+                if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
+                    del filling[request_id]
+            if not self._unfinished:  # there may be no iteration after this; else answers to users come first
+                self._book.flush()
+            self._move_if_back()
+        if seconds := self._watch.lap():
+            self._stats.data[STEP_SECONDS].append(seconds)
+        if not self._book.is_adrift:
+            self._check.step()
+
+    def take_stats(self) -> CacheStats:
+        """What was seen since the last call."""
+        taken, self._stats = self._stats, CacheStats()
+        return taken
 
     def close(self) -> None:
         """Tell what is left to tell, and end the lease. Idempotent."""
         self._book.close()
         self._node.close()
+
+    def _wish(self, request: Any, most_tokens: int | None) -> Wish:
+        tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
+        may_hit = self._manager.prefix_cache_lookup_enabled(request)
+        most = min(tokens // self._block_tokens, len(request.block_hashes)) if may_hit else 0
+        return Wish(request.block_hashes, most, -(-min(request.num_tokens, self._step_tokens) // self._block_tokens))
+
+    def _reserve(self, request: Any, tokens: int) -> RequestPages | None:
+        """Reserve a request's pages for so many tokens more; None where there is no room."""
+        assert self._pool is not None
+        self._move_if_back()
+        pages = self._book.find(request.request_id)
+        if (
+            self._book.is_moving
+            and pages is not None
+            and pages.held
+            and request.status.name in ("WAITING", "PREEMPTED")
+        ):
+            self._manager.free(request)  # it came from the host, and vLLM does not preempt what has not run
+            request.num_computed_tokens = 0
+        if pages is None:
+            return None
+        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
+        if not self._book.reserve(pages, -(-tokens // self._block_tokens)):
+            return None
+        self._pool.schedule(pages)
+        return pages
 
     def _seal(self, request: Any) -> int:
         full_blocks = computed_blocks(

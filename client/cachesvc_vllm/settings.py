@@ -17,7 +17,8 @@ class Settings:
     ``model``: names the weights instead of a digest of their files. ``tenant_salt``: a tenant's secret. ``token_file``:
     where the daemon wants tokens. ``host_blocks``: the host pool asked for by the first engine of the model, in blocks;
     None: all that is left, 0: none. ``stock_blocks``: pages kept at hand for decode, and what an engine can go on with
-    when the daemon has gone. ``allow_untested_vllm``: see ``versions``.
+    when the daemon has gone. ``verify_steps``: for debugging, how many iterations lie between two checks of all sealed
+    pages; 0: none. ``allow_untested_vllm``: see ``versions``.
     """
 
     socket: str | None = None
@@ -27,6 +28,7 @@ class Settings:
     token_file: str | None = None
     host_blocks: int | None = None
     stock_blocks: int = 64
+    verify_steps: int = 0
     allow_untested_vllm: bool = False
 
     def __post_init__(self) -> None:
@@ -36,6 +38,8 @@ class Settings:
                 raise ConnectorRefused(f"kv_connector_extra_config: {each.name} is {kind.__name__}, got {value!r}")
         if self.stock_blocks < 1:
             raise ConnectorRefused(f"kv_connector_extra_config: stock_blocks is at least 1, got {self.stock_blocks}")
+        if self.verify_steps < 0:
+            raise ConnectorRefused(f"kv_connector_extra_config: verify_steps is not negative, got {self.verify_steps}")
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConnectorRefused(f"kv_connector_extra_config: host_blocks is not negative, got {self.host_blocks}")
 
@@ -48,6 +52,7 @@ _KINDS: dict[str, type] = {
     "token_file": str,
     "host_blocks": int,
     "stock_blocks": int,
+    "verify_steps": int,
     "allow_untested_vllm": bool,
 }
 

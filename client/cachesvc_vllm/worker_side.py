@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.memory import SlabMode, require_on_slab
+from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.naming import Runtime, model_facts, model_name
 from cachesvc_vllm.node import Node, Share
 from cachesvc_vllm.refusals import require_supported
@@ -50,6 +51,7 @@ class WorkerSide:
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
+        self._stats = CacheStats()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
 
     def memory_context(self) -> SlabMode | None:
@@ -86,12 +88,18 @@ class WorkerSide:
             return
         require_on_slab(kv_caches, self._mode.slab, self._mode.given)
         self._node.keep_address()
+        self._node.page_check().check("the start, before warm-up")
         self._warm_up.begin()
 
-    def begin_step(self, lease_id: str) -> None:
-        """vLLM serves requests: it has warmed up. After a loss its scheduler says that it uses another lease's pages:
-        then it uses no others any more. Raises ConnectorRefused where this process did not come back."""
+    def end_warm_up(self) -> None:
+        """What is written from here on is requests'. Raises PageChanged, where that is looked for."""
         self._warm_up.end()
+        if self._node is not None:
+            self._node.page_check().check("the start, after warm-up")
+
+    def begin_step(self, lease_id: str) -> None:
+        """After a loss the scheduler says that it uses another lease's pages: then it uses no others any more. Raises
+        ConnectorRefused where this process did not come back."""
         if self._node is None or lease_id in ("", self._node.lease.id):
             return
         if not self._node.wait_back(BACK_S):
@@ -114,9 +122,16 @@ class WorkerSide:
                 continue
             del self._loads[request_id]
             results.finished_recving.add(request_id)
+            self._stats.data["loads"] += 1
             if outcomes - {LoadOutcome.CAME}:
                 results.failed_recving.add(request_id)
+                self._stats.data["failed_loads"] += 1
         return results
+
+    def take_stats(self) -> CacheStats:
+        """What was seen since the last call."""
+        taken, self._stats = self._stats, CacheStats()
+        return taken
 
     def close(self) -> None:
         """Unmap, as far as nothing is held. Idempotent."""

@@ -91,6 +91,7 @@ def test_some_copies_fail_and_no_byte_is_wrong() -> None:
 def test_half_a_copy_fails_its_job_and_does_not_set_its_word() -> None:
     backend = ShmBackend(1, DEVICE_BYTES, timeline_words=64, rules=CopyRules(), fault_copies=1.0)
     backend.start()
+    backend.open_sheet("shm-0", 0)
     bench = Bench(backend, lambda: None, backend.devices()[0])
     region, memory = host(bench, 4096)
     slab = backend.create_slab(bench.device, 4096)
@@ -133,7 +134,7 @@ def test_a_host_pool_whose_memory_ends_stays_as_large_as_it_became() -> None:
     class Ends(ShmBackend):
         chunks = 0
 
-        def register_host(self, buffer: memoryview) -> int:
+        def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
             self.chunks += 1
             if self.chunks > 2:
                 raise OSError(12, "Cannot allocate memory")

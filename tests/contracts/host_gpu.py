@@ -59,6 +59,9 @@ class HostGpu:
         self.call("allocate")
         return HostMemory(self, -(-size_bytes // UNIT_BYTES) * UNIT_BYTES, vmm=vmm)
 
+    def open_memory(self, handle: bytes, fd: int | None, size_bytes: int) -> HostMemory:
+        raise RuntimeError("memory of this process opens in no other one")
+
     def register_host(self, address: int, size_bytes: int) -> None:
         assert size_bytes
         self.call("register_host")

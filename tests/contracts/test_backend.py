@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +19,6 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import COPY_FIELDS, Backend, CopyJob, CopyStep
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
-from cachesvc.model.futex import wait_reached, words_of
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 from tests.contracts.host_gpu import HostGpu
@@ -29,8 +27,6 @@ from tests.sim.stepped_backend import SteppedBackend, SteppedTimeline
 DEVICE_BYTES = 1 << 20
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 KINDS = ("shm", "stepped", "host gpu", CUDA)
-SHARED_KINDS = ("shm", CUDA)
-"""Whose timelines other processes map."""
 
 
 @dataclass
@@ -84,15 +80,21 @@ class Bench:
 def make(kind: str, devices: int = 2) -> Bench:
     if kind == "shm":
         shm = ShmBackend(devices, DEVICE_BYTES, timeline_words=64)
-        shm.start()
-        return Bench(shm, lambda: None, shm.devices()[0])
+        return begun(Bench(shm, lambda: None, shm.devices()[0]))
     if kind in ("cuda", "host gpu"):
         gpus = tuple(map(HostGpu, range(devices))) if kind == "host gpu" else keep_contexts() and find_gpus()
         cuda = CudaBackend(gpus, DEVICE_BYTES, timeline_words=64)
-        cuda.start()
-        return Bench(cuda, lambda: None, cuda.devices()[0])
-    (stepped := SteppedBackend(devices, DEVICE_BYTES, timeline_words=64)).start()
-    return Bench(stepped, stepped.run_all, stepped.devices()[0])
+        return begun(Bench(cuda, lambda: None, cuda.devices()[0]))
+    stepped = SteppedBackend(devices, DEVICE_BYTES, timeline_words=64)
+    return begun(Bench(stepped, stepped.run_all, stepped.devices()[0]))
+
+
+def begun(bench: Bench) -> Bench:
+    """Started, with the words of one model."""
+    bench.backend.start()
+    for device in bench.backend.devices():
+        bench.backend.open_sheet(device, 0)
+    return bench
 
 
 @cache
@@ -228,26 +230,6 @@ def test_the_word_moves_after_each_step_and_the_failure_word_does_not(bench: Ben
     assert (timeline.read(4), timeline.read(5)) == (2, 0)
     if isinstance(timeline, SteppedTimeline):
         assert timeline.history == [(4, start), (4, 0xFFFFFFFF), (4, 0), (4, 1), (4, 2)]
-
-
-@pytest.mark.parametrize("kind", SHARED_KINDS)
-def test_whoever_waits_for_a_word_finds_the_bytes_of_its_step(kind: str) -> None:
-    """With the timeline mapped a second time, as an engine does it. A GPU wakes nobody."""
-    bench = make(kind)
-    poll_s = None if kind == "shm" else (1e-5, 1e-3)
-    region, memory = host(bench, 1 << 18)
-    slab = bench.backend.create_slab(bench.device, 1 << 18)
-    timeline = bench.backend.timeline(bench.device)
-    assert timeline.fd is not None
-    words = words_of(memoryview(mmap.mmap(timeline.fd, 4 * timeline.words, prot=mmap.PROT_READ)))
-    part = len(memory) // 64
-    steps = [step(flat(region, i * part, slab.region, i * part, part), value=i + 1) for i in range(64)]
-    bench.load(bench.job(1, steps, end_value=64))
-    for i in range(64):
-        assert wait_reached(words, 0, i + 1, time.monotonic() + 60, poll_s=poll_s)
-        assert bench.backend.read(slab.region, i * part, part) == bytes(memory[i * part : (i + 1) * part])
-    bench.settle()
-    bench.backend.close()
 
 
 def test_the_descriptor_of_a_shm_slab_is_its_memory_and_keeps_its_size() -> None:

@@ -13,12 +13,14 @@ from cachesvc.model.errors import CacheError, InvalidRequest, PoolExhausted, Una
 from tests.contracts.host_gpu import HostGpu
 from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, open_descriptors, step
 
-CALLS_OF_START = ("start", "shrink", "free_bytes", "register_host", "device_address", "queue", "open_peer")
+CALLS_OF_START = ("start", "shrink", "free_bytes", "queue", "open_peer")
 
 
 def started(*gpus: HostGpu) -> Bench:
     backend = CudaBackend(gpus, DEVICE_BYTES, timeline_words=64)
     backend.start()
+    for gpu in gpus:
+        backend.open_sheet(gpu.uuid, 0)
     return Bench(backend, lambda: None, gpus[0].uuid)
 
 

@@ -22,6 +22,8 @@ from tests.deploy.manifests import Doc, Pod, config_of, daemon_pod, host_paths, 
 from tools.pod_resources import resources_of
 
 SOCKETS = "/run/cachesvc"
+DISK = "/var/cache/cachesvc"
+"""Of daemons whose cache outlives them."""
 CLOSE_SECONDS = 10
 """What the daemon may take to close everything once it has drained."""
 CAPABILITIES = {"own-the-folder": ["CHOWN"], "cachesvcd": ["SYS_NICE"]}
@@ -32,7 +34,8 @@ NETWORK_PORTS = {"cachesvc": set(), "cachesvc-tls": {7443}, "cachesvc-metrics": 
 
 
 def confined(documents: list[Doc]) -> Iterator[str]:
-    """No part of the host but the sockets' folder, nobody root without need, nothing writable, nothing gained."""
+    """No part of the host but the sockets' folder and the cache's own disk, nobody root without need, nothing
+    writable, nothing gained."""
     for pod in pods(documents):
         for setting in ("hostIPC", "hostPID", "hostNetwork", "shareProcessNamespace"):
             if pod.spec.get(setting):
@@ -41,7 +44,8 @@ def confined(documents: list[Doc]) -> Iterator[str]:
             yield "the pod may run as root"
         if pod.spec["securityContext"].get("seccompProfile") != {"type": "RuntimeDefault"}:
             yield "no seccomp profile"
-        yield from (f"mounts {source['path']}" for _, source in host_paths(pod) if source["path"] != SOCKETS)
+        allowed = (SOCKETS, DISK) if "cachesvcd" in [each["name"] for each in pod.containers] else (SOCKETS,)
+        yield from (f"mounts {source['path']}" for _, source in host_paths(pod) if source["path"] not in allowed)
         for container in pod.containers:
             yield from _confined_container(container)
 

@@ -124,6 +124,10 @@ class Engine(AbstractContextManager["Engine"]):
     def start(self) -> Engine:
         """Connect, register, open the lease, attach."""
         self.client.connect()
+        return self.start_again()
+
+    def start_again(self) -> Engine:
+        """Register, open a lease, attach."""
         groups = len(self.layout.own_groups)
         self._registration = self.client.register(
             self._model,

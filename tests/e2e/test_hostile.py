@@ -250,6 +250,25 @@ def test_memory_is_given_to_the_process_that_attached_it_and_to_nobody_else(stag
             other.close()
 
 
+def test_an_engine_gets_the_words_of_its_own_model_alone(stage: Stage) -> None:
+    """Though both are attached to one device. On a GPU they could be written."""
+    with engine_of(stage.socket, "a") as a, engine_of(stage.socket, "b") as b:
+        wanted = b.pool._attached.timeline  # noqa: SLF001
+        assert a.pool.device == b.pool.device
+        with pytest.raises(NotFound, match="has attached no memory"):
+            a.pool._life.fetch_fd(wanted.token)  # noqa: SLF001
+        files = set()
+        for engine in (a, b):
+            attached = engine.pool._attached  # noqa: SLF001
+            descriptor = engine.pool._life.fetch_fd(attached.timeline.token)  # noqa: SLF001
+            known = os.fstat(descriptor)
+            assert known.st_size == attached.timeline.size_bytes
+            files.add(known.st_ino)
+            os.close(descriptor)
+        assert len(files) == 2
+        stage.check()
+
+
 def test_no_other_process_can_write_a_word_of_the_timeline(stage: Stage) -> None:
     with engine_of(stage.socket, "a") as a:
         attached = a.pool._attached  # noqa: SLF001

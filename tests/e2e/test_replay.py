@@ -118,6 +118,42 @@ def test_killing_engines_loses_no_request_and_corrupts_no_page(tmp_path: Path) -
     assert report["bytes"]["h2d"] % BLOCK_BYTES == 0
 
 
+def test_killing_daemons_loses_no_request_and_what_was_stored_is_hit(tmp_path: Path) -> None:
+    path = tmp_path / "synthetic.jsonl"
+    write_synthetic_trace(path, SyntheticTraceSpec(requests=600, seed=5))
+    requests = list(read_trace(path))
+    spec = f"file:{tmp_path}/cache?capacity=64MiB&floor=0&write=through&wait=5s"
+    pools = ("--device-blocks", "10%", "--host-blocks", "50%", "--write-policy", "write_through")
+    report = replay(tmp_path, path, *pools, "--engines", "2", "--storage", spec, "--restart-every", "2")
+    assert_sound(report)
+    assert report["settings"]["restarts"] > 0
+    assert report["requests"] == len(requests)
+    assert sum(report["hits"].values()) + report["computed"] == report["blocks"]
+    assert report["hits"]["storage"] > 0
+
+
+def test_two_nodes_hit_what_the_other_one_has(tmp_path: Path) -> None:
+    path = tmp_path / "synthetic.jsonl"
+    write_synthetic_trace(path, SyntheticTraceSpec(requests=300, seed=6))
+    requests = list(read_trace(path))
+    pools = ("--device-blocks", "20%", "--host-blocks", "50%", "--write-policy", "write_through")
+    report = replay(tmp_path, path, *pools, "--engines", "2", "--nodes", "2")
+    assert_sound(report)
+    assert report["settings"]["nodes"] == 2
+    assert report["requests"] == len(requests)
+    assert sum(report["hits"].values()) + report["computed"] == report["blocks"]
+    assert report["hits"]["storage"] > 0
+
+
+def test_what_two_nodes_cannot_do_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "synthetic.jsonl"
+    write_synthetic_trace(path, SyntheticTraceSpec(requests=10, seed=6))
+    command = [sys.executable, "-m", "cachesvc_ctl", "replay", str(path), "--nodes", "2"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "--host-blocks" in done.stderr
+
+
 @pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
 def test_the_host_tier_adds_hits(synthetic: tuple[Path, list[TraceRequest]], tmp_path: Path, policy: str) -> None:
     path, every = synthetic

@@ -134,6 +134,22 @@ def test_growth_is_told_before_the_next_call_of_the_sequence(node: Node) -> None
             assert engine.lease.match(keys, sequence_id=77).device_blocks == 3
 
 
+def test_a_step_that_publishes_and_ends_what_grew_since_the_last_one_seals_it(node: Node) -> None:
+    with Engine(node.socket, device_pages=64) as engine, engine.lease.step(stock_pages=4) as steps:
+        steps.submit()
+        keys = engine.keys(prompt(11, 3))
+        sequence = engine.lease.match(keys)
+        sequence.grow_from_stock(3)
+        engine.fill(sequence, keys, range(3))
+        batch = steps.batch()
+        batch.publish(sequence, 3)
+        batch.release(sequence)
+        published, freed = steps.submit(batch)
+        assert published.sealed_blocks == 3
+        assert freed == 0
+        assert engine.lease.match(keys).device_blocks == 3
+
+
 def test_a_windowed_stock_grows_both_groups(node: Node) -> None:
     with Engine(node.socket, layout=WINDOWED, device_pages=16) as engine, engine.lease.step([6, 4]) as steps:
         steps.submit()

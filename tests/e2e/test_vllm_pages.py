@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from cachesvc_client import CacheClient, Lease
 from cachesvc_vllm.page_book import PageBook
-from cachesvc_vllm.request_pages import RequestPages, computed_blocks
+from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.slab_layout import slab_layout
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
@@ -39,7 +39,7 @@ class Engine:
 
     def admit(self, name: str, keys: list[bytes], blocks: int) -> RequestPages:
         """Match, reserve, and take everything."""
-        request = self.book.begin(name, keys, len(keys))
+        request = self.book.begin(name, Wish(keys, len(keys), 0))
         assert self.book.reserve(request, blocks)
         self.book.use_hits(request)
         self.book.take(request, blocks - request.taken)
@@ -97,7 +97,7 @@ def test_what_one_has_sealed_the_other_has_in_place(engine: Engine, other: Engin
 def test_a_pinned_hit_counts_as_free_until_vllm_takes_it(engine: Engine) -> None:
     keys = hashes("a", 5)
     engine.compute("first", keys)
-    request = engine.book.begin("second", keys, 5)
+    request = engine.book.begin("second", Wish(keys, 5, 0))
     assert request.hit_blocks == 5
     assert engine.book.free_blocks(USABLE, request) == USABLE
     assert engine.book.reserve(request, 6)
@@ -121,7 +121,7 @@ def test_pages_go_back_with_the_last_that_vllm_frees(engine: Engine, node: Node)
 def test_a_request_that_ends_before_it_was_admitted_keeps_nothing(engine: Engine) -> None:
     keys = hashes("a", 5)
     engine.compute("first", keys)
-    waiting = engine.book.begin("aborted", keys, 5)
+    waiting = engine.book.begin("aborted", Wish(keys, 5, 0))
     assert engine.book.reserve(waiting, 20)
     engine.book.finish(waiting, 0)
     engine.book.flush()
@@ -147,7 +147,7 @@ def test_a_block_that_another_sealed_first_keeps_its_own_page(engine: Engine, ot
 
 def test_where_there_is_no_room_nothing_is_taken_and_later_there_is(engine: Engine, other: Engine) -> None:
     large = other.admit("large", [], USABLE - 8)
-    request = engine.book.begin("small", [], 0)
+    request = engine.book.begin("small", Wish([], 0, 0))
     assert not engine.book.reserve(request, 20)
     other.end(large)
     other.book.close()
@@ -159,7 +159,7 @@ def test_where_there_is_no_room_nothing_is_taken_and_later_there_is(engine: Engi
 def test_the_last_pages_come_from_the_engine_s_own_stock_and_from_hits_of_requests_that_wait(engine: Engine) -> None:
     keys = hashes("a", 20)
     engine.compute("first", keys)
-    waiting = engine.book.begin("waiting", keys, 20)
+    waiting = engine.book.begin("waiting", Wish(keys, 20, 0))
     assert waiting.hit_blocks == 20
     request = engine.admit("all", [], USABLE)
     assert len(set(request.pages)) == USABLE
@@ -172,9 +172,9 @@ def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine
     engine.compute("first", keys)
     engine.book.change_namespace()
     engine.compute("second", keys)
-    assert engine.book.begin("third", keys, 5).hit_blocks == 5
+    assert engine.book.begin("third", Wish(keys, 5, 0)).hit_blocks == 5
     other.book.change_namespace()
-    assert other.book.begin("fourth", keys, 5).hit_blocks == 0
+    assert other.book.begin("fourth", Wish(keys, 5, 0)).hit_blocks == 0
     engine.book.forget("third")
     other.book.forget("fourth")
 
@@ -192,7 +192,7 @@ def test_when_the_daemon_has_gone_requests_get_pages_that_nobody_else_was_offere
     offered = set(sealed) | set(under_way.pages[:2])
     own = set(under_way.pages[2:])
     engine.end(under_way)
-    request = engine.book.begin("later", keys, 4)
+    request = engine.book.begin("later", Wish(keys, 4, 0))
     assert request.hit_blocks == 0
     assert engine.book.reserve(request, 5)
     assert not set(request.pages) & offered
@@ -206,7 +206,7 @@ def test_a_hit_that_was_to_come_from_the_host_is_nothing_once_the_daemon_has_gon
     engine, keys = Engine(node, host_pages=PAGES), hashes("a", 4)
     engine.compute("first", keys)
     engine.end(engine.admit("all", [], USABLE))  # drives them to the host
-    request = engine.book.begin("second", keys, 4)
+    request = engine.book.begin("second", Wish(keys, 4, 0))
     assert (request.hit_blocks, request.host_blocks) == (0, 4)
     node.daemon.process.kill()
     node.daemon.process.wait()

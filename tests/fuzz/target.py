@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
+from cachesvc.config import Config
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_gone
 from cachesvc.ledger.ledger import Ledger
@@ -43,8 +44,10 @@ from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
+from cachesvc.service.storage_answers import StorageAnswers
+from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.planner import LinkCosts
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Vault
 from tests.conservation import audit
 from tests.fuzz.workload import registers
@@ -125,7 +128,7 @@ class Target:
 
     def __init__(self) -> None:
         self.backend = ShmBackend(2, DEVICE_BYTES)
-        self.engine = SwapEngine(self.backend, self._landed, costs=LinkCosts())
+        self.engine = SwapEngine(Inside(self.backend), self._landed)
         self.core = Core(
             Ledger(),
             self.engine,
@@ -180,6 +183,7 @@ class Target:
                 facts,
                 quotas,
                 list,
+                StorageAnswers(node, Storages(Config())),
             ),
         }
 

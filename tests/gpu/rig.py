@@ -25,7 +25,7 @@ class LoopQueue(CopyQueue):
     def start(self) -> None:
         """Make the stream."""
         super().start()
-        self._batched = False
+        self._batched = self._takes_singles = False
 
 
 class Side:
@@ -106,6 +106,17 @@ def load_copies(host: int, device: int, planes: int, width: int, plane_stride: i
     copies[:, 1] = device + pairs[:, 1] * width
     copies[:, 2:] = (width, planes, width, plane_stride)
     return copies
+
+
+def in_rows(copies: PitchedCopies) -> PitchedCopies:
+    """The same bytes as copies of one row each."""
+    rows = np.repeat(copies, copies[:, 3], axis=0)
+    number = np.concatenate([np.arange(height) for height in copies[:, 3]])
+    rows[:, 0] += number * rows[:, 4]
+    rows[:, 1] += number * rows[:, 5]
+    rows[:, 3] = 1
+    rows[:, 4] = rows[:, 5] = rows[:, 2]
+    return rows
 
 
 def turned(copies: PitchedCopies) -> PitchedCopies:

@@ -137,7 +137,7 @@ def test_auto_takes_the_gpu_and_says_what_its_link_does(gpu: Gpu) -> None:
         assert (device.name, device.pool_bytes) == (gpu.facts.name, 64 << 20)
         assert min(device.load_gb_per_second, device.store_gb_per_second) > 1
         assert device.both_gb_per_second > max(device.load_gb_per_second, device.store_gb_per_second)
-        assert 0 < device.context_bytes < 4 << 30
+        assert device.context_bytes > 0, "what else runs on this GPU counts in it, so it has no upper bound here"
 
 
 def test_a_budget_counts_what_was_asked_for(gpu: Gpu) -> None:

@@ -11,6 +11,7 @@ from tests.gpu.frameworks import cupy
 from tests.gpu.rig import (
     LoopQueue,
     allocated,
+    in_rows,
     load_copies,
     pinned,
     queue_of,
@@ -61,6 +62,35 @@ def test_pages_go_there_and_back_and_nothing_else_moves(
         stored[back[:, 0]] = pages[pairs[:, 0]]
         np.testing.assert_array_equal(host.get(), stored.reshape(-1))
         np.testing.assert_array_equal(device.get(), want)
+
+
+@pytest.mark.parametrize("alone", [3, MOVED])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_single_rows_go_by_themselves_and_among_tall_copies(
+    gpu: Gpu, rng: np.random.Generator, width: int, alone: int
+) -> None:
+    stride = PAGES * width + PLANE_GAP
+    host_bytes, device_bytes = PAGES * PLANES * width, PLANES * stride
+    given, poison = (rng.integers(0, 256, size, np.uint8) for size in (host_bytes, device_bytes))
+    pairs = np.stack([scrambled(rng, MOVED, PAGES), scrambled(rng, MOVED, PAGES)], axis=1)
+    with sides(gpu, host_bytes, device_bytes) as (host, device), queue_of(gpu) as queue:
+        host.put(given)
+        device.put(poison)
+        copies = load_copies(host.address, device.address, PLANES, width, stride, pairs)
+        mixed = np.concatenate((in_rows(copies[:alone]), copies[alone:]))
+        queue.copy(mixed[rng.permutation(len(mixed))])
+        queue.synchronize()
+        want = poison.copy()
+        for there, here in pairs:
+            for plane in range(PLANES):
+                at = plane * stride + here * width
+                want[at : at + width] = given.reshape(PAGES, PLANES, width)[there, plane]
+        np.testing.assert_array_equal(device.get(), want)
+        host.put(poison[:host_bytes] if host_bytes <= device_bytes else np.zeros(host_bytes, np.uint8))
+        queue.copy(turned(mixed))
+        queue.synchronize()
+        pages = host.get().reshape(PAGES, PLANES, width)
+        np.testing.assert_array_equal(pages[pairs[:, 0]], given.reshape(PAGES, PLANES, width)[pairs[:, 0]])
 
 
 @pytest.mark.parametrize("kind", [CopyQueue, LoopQueue])

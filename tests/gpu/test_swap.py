@@ -14,7 +14,7 @@ from gpu_ops.kernels.pages import check_pages, count_wrong, stamps
 from gpu_ops.kernels.reference import page_bytes
 from tests.gpu.frameworks import cupy
 from tests.gpu.rig import scrambled, spin_until
-from tests.gpu.swap_rig import DEVICE_PAGES, HOST_PAGES, LAYOUTS, CudaRig, GroupBytes, cuda_rig, mla
+from tests.gpu.swap_rig import DEVICE_PAGES, HOST_PAGES, LAYOUTS, MODEL, CudaRig, GroupBytes, cuda_rig, mla
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +117,7 @@ def test_streams_that_wait_for_a_layer_find_it_behind_a_large_transfer(gpu: Gpu,
             part = slice(first, first + 13)
             rig.move(LOAD, [PagePairs(0, tuple(order[part].tolist()), tuple(hosts[part].tolist()))])
         slot = rig.move(LOAD, [PagePairs(0, tuple(pages.tolist()), tuple(hosts[:9].tolist()))], layered=True)
-        timeline = rig.backend.timeline(gpu.uuid)
+        timeline = rig.backend.timeline(gpu.uuid).sheet(MODEL)
         for layer in range(layers):
             gpu.wait_word(stream.ptr, timeline.place(slot.word), slot.base + layer + 1)
             check_pages(planes[layer], marks[layer], wrong[layer], stream.ptr)

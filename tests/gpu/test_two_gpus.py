@@ -21,6 +21,7 @@ from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
 from gpu_ops.gpu import Gpu, find_gpus, started
 from tests.e2e.engine import prompt
 from tests.e2e.remote import ROOT
@@ -95,7 +96,7 @@ class TwoGpuRig:
         """A ticket's end: the words of every rank stand at their ends by then."""
         with self.submitted:
             slot = self.slots[ticket]
-        words = [self.backend.timeline(device).read(slot.word) for device in self.backend.devices()]
+        words = [self.backend.timeline(device).sheet(MODEL).read(slot.word) for device in self.backend.devices()]
         if not all(has_reached(word, slot.end) for word in words):
             self.early.append(ticket)
         self.ended.append((ticket, error))
@@ -169,7 +170,7 @@ def two_gpu_rig(
     backend.start()
     rig = TwoGpuRig(layout, backend)
     try:
-        rig.engine = SwapEngine(backend, rig.done, layers_per_step=layers_per_step)
+        rig.engine = SwapEngine(Inside(backend), rig.done, layers_per_step=layers_per_step)
         rig.engine.start()
         rig.hosts = [[_host(backend, layout, g, rng) for _ in range(layout.host_ranks(g))] for g in range(2)]
         rig.engine.attach_model(MODEL, layout, [[_pages_of(side) for side in hosts] for hosts in rig.hosts])

@@ -179,11 +179,12 @@ class SimEngine(SimCalls):
     def _follow_loads(self, request: Request) -> None:
         """Wait on the timeline words, layer by layer, as the workers do."""
         assert self.model is not None
-        timelines = [self.node.backend.timeline(device) for device in self.model.replicas[self.replica].devices]
+        devices = self.model.replicas[self.replica].devices
+        sheets = [self.node.backend.timeline(device).sheet(self.model.id) for device in devices]
         book = self.node.core.ledger.tickets
         for ticket in list(request.tickets):
             slot = ticket.slot
-            if slot is None or not all(has_reached(timeline.read(slot.word), slot.end) for timeline in timelines):
+            if slot is None or not all(has_reached(sheet.read(slot.word), slot.end) for sheet in sheets):
                 ended = book.ended.get(ticket.id)
                 if slot is None and ended is not None and ended.state is TicketState.FAILED:
                     self._load_failed(request)
@@ -191,7 +192,7 @@ class SimEngine(SimCalls):
                 if slot is None and ended is not None:
                     request.tickets.remove(ticket)
                 continue
-            if any(timeline.read(slot.failed_word) == slot.end for timeline in timelines):
+            if any(sheet.read(slot.failed_word) == slot.end for sheet in sheets):
                 self.node.faults["load_seen_failed"] += 1
                 self._load_failed(request)
                 return

@@ -26,6 +26,7 @@ from cachesvc.model.words import READY, Run
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Vault
 from tests.sim.biases import Bias
 from tests.sim.inline_planning import InlinePlanning
@@ -114,9 +115,8 @@ class SimNode:
         )
         self.backend.start()
         self.engine = SwapEngine(
-            self.backend,
+            Inside(self.backend, planning=InlinePlanning()),
             lambda ticket, error: self.inbox.append(lambda: self._land(ticket, error)),
-            planning=InlinePlanning(),
             layers_per_step=rng.choice((0, 1, 2)),
             clock=lambda: self.backend.now,
         )

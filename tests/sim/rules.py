@@ -7,7 +7,7 @@ from collections import Counter
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE
 from cachesvc.swap.engine import SwapEngine
 
@@ -29,7 +29,8 @@ def broken_rules(ledger: Ledger) -> list[str]:
 
 def unhurried(ledger: Ledger, engine: SwapEngine) -> list[str]:
     """What somebody waits for is awaited where copies are ordered, too. Holds while no end of a transfer is unread."""
-    known = Counter(ticket.urgency for ticket in ledger.tickets.running.values() if ticket.landed is None)
+    tickets = [ticket for ticket in ledger.tickets.running.values() if isinstance(ticket.direction, Direction)]
+    known = Counter(ticket.urgency for ticket in tickets if ticket.landed is None)
     moving: Counter[Urgency] = Counter()
     for (_, urgency), waiting in engine.waiting().items():
         moving[urgency] += waiting.queued + waiting.copying

@@ -6,6 +6,7 @@ It must pass the contract suite of the real backends (tests/contracts/test_backe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from cachesvc.memory.copy_thread import end_job
 from cachesvc.memory.seam import CopyJob, Handle
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
+
+_sheets = itertools.count()
 
 CRANKS = 1_000_000
 """Steps that ``run_all`` takes at most: jobs that submit jobs must come to an end."""
@@ -41,28 +44,42 @@ class SteppedSlab:
         self._on_close()
 
 
-class SteppedTimeline:
-    """Words in an array. ``history`` keeps every write: (word, value)."""
+class SteppedSheet:
+    """Words in an array."""
 
     fd: int | None = None
 
-    def __init__(self, device: str, words: int) -> None:
-        self.words = words
-        self.handle = Handle("memory", device.encode().ljust(16, b"\0"), 4 * words)
-        self.history: list[tuple[int, int]] = []
-        self._values = np.zeros(words, np.uint32)
+    def __init__(self, words: int) -> None:
+        self.handle = Handle("memory", b"sheet" + next(_sheets).to_bytes(11, "little"), 4 * words)
+        self.values = np.zeros(words, np.uint32)
 
     def read(self, word: int) -> int:
         """Present value of a word."""
-        return int(self._values[word])
+        return int(self.values[word])
+
+
+class SteppedTimeline:
+    """Sheets of words. ``history`` keeps every write: (word, value)."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+        self.history: list[tuple[int, int]] = []
+        self.open: dict[int, SteppedSheet] = {}
+
+    def sheet(self, number: int) -> SteppedSheet:
+        """Raises NotFound."""
+        if number not in self.open:
+            raise NotFound("sheet", number)
+        return self.open[number]
+
+    def read(self, word: int) -> int:
+        """Present value of a word."""
+        return self.open[word // self.words].read(word % self.words)
 
     def write(self, word: int, value: int) -> None:
         """Set a word."""
-        self._values[word] = value
+        self.open[word // self.words].values[word % self.words] = value
         self.history.append((word, value))
-
-    def close(self) -> None:
-        """Nothing to unmap."""
 
 
 class SteppedStream:
@@ -157,7 +174,7 @@ class SteppedBackend:
         self._device_bytes = device_bytes
         self._regions: dict[int, memoryview] = {}
         self._last_region = 0
-        self._timelines = {device: SteppedTimeline(device, timeline_words) for device in self._free}
+        self._timelines = {device: SteppedTimeline(timeline_words) for device in self._free}
         self._arbiters = {device: Arbiter(device, rules or CopyRules()) for device in self._free}
         self._streams = {
             (device, way): SteppedStream(self, self._timelines[device], self._arbiters[device], way)
@@ -254,6 +271,18 @@ class SteppedBackend:
         self._check_running()
         return self._timelines[device]
 
+    def open_sheet(self, device: str, sheet: int) -> None:
+        """Words of a model. Raises LedgerBroken."""
+        timeline = self.timeline(device)
+        if sheet in timeline.open:
+            raise LedgerBroken(f"sheet {sheet} is open already")
+        timeline.open[sheet] = SteppedSheet(timeline.words)
+
+    def close_sheet(self, device: str, sheet: int) -> None:
+        """Let them go."""
+        self._check(device)
+        self._timelines[device].open.pop(sheet, None)
+
     def load_stream(self, device: str) -> SteppedStream:
         """The host -> device stream."""
         self._check(device)
@@ -293,8 +322,9 @@ class SteppedBackend:
     def probe(self) -> None:
         """Nothing breaks for good here."""
 
-    def register_host(self, buffer: memoryview) -> int:
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Make host memory copyable."""
+        del fd
         self._check_running()
         self._last_region += 1
         self._regions[self._last_region] = buffer

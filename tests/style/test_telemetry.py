@@ -35,6 +35,8 @@ UNDRAWN = {
     "events",
     "remembered_keys",
     "resident_blocks",
+    "storage_evicted_objects",
+    "storage_objects",
     "waiting_calls_limit",
 }
 """For a question of the moment, not for a panel."""

@@ -195,9 +195,10 @@ class Rig:
             answer = self.once(flow, *arguments)
             if not isinstance(answer, Wait):
                 return answer
-            if answer.tickets:
-                self.land(next(ticket for ticket in answer.tickets if ticket in self.mover.transfers))
-            elif self.core.chores:
+            moving = next((ticket for ticket in answer.tickets if ticket in self.mover.transfers), None)
+            if moving is not None:
+                self.land(moving)
+            elif self.core.chores:  # its own turn, or what has landed is taken in by turns
                 tidy(self.core.chores)
 
     def once(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer | Wait:
@@ -222,7 +223,7 @@ class Rig:
 
     def check(self) -> None:
         problems = audit(self.core.ledger).problems
-        assert problems == []
+        assert problems == [], problems
         assert verify_at_once(self.core) == [], "in pieces it must add up too"
 
     def place(self, replica: int = 0) -> Place:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from cachesvc import __version__
 from cachesvc.memory.extents import Extent, ExtentTable
-from cachesvc.memory.seam import Backend
+from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.memory.seam import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
+from cachesvc.mover.processes import Processes
+from cachesvc.mover.settings import Settings
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside, Movers
 from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
 
@@ -35,7 +42,7 @@ class HostArray:
 
     page_bytes: int
     pages: int
-    memory: bytearray
+    memory: memoryview
     region: int
     shown: int
 
@@ -58,13 +65,14 @@ class Rig:
     """An engine on a backend with one model on one replica; ``ended`` in order of the ends."""
 
     layout: Layout
-    backend: Backend
+    backend: DeviceMemory
     engine: SwapEngine = field(init=False)
     hosts: list[list[HostArray]] = field(default_factory=list)
     ended: list[tuple[int, Exception | None]] = field(default_factory=list)
     came: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     tickets: Iterator[int] = field(default_factory=itertools.count)
     then: Callable[[int], None] | None = None
+    descriptors: list[int] = field(default_factory=list)
 
     def done(self, ticket: int, error: Exception | None) -> None:
         self.ended.append((ticket, error))
@@ -91,12 +99,33 @@ class Rig:
         return self.engine.page_bytes(MODEL, None, rank, group, page)
 
     def words(self, slot: TimelineSlot) -> list[tuple[int, int]]:
-        timelines = [self.backend.timeline(device) for device in self.backend.devices()]
-        return [(timeline.read(slot.word), timeline.read(slot.failed_word)) for timeline in timelines]
+        return [(sheet.read(slot.word), sheet.read(slot.failed_word)) for sheet in self.sheets()]
+
+    def sheets(self, model: int = MODEL) -> list[Any]:
+        """A model's words on each device."""
+        return [self.backend.timeline(device).sheet(model) for device in self.backend.devices()]
+
+    def add_hosts(self) -> None:
+        """Attach the model with host pages of random bytes."""
+        rng = np.random.default_rng(5)
+        for group in range(len(self.layout.groups)):
+            ranks = []
+            for _ in range(self.layout.host_ranks(group)):
+                content = rng.bytes(self.layout.page_bytes(group) * HOST_PAGES + 16)
+                fd = sealed_memfd("host", len(content))
+                memory = map_memfd(fd, len(content))
+                memory[:] = content
+                region = self.backend.register_host(memory, fd)
+                self.descriptors.append(fd)
+                ranks.append(HostArray(self.layout.page_bytes(group), HOST_PAGES, memory, region, HOST_PAGES))
+            self.hosts.append(ranks)
+        self.engine.attach_model(MODEL, self.layout, self.hosts)
 
     def close(self) -> None:
         self.engine.close()
         self.backend.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 def mixed_layout(ranks: int) -> Layout:
@@ -108,30 +137,27 @@ def mixed_layout(ranks: int) -> Layout:
 
 
 def rig_of(kind: str, layout: Layout, *, words: int = 64, layers_per_step: int | None = 1) -> Rig:
-    backend: Backend
-    if kind == "shm":
-        backend = ShmBackend(layout.ranks, 1 << 20, timeline_words=words)
+    movers: Movers
+    if kind == "process":
+        names = [f"shm-{rank}" for rank in range(layout.ranks)]
+        movers = Processes([Settings("shm", name, 1 << 20, timeline_words=words) for name in names], __version__)
+    elif kind == "shm":
+        movers = Inside(ShmBackend(layout.ranks, 1 << 20, timeline_words=words))
     else:
-        backend = SteppedBackend(layout.ranks, 1 << 20, timeline_words=words)
+        movers = Inside(SteppedBackend(layout.ranks, 1 << 20, timeline_words=words), planning=InlinePlanning())
+    backend = movers.memory
     backend.start()
-    planning = None if kind == "shm" else InlinePlanning()
     rig = Rig(layout, backend)
-    rig.engine = engine = SwapEngine(backend, rig.done, planning=planning, layers_per_step=layers_per_step)
+    rig.engine = engine = SwapEngine(movers, rig.done, layers_per_step=layers_per_step)
     engine.start()
-    rng = np.random.default_rng(5)
-    for group in range(len(layout.groups)):
-        ranks = []
-        for _ in range(layout.host_ranks(group)):
-            memory = bytearray(rng.bytes(layout.page_bytes(group) * HOST_PAGES + 16))
-            region = backend.register_host(memoryview(memory))
-            ranks.append(HostArray(layout.page_bytes(group), HOST_PAGES, memory, region, HOST_PAGES))
-        rig.hosts.append(ranks)
-    engine.attach_model(MODEL, layout, rig.hosts)
+    rig.add_hosts()
     attach_replica(rig, REPLICA)
     return rig
 
 
-def attach_replica(rig: Rig, replica: int, *, device_pages: int = DEVICE_PAGES, turned: bool = False) -> None:
+def attach_replica(
+    rig: Rig, replica: int, *, device_pages: int = DEVICE_PAGES, turned: bool = False, model: int = MODEL
+) -> None:
     """One more replica; ``turned``: with its ranks on the devices in the other order."""
     pages = [device_pages] * len(rig.layout.groups)
     devices = rig.backend.devices()[:: -1 if turned else 1]
@@ -142,4 +168,4 @@ def attach_replica(rig: Rig, replica: int, *, device_pages: int = DEVICE_PAGES, 
         ]
         for device in devices
     ]
-    rig.engine.attach_replica(MODEL, replica, devices, slabs, pages)
+    rig.engine.attach_replica(model, replica, devices, slabs, pages)

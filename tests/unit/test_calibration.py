@@ -63,6 +63,7 @@ class CountingMemory:
 
 class CountingQueue:
     is_batched = True
+    takes_singles = True
 
     def __init__(self, gpu: CountingGpu) -> None:
         self._gpu = gpu

@@ -10,7 +10,16 @@ from collections.abc import Iterator
 import pytest
 
 from cachesvc.flows.turns import Chore
-from cachesvc.service.collector import FREEZE_ROWS, FULL_EVERY_SECONDS, LATE_SECONDS, YOUNG_OBJECTS, Collector
+from cachesvc.service.collector import (
+    FREEZE_ROWS,
+    FULL_EVERY_SECONDS,
+    FULL_SHARE,
+    LATE_SECONDS,
+    MOST_FLOWS,
+    QUIET_FLOWS,
+    YOUNG_OBJECTS,
+    Collector,
+)
 
 
 class Ring:
@@ -24,7 +33,14 @@ class Rig:
     def __init__(self) -> None:
         self.idle = True
         self.rows = 0
-        self.collector = Collector(lambda: self.idle, lambda: self.rows)
+        self.took = 0.0
+        self._time = 0.0
+        self.collector = Collector(lambda: self.idle, lambda: self.rows, self._clock)
+
+    def _clock(self) -> float:
+        """Every pass takes ``took`` seconds."""
+        self._time += self.took
+        return self._time
 
     def ring(self) -> weakref.ref[Ring]:
         return weakref.ref(Ring())
@@ -59,6 +75,26 @@ def test_a_daemon_that_is_never_idle_collects_sometime(rig: Rig) -> None:
     assert gone() is not None
     rig.collector.rest(1.0 + LATE_SECONDS)
     assert gone() is None
+
+
+def test_a_daemon_at_work_makes_full_passes_as_rare_as_they_are_long(rig: Rig) -> None:
+    """Between two calls of an engine there is no room for one of 30 ms; and what nobody passes over grows."""
+
+    def is_found(now: float) -> bool:
+        ring = Ring()
+        gone = weakref.ref(ring)
+        for earlier in (now - 0.2, now - 0.1):
+            rig.collector.rest(earlier)  # old by now
+        del ring
+        for _ in range(QUIET_FLOWS + 1):
+            rig.collector.glance(deque())
+        rig.collector.rest(now + LATE_SECONDS)
+        return gone() is None
+
+    rig.took = 0.03
+    assert is_found(2.0), "nobody knows yet how long it takes"
+    assert not is_found(100.0)
+    assert is_found(2.0 + LATE_SECONDS + rig.took / FULL_SHARE)
 
 
 def test_what_survived_before_it_died_is_found_by_a_rare_full_pass(rig: Rig) -> None:
@@ -100,6 +136,22 @@ def test_rows_that_went_are_no_reason_to_freeze_late(rig: Rig) -> None:
     rig.rows = FREEZE_ROWS
     rig.collector.rest(4.0)
     assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_what_replaces_old_objects_is_passed_over_though_the_count_stands_still(rig: Rig) -> None:
+    """A full cache drops as much as it makes: nothing was passed over until a sweep, and then all at once."""
+    chores: deque[Chore] = deque()
+    gone = rig.ring()
+    old = [[number] for number in range(YOUNG_OBJECTS)]
+    gc.collect()
+    passes = 0
+    for number in range(2 * MOST_FLOWS):
+        old[number] = [number]
+        rig.collector.glance(chores)
+        while chores:
+            passes += chores.popleft().go_on()
+    assert passes >= 2
+    assert gone() is None
 
 
 def test_what_is_new_is_passed_over_in_a_turn_once_there_is_enough_of_it(rig: Rig) -> None:

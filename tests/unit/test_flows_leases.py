@@ -12,12 +12,15 @@ from cachesvc.flows.leases import (
     close_lease,
     detach,
     lose_silent,
+    may_map,
     open_lease,
     process_arrived,
     process_gone,
 )
 from cachesvc.flows.match import match
+from cachesvc.flows.models import RegisterRequest, register
 from cachesvc.flows.publish import publish
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.swap import swap_out
 from cachesvc.ledger.leases import first_id
@@ -340,6 +343,23 @@ def test_a_waiting_call_does_not_turn_the_clock_back() -> None:
     rig.now = 1.0
     rig.run(allocate, lease, 1, 4)
     assert lose_silent(rig.core, 30.0, 60.0) == []
+
+
+def test_a_process_may_map_what_it_has_attached_and_the_words_of_that_model_there_alone() -> None:
+    rig = rig_of(one_group(), device=(8,), replicas=2)
+    pools = PoolRequest((8,)), PoolRequest((0,))
+    register(rig.core, rig.vault, RegisterRequest("other", one_group(), b"", ("gpu-0",), *pools), 0.0)
+    process_arrived(rig.core, WORKER, 1, 1)
+    lease = open_lease(rig.core, 1, 0, "engine", WORKER, 5, 0.0).id
+    slab, words = ("gpu-0", 1, 0, 0), ("gpu-0", 1, None, 0)
+    assert not any(may_map(rig.core, WORKER, *what) for what in (slab, words)), "not attached yet"
+    attach(rig.core, resolve(rig.core.ledger, lease, 0.0), 0, WORKER)
+    assert all(may_map(rig.core, WORKER, *what) for what in (slab, words))
+    for other in (("gpu-1", 1, 1, 0), ("gpu-1", 1, None, 0), ("gpu-0", 2, 0, 0), ("gpu-0", 2, None, 0)):
+        assert not may_map(rig.core, WORKER, *other)
+    assert not may_map(rig.core, SCHEDULER, *words)
+    close_lease(rig.core, lease, quiesced=True)
+    assert not any(may_map(rig.core, WORKER, *what) for what in (slab, words))
 
 
 def test_what_cannot_be_opened_or_attached() -> None:

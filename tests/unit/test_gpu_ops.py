@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from gpu_ops.driver import LIBRARY, Copy2D, Driver, IpcHandle, WordOperation, driver
+from gpu_ops.driver import LIBRARY, Copy2D, CopyAttributes, Driver, IpcHandle, WordOperation, driver
 from gpu_ops.errors import CudaError, CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, GpuFacts, find_gpus
 from gpu_ops.kernels.pages import stamps
@@ -48,7 +48,9 @@ def test_no_copies_are_no_entries() -> None:
     assert len(batch_entries(np.empty((0, len(PITCHED_FIELDS)), np.int64))) == 0
 
 
-@pytest.mark.parametrize(("structure", "size"), [(IpcHandle, 64), (Copy2D, 128), (WordOperation, 48)])
+@pytest.mark.parametrize(
+    ("structure", "size"), [(IpcHandle, 64), (Copy2D, 128), (WordOperation, 48), (CopyAttributes, 24)]
+)
 def test_structures_have_the_drivers_sizes(structure: type[ctypes.Structure], size: int) -> None:
     assert ctypes.sizeof(structure) == size
 

@@ -31,7 +31,7 @@ class GatedBackend(SteppedBackend):
         self.permits = threading.Semaphore(0)
         self.start()
 
-    def register_host(self, buffer: memoryview) -> int:
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         self.permits.acquire()
         return super().register_host(buffer)
 
@@ -39,7 +39,7 @@ class GatedBackend(SteppedBackend):
 class RefusingBackend(SteppedBackend):
     """Takes one chunk and no more."""
 
-    def register_host(self, buffer: memoryview) -> int:
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         if self._regions:
             raise OSError(12, "cannot lock memory")
         return super().register_host(buffer)
@@ -254,7 +254,7 @@ def test_a_defect_while_filling_is_logged_once_with_its_traceback(
     caplog: pytest.LogCaptureFixture, threads: int
 ) -> None:
     class Defective(SteppedBackend):
-        def register_host(self, buffer: memoryview) -> int:
+        def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
             raise ZeroDivisionError("a defect")
 
     pool = HostPool(3 * MIB, MIB, threads, None, Defective(1, MIB))

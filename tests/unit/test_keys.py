@@ -238,3 +238,32 @@ def test_keys_are_copied_only_where_they_are_not_bytes() -> None:
         assert as_bytes(other) == keys
     with pytest.raises(InvalidRequest):
         as_bytes("keys")  # type: ignore[arg-type]
+
+
+def test_a_tail_has_a_key_of_its_length_that_no_full_block_has() -> None:
+    tokens = list(range(40))
+    tails = set()
+    for length in range(1, 40):
+        hasher = BlockHasher(NAMESPACE, 16)
+        hasher.extend(tokens[:length])
+        assert hasher.tail_tokens == length % 16
+        assert bool(hasher.tail_key()) == bool(length % 16)
+        tails.add(hasher.tail_key())
+        before = bytes(hasher.keys)
+        hasher.extend(tokens[length:])
+        assert bytes(hasher.keys)[: len(before)] == before
+        assert bytes(hasher.keys) == block_keys(NAMESPACE, tokens, 16), "asking for it changes nothing"
+        assert hasher.tail_key() not in bytes(hasher.keys)
+    assert len(tails) == 39 - 2 + 1, "each length has its own, and full blocks have none"
+
+
+def test_a_tail_with_an_image_in_it_has_another_key() -> None:
+    def tail(digest: bytes) -> bytes:
+        hasher = BlockHasher(NAMESPACE, 16, (ExtraKey(18, 22, digest),))
+        hasher.extend(range(20))
+        key = hasher.tail_key()
+        hasher.extend(range(20, 32))
+        assert bytes(hasher.keys) == block_keys(NAMESPACE, range(32), 16, (ExtraKey(18, 22, digest),))
+        return key
+
+    assert tail(b"one") != tail(b"another")

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
-from kvcache.v1 import cache_pb2, common_pb2
+from kvcache.v1 import cache_pb2, common_pb2, peer_pb2
 from kvcache.v1.lane_pb2 import LaneHello
 
 from cachesvc.model.errors import LimitExceeded
@@ -22,7 +22,8 @@ from tests.fuzz.workload import registers
 def request_fields() -> Iterator[tuple[str, FieldDescriptor]]:
     """Every field that a caller can make long, of every message that a request can hold."""
     seen: set[str] = set()
-    waiting: list[Any] = [LaneHello.DESCRIPTOR, *(rpc.request.DESCRIPTOR for rpc in list_rpcs().values())]
+    peers = (peer_pb2.BorrowRequest.DESCRIPTOR, peer_pb2.BeatRequest.DESCRIPTOR, peer_pb2.ReturnRequest.DESCRIPTOR)
+    waiting: list[Any] = [LaneHello.DESCRIPTOR, *peers, *(rpc.request.DESCRIPTOR for rpc in list_rpcs().values())]
     while waiting:
         kind = waiting.pop()
         if kind.full_name in seen:

@@ -178,6 +178,7 @@ def world_of(seed: int) -> World:
             LinkCosts(per_copy_us=900.0),
             LinkCosts(max_pitch_bytes=700),
             LinkCosts(per_row_ns=9e4),
+            LinkCosts(per_single_us=0.01),
         ]
     ),
 )
@@ -293,7 +294,35 @@ def test_costs_choose_the_step() -> None:
     whole = planned(move, 32, None, LinkCosts(per_copy_us=1e6))
     assert len(fine) == 32
     assert 1 < len(coarse) < 32
-    assert len(whole) == 1
+    assert [step.word_value for step in whole] == [1, 32], "the first layer comes alone, whatever steps cost"
+
+
+def test_narrow_planes_are_followed_layer_by_layer_where_single_rows_are_cheap() -> None:
+    """vLLM's default pages: 16 tokens of one plane, scattered. As pitched copies their layers would cost the link."""
+    layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
+    scattered = [int(p) for p in np.random.default_rng(3).permutation(4000)[:1024]]
+    move = whole_pools(layout, scattered, list(range(0, 2048, 2)))
+    assert 1 < len(planned(move, 32, None)) < 32
+    steps = planned(move, 32, None, LinkCosts(per_single_us=0.65))
+    assert len(steps) == 32
+    assert {int(height) for step in steps for height in step.copies[:, 5]} == {1}
+    assert sum(len(step.copies) for step in steps) == 1024 * 64
+
+
+def test_whole_blocks_of_narrow_planes_stay_pitched() -> None:
+    layout = gqa(layers=32, kv_heads=1, head_dim=128, block_tokens=16)  # 4 KiB
+    (step,) = planned(whole_pools(layout, [5, 1, 9], [0, 2, 4]), 32, 0, LinkCosts(per_single_us=0.65))
+    assert step.copies[:, 5].tolist() == [64, 64, 64]
+
+
+def test_a_choice_that_was_made_is_made_again_for_about_as_many_pages() -> None:
+    layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=64)
+    sizes = []
+    for count in (128, 200, 255):
+        pages = [int(p) for p in np.random.default_rng(count).permutation(600)[:count]]
+        steps = planned(whole_pools(layout, pages, list(range(0, 2 * count, 2))), 32, None)
+        sizes.append([step.word_value for step in steps])
+    assert sizes[0] == sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize(

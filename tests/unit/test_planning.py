@@ -131,3 +131,36 @@ def test_a_device_that_is_slow_holds_up_no_plans_for_another_one() -> None:
     begun.acquire()
     assert order == [0, 1, 10, 11, 12, 2]
     planning.close()
+
+
+def test_who_has_the_time_plans_what_nothing_is_before() -> None:
+    planning = ThreadPlanning(planned_ahead=2, at_once=True)
+    where, begun, gate = list[tuple[int, bool]](), threading.Semaphore(0), threading.Event()
+    here = threading.current_thread()
+
+    def note(number: int) -> Work:
+        def work(_: Exception | None) -> None:
+            where.append((number, threading.current_thread() is here))
+            begun.release()
+
+        return work
+
+    def hold(_: Exception | None) -> None:
+        begun.release()
+        gate.wait()
+
+    planning.start()
+    planning.submit(LOAD, AWAITED, ONE, 0, note(0))
+    planning.submit(LOAD, BACKGROUND, ONE, 1, note(1))
+    begun.acquire()
+    begun.acquire()
+    planning.submit(LOAD, BACKGROUND, OTHER, 2, hold)
+    begun.acquire()
+    planning.submit(LOAD, AWAITED, ONE, 3, note(3))  # another plan is being made: behind it
+    gate.set()
+    begun.acquire()
+    planning.submit(LOAD, AWAITED, ONE, 4, note(4))  # two wait for the streams
+    planning.ended(LOAD, 0)
+    begun.acquire()
+    assert where == [(0, True), (1, False), (3, False), (4, False)]
+    planning.close()

@@ -23,6 +23,7 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.node import Node
 from cachesvc.service.registrar import Registrar
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Vault
 from tests.conservation import audit
 from tests.unit.ledger_rig import windowed
@@ -55,7 +56,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.backend = GatedBackend()
-        self.engine = SwapEngine(self.backend, lambda *_: None)
+        self.engine = SwapEngine(Inside(self.backend), lambda *_: None)
         self.core = Core(Ledger(), self.engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         self.node = Node(self.core, epoch=1, wait_seconds=1.0, lease_seconds=3600.0)
         self.host_pool = HostPool(HOST_BYTES, HOST_BYTES, 1, None, self.backend)

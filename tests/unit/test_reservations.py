@@ -15,6 +15,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.release import release
 from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.flows.turns import tidy
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.reservations import Reservation, expire
 from cachesvc.model.answers import Allocated, Wait
@@ -22,6 +23,7 @@ from cachesvc.model.errors import DeadlineExceeded, LedgerBroken, PoolExhausted
 from cachesvc.model.words import PageState
 from cachesvc.service.node import Node
 from tests.unit.ledger_rig import Rig, one_group, prefill, rig_of, serve
+from tests.unit.turns_rig import SMALL, full
 
 
 def waiting(pages: int = 8, wanted: int = 8, *, host: int = 64) -> tuple[Rig, str, str, Wait]:
@@ -239,3 +241,36 @@ def test_a_call_beside_many_that_wait_asks_none_of_them() -> None:
             rig.once(allocate, b, 98, 4)
     call = resolve(rig.core.ledger, a, 0.0)
     assert list(call.replica.place.reservations) == [call.lease.sequences[1].room]
+
+
+def test_what_growth_has_evicted_is_not_taken_by_the_stock_of_another_lease() -> None:
+    """Engines that step on a full cache took each other's pages, and one of them went without for a second."""
+    rig, a, b = full(24)
+    for lease in (a, b):
+        rig.run(match, lease, 1, b"", 0)
+        rig.core.ledger.leases[lease].grown = 0
+    rig.core.ledger.leases[a].grown = 6
+    rig.once(refill_stock, a, (6,))
+    while rig.core.chores:
+        tidy(rig.core.chores)
+        assert rig.once(refill_stock, b, (8,)) == ()
+    assert (reserved(rig), rig.free()) == (6 - SMALL.evicted, [6 - SMALL.evicted])
+    rig.once(refill_stock, a, (6,))
+    assert (len(rig.core.ledger.leases[a].stock[0]), reserved(rig)) == (6, 0)
+
+
+def test_what_is_kept_for_a_stock_is_free_once_its_lease_ends() -> None:
+    rig, a, b = full(24)
+    rig.core.ledger.leases[a].grown = 6
+    rig.once(refill_stock, a, (6,))
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    assert reserved(rig) == 6 - SMALL.evicted
+    rig.core.ledger.leases[b].grown = 0
+    close_lease(rig.core, a, quiesced=True)
+    while rig.core.chores:
+        tidy(rig.core.chores)
+        rig.check()
+    assert reserved(rig) == 0
+    rig.once(refill_stock, b, (6,))
+    assert len(rig.core.ledger.leases[b].stock[0]) == 6

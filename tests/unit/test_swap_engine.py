@@ -16,6 +16,7 @@ from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, N
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.slots import SlotPool
 from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
@@ -35,7 +36,7 @@ from tests.unit.swap_rig import (
 )
 
 
-@pytest.fixture(params=["shm", "stepped"])
+@pytest.fixture(params=["shm", "stepped", "process"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     made = rig_of(request.param, mixed_layout(2))
     yield made
@@ -283,24 +284,24 @@ def test_after_close_nothing_is_taken_and_all_that_was_taken_has_ended(rig: Rig)
     rig.engine.close()
     with pytest.raises(Unavailable):
         rig.move(LOAD, (0, [0], [0]))
-    timelines = [rig.backend.timeline(device) for device in rig.backend.devices()]
+    sheets = rig.sheets()
     rig.backend.close()
     assert sorted(ticket for ticket, _ in rig.ended) == list(range(14))
     for (_, error), slot in zip(sorted(rig.ended, key=lambda end: end[0]), slots, strict=True):
         assert error is None or isinstance(error, Unavailable)
-        for timeline in timelines:
-            assert timeline.read(slot.word) == slot.end
-            assert timeline.read(slot.failed_word) == (0 if error is None else slot.end)
+        for sheet in sheets:
+            assert sheet.read(slot.word) == slot.end
+            assert sheet.read(slot.failed_word) == (0 if error is None else slot.end)
     rig.engine.close()
 
 
 def test_a_backend_that_went_first_ends_the_ticket_all_the_same(stepped: Rig) -> None:
-    timelines = [stepped.backend.timeline(device) for device in stepped.backend.devices()]
+    sheets = stepped.sheets()
     stepped.backend.close()
     slot = stepped.move(LOAD, (0, [0], [0]))
     ((_, error),) = stepped.ended
     assert isinstance(error, Unavailable)
-    assert [(t.read(slot.word), t.read(slot.failed_word)) for t in timelines] == [(4, 4), (4, 4)]
+    assert [(t.read(slot.word), t.read(slot.failed_word)) for t in sheets] == [(4, 4), (4, 4)]
 
 
 def test_an_owner_that_raises_is_logged_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -311,10 +312,10 @@ def test_an_owner_that_raises_is_logged_and_the_engine_goes_on(caplog: pytest.Lo
     def broken(ticket: int, error: Exception | None) -> None:
         raise ZeroDivisionError
 
-    engine = SwapEngine(backend, broken, planning=InlinePlanning())
+    engine = SwapEngine(Inside(backend, planning=InlinePlanning()), broken)
     engine.start()
-    memory = bytearray(layout.page_bytes(0) * HOST_PAGES + 16)
-    host = HostArray(layout.page_bytes(0), HOST_PAGES, memory, backend.register_host(memoryview(memory)), HOST_PAGES)
+    memory = memoryview(bytearray(layout.page_bytes(0) * HOST_PAGES + 16))
+    host = HostArray(layout.page_bytes(0), HOST_PAGES, memory, backend.register_host(memory), HOST_PAGES)
     engine.attach_model(1, layout, [[host]])
     slab = backend.create_slab("step-0", 4096)
     engine.attach_replica(1, 1, ["step-0"], [[slab]], [1])

@@ -10,6 +10,7 @@ from cachesvc_client.layouts.families import gqa
 from cachesvc.model.errors import NotFound
 from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.planner_threads import Devices, Work
 from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
@@ -78,10 +79,11 @@ def test_write_backs_are_paused_on_the_named_devices_alone(rig: Rig) -> None:
 def test_what_is_expedited_before_it_is_planned_is_awaited() -> None:
     planning = HeldPlanning()
     rig = rig_of("stepped", gqa(layers=1, kv_heads=1, head_dim=8, block_tokens=4))
-    engine = SwapEngine(rig.backend, rig.done, planning=planning)
+    engine = SwapEngine(Inside(backend_of(rig), planning=planning), rig.done)
     engine.start()
     old, rig.engine = rig.engine, engine
     old.close()
+    old.detach_model(MODEL)
     rig.engine.attach_model(MODEL, rig.layout, rig.hosts)
     rig.engine.attach_replica(
         MODEL, REPLICA, DEVICES[:1], [[rig.backend.create_slab(DEVICES[0], 24 * rig.layout.page_bytes(0))]], [24]

@@ -29,6 +29,7 @@ from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Arrivals, Vault
 from tests.contracts.host_gpu import UNIT_BYTES, HostGpu
 from tests.sim.inline_planning import InlinePlanning
@@ -47,7 +48,7 @@ class Desk:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         backend.start()
-        engine = SwapEngine(backend, lambda *_: None, planning=InlinePlanning())
+        engine = SwapEngine(Inside(backend, planning=InlinePlanning()), lambda *_: None)
         engine.start()
         self.core = Core(Ledger(), engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         pool = HostPool(0, 1 << 20, 1, None, backend)
@@ -103,7 +104,7 @@ class Store:
         self.backend.start()
         self.told: list[tuple[int, int, Run]] = []
         self.pool = SteppedHostPool(chunks * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend)
-        self.engine = SwapEngine(self.backend, lambda *_: None, planning=InlinePlanning())
+        self.engine = SwapEngine(Inside(self.backend, planning=InlinePlanning()), lambda *_: None)
         self.engine.start()
         self.vault = Vault(self.backend, self.pool, self.engine, lambda *arrived: self.told.append(arrived))
 

@@ -13,6 +13,7 @@ class FullAttentionSpec:
 
     block_size: int = 32
     num_kv_heads: int = 2
+    prefix_replay_tokens: int = 0
 
 
 @dataclass(frozen=True)

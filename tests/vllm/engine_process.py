@@ -49,19 +49,34 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
 
     if asked.get("reset"):
         return llm.reset_prefix_cache()
-    prompts = [{"prompt_token_ids": each["tokens"]} for each in asked["prompts"]]
-    sampling = [
-        SamplingParams(temperature=0, max_tokens=each["new"], logprobs=2, detokenize=False, ignore_eos=True)
+    if asked.get("metrics"):
+        from prometheus_client import REGISTRY
+
+        samples = [each for metric in REGISTRY.collect() for each in metric.samples if "cachesvc" in each.name]
+        marks = ("tier", "outcome")
+        return {
+            ".".join([each.name, *(each.labels[key] for key in marks if key in each.labels)]): each.value
+            for each in samples
+        }
+    prompts = [
+        {"prompt_token_ids": each["tokens"], **({"cache_salt": each["salt"]} if each["salt"] else {})}
         for each in asked["prompts"]
     ]
+    plain = {"temperature": 0, "logprobs": 2, "detokenize": False, "ignore_eos": True}
+    sampling = [SamplingParams(**{**plain, "max_tokens": each["new"], **each["sampling"]}) for each in asked["prompts"]]
     return [
         {
-            "tokens": list(out.outputs[0].token_ids),
-            "logprobs": [sorted((token, each.logprob) for token, each in at.items()) for at in out.outputs[0].logprobs],
+            "tokens": [list(said.token_ids) for said in out.outputs],
+            "logprobs": [[_told(at) for at in said.logprobs] for said in out.outputs]
+            + [_told(at) for at in out.prompt_logprobs or ()],
             "cached": out.num_cached_tokens,
         }
         for out in llm.generate(prompts, sampling, use_tqdm=False)
     ]
+
+
+def _told(at: Any) -> Any:
+    return None if at is None else sorted((token, each.logprob) for token, each in at.items())
 
 
 def main(lines: TextIO) -> None:

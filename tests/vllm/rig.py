@@ -9,7 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +46,25 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """``new`` tokens are to follow."""
+    """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for."""
 
     tokens: tuple[int, ...]
     new: int = 8
+    salt: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``logprobs``: of the two most likely tokens at each place, bit by bit. ``cached``: prompt tokens not computed."""
+    """``tokens``: of each sample. ``logprobs``: of the two most likely tokens at each place, bit by bit; of the prompt
+    too, where it asked for them. ``cached``: prompt tokens not computed."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
     logprobs: str
     cached: int
 
     @property
-    def said(self) -> tuple[tuple[int, ...], str]:
+    def said(self) -> tuple[tuple[tuple[int, ...], ...], str]:
         """What must not depend on any cache."""
         return self.tokens, self.logprobs
 
@@ -110,12 +113,13 @@ class Engine:
 
     def send(self, *prompts: Prompt) -> None:
         """Ask, and collect later."""
-        self._write({"prompts": [{"tokens": list(each.tokens), "new": each.new} for each in prompts]})
+        self._write({"prompts": [asdict(each) for each in prompts]})
 
     def collect(self) -> list[Answer]:
         """The answers to what was sent."""
         return [
-            Answer(tuple(each["tokens"]), json.dumps(each["logprobs"]), int(each["cached"])) for each in self._read()
+            Answer(tuple(map(tuple, each["tokens"])), json.dumps(each["logprobs"]), int(each["cached"]))
+            for each in self._read()
         ]
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
@@ -127,6 +131,11 @@ class Engine:
         """``reset_prefix_cache``."""
         self._write({"reset": True})
         return bool(self._read())
+
+    def metrics(self) -> dict[str, float]:
+        """Of the connector, as vLLM's own metrics have them. Wants ``disable_log_stats`` false."""
+        self._write({"metrics": True})
+        return dict(self._read())
 
     def kill(self) -> None:
         """With all of its processes, at once."""

@@ -1,14 +1,31 @@
-"""Holds what the connector replaces and implements against the vLLM that is installed; prints what differs.
+"""Holds what the connector replaces and implements against releases of vLLM, by their sources; prints what differs.
 
-python -m tests.vllm.signatures
+    python -m tests.vllm.signatures                                # the installed release, and those that were recorded
+    python -m tests.vllm.signatures FOLDER > tests/vllm/releases/0.33.json     # record the one whose package is there
+
+Only a release that is installed can be run; of the others this much is known.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+RELEASES = Path(__file__).parent / "releases"
+
+CLASSES = {
+    "BlockPool": "v1/core/block_pool.py",
+    "KVCacheManager": "v1/core/kv_cache_manager.py",
+    "KVConnectorBase_V1": "distributed/kv_transfer/kv_connector/v1/base.py",
+    "SupportsHMA": "distributed/kv_transfer/kv_connector/v1/base.py",
+    "KVConnectorStats": "distributed/kv_transfer/kv_connector/v1/metrics.py",
+    "KVConnectorPromMetrics": "distributed/kv_transfer/kv_connector/v1/metrics.py",
+}
 
 POOL_METHODS = {
     "cache_full_blocks",
@@ -30,50 +47,101 @@ POOL_METHODS = {
 INHERITED = {"get_usage", "is_block_writable", "take_events"}
 """Right as they are: they ask the others."""
 
-REQUEST_FIELDS = ("num_in_flight_tokens", "num_computed_tokens", "block_hashes")
-POOL_FIELDS = ("hash_block_size", "null_block", "num_gpu_blocks")
+TEXTS = {
+    "v1/request.py": ("self.num_in_flight_tokens", "self.num_computed_tokens", "def block_hashes|self.block_hashes"),
+    "v1/core/block_pool.py": ("self.hash_block_size", "self.null_block", "self.num_gpu_blocks"),
+    "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),
+    "v1/worker/gpu/block_table.py": ("if self.redirect_writes_to_null_block:",),
+    "v1/core/kv_cache_utils.py": ("def resolve_none_hash_seed(",),
+    "v1/kv_cache_interface.py": ("kv_cache_layout:", "hash_block_size:", "host_resident:", "def prefix_replay_tokens("),
+}
+"""What is read, or stepped into, without being called by a signature; of alternatives one."""
+
+IN_ORDER = (
+    "self._initialize_kv_caches(",
+    "self._set_kv_connector_handshake_metadata()|self.model_executor.get_kv_connector_handshake_metadata()",
+    "self.batch_queue_size",
+)
+"""In ``v1/engine/core.py``: workers warm up, are asked what they share, and only then is anything run."""
 
 
-def parameters(function: Any) -> list[str]:
-    """Names of what it is called with; all is taken where it says so."""
-    return [each.name for each in inspect.signature(function).parameters.values() if each.name != "self"]
+def surface(package: Path) -> dict[str, Any]:
+    """What the connector relies on, of the package in a folder."""
+    found: dict[str, Any] = {}
+    for name, path in CLASSES.items():
+        tree = ast.parse((package / path).read_text(encoding="utf-8"))
+        (body,) = [each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name]
+        found[name] = {each.name: _names(each.args) for each in body if isinstance(each, ast.FunctionDef)}
+    found["lacks"] = [
+        f"{path}: {text}"
+        for path, texts in TEXTS.items()
+        for text in texts
+        if not any(each in (package / path).read_text(encoding="utf-8") for each in text.split("|"))
+    ]
+    core = (package / "v1/engine/core.py").read_text(encoding="utf-8")
+    places = [min((core.find(each) for each in text.split("|") if each in core), default=-1) for text in IN_ORDER]
+    if -1 in places or places != sorted(places):
+        found["lacks"].append(f"v1/engine/core.py: {', '.join(IN_ORDER)} in this order")
+    return found
 
 
-def differences() -> Iterator[str]:
-    """What does not fit, one a line."""
+def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
+    """What does not fit a release, one a line."""
     from cachesvc_vllm import CachesvcConnector
     from cachesvc_vllm.block_pool import DaemonBlockPool
+    from cachesvc_vllm.metrics import CacheMetrics, CacheStats
     from cachesvc_vllm.scheduler_side import SchedulerSide
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request
 
-    found = {name for name, _ in inspect.getmembers(BlockPool, inspect.isfunction) if not name.startswith("_")}
-    if found != POOL_METHODS:
-        yield f"methods of the block pool: {sorted(found ^ POOL_METHODS)}"
-    for name in sorted(found - INHERITED):
-        mine, theirs = vars(DaemonBlockPool).get(name), parameters(getattr(BlockPool, name))
-        if mine is None or parameters(mine) not in (theirs, ["args", "kwargs"]):
-            yield f"BlockPool.{name}: {theirs}"
-    for name in ("get_computed_blocks", "allocate_slots"):
-        mine, theirs = parameters(getattr(SchedulerSide, name)), parameters(getattr(KVCacheManager, name))
-        named = [each for each in mine if each not in ("args", "kwargs")]
-        if theirs[: len(named)] != named:
-            yield f"KVCacheManager.{name}: {theirs}"
-    for name, mine in vars(CachesvcConnector).items():
-        base = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
-        if (
-            inspect.isfunction(mine)
-            and not name.startswith("_")
-            and (base is None or parameters(mine) != parameters(base))
-        ):
-            yield f"hook {name}: {None if base is None else parameters(base)}"
-    source = inspect.getsource(Request) + inspect.getsource(BlockPool)
-    for field in (*REQUEST_FIELDS, *POOL_FIELDS):
-        if f"self.{field}" not in source:
-            yield f"there is no {field}"
+    public = {name for name in told["BlockPool"] if not name.startswith("_")}
+    if public != POOL_METHODS:
+        yield f"{release}: methods of the block pool: {sorted(public ^ POOL_METHODS)}"
+    replaced = sorted(public - INHERITED)
+    yield from _unlike(release, DaemonBlockPool, {name: told["BlockPool"][name] for name in replaced})
+    managed = ("get_computed_blocks", "allocate_slots")
+    yield from _unlike(release, SchedulerSide, {name: told["KVCacheManager"][name] for name in managed})
+    hooks = {**told["SupportsHMA"], **told["KVConnectorBase_V1"]}
+    for mine, theirs in (
+        (CachesvcConnector, hooks),
+        (CacheStats, told["KVConnectorStats"]),
+        (CacheMetrics, told["KVConnectorPromMetrics"]),
+    ):
+        own = {name for name, each in vars(mine).items() if inspect.isroutine(each) and not name.startswith("_")}
+        yield from (f"{release}: there is no hook {name}" for name in sorted(own - theirs.keys()))
+        yield from _unlike(release, mine, {name: theirs[name] for name in sorted(own & theirs.keys())})
+    yield from (f"{release}: {text}" for text in told["lacks"])
+
+
+def _unlike(release: str, mine: type, theirs: dict[str, list[str]]) -> Iterator[str]:
+    """Methods of ours that cannot be called as theirs are."""
+    for name, parameters in theirs.items():
+        if name not in vars(mine):
+            yield f"{release}: {mine.__name__} lacks {name}"
+            continue
+        own = [each for each in inspect.signature(getattr(mine, name)).parameters.values() if each.name != "self"]
+        plain = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+        takes_any = any(each.kind is each.VAR_POSITIONAL for each in own)
+        names, more = [each.name for each in plain], plain[len(parameters) :]
+        wanted = parameters[: len(names)] if takes_any else parameters
+        if names[: len(wanted)] != wanted or any(each.default is each.empty for each in more):
+            yield f"{release}: {mine.__name__}.{name} takes {names}, and is called with {parameters}"
+
+
+def _names(arguments: ast.arguments) -> list[str]:
+    named = [each.arg for each in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+    return [name for name in named if name not in ("self", "cls")]
+
+
+def main() -> None:
+    """Record, or compare."""
+    if len(sys.argv) > 1:
+        print(json.dumps(surface(Path(sys.argv[1])), indent=1, sort_keys=True))
+        return
+    import vllm
+
+    told = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RELEASES.glob("*.json"))}
+    told[f"{vllm.__version__}, installed"] = surface(Path(vllm.__file__).parent)
+    print(json.dumps([each for release, what in told.items() for each in differences(release, what)]))
 
 
 if __name__ == "__main__":
-    print(json.dumps(list(differences())))
+    main()

@@ -11,8 +11,9 @@ DEVICE_BLOCKS = 72
 
 def test_a_prompt_that_left_the_device_is_loaded_and_not_computed(fleet: Fleet, plain: Engine) -> None:
     prompts = [random_prompt(each, 20.5) for each in range(8)]
-    with running_node() as node:
-        engine = fleet.engine(node.socket, DEVICE_BLOCKS, extra={"host_blocks": 400})
+    with running_node(["--checksums", "all"]) as node:
+        extra, options = {"host_blocks": 400, "verify_steps": 10}, {"disable_log_stats": False}
+        engine = fleet.engine(node.socket, DEVICE_BLOCKS, extra=extra, options=options)
         expected = plain.ask(*prompts)
         with engines(engine) as (mine,):
             first = [mine.ask(prompt)[0] for prompt in prompts]
@@ -23,3 +24,10 @@ def test_a_prompt_that_left_the_device_is_loaded_and_not_computed(fleet: Fleet, 
             assert node.counters()["hit_blocks_host"] >= 20
             together = mine.ask(*prompts)  # more than fit at a time
             assert [answer.said for answer in together] == [answer.said for answer in expected]
+            metrics = mine.metrics()
+            assert metrics["vllm:cachesvc_hit_tokens_total.host"] >= 20 * BLOCK_TOKENS
+            assert metrics["vllm:cachesvc_loads_total.came"] >= 1
+            assert metrics["vllm:cachesvc_loads_total.failed"] == 0
+            assert metrics["vllm:cachesvc_step_seconds_count"] > 0
+            asked = metrics["vllm:cachesvc_asked_tokens_total"]
+            assert asked == 3 * sum(len(prompt.tokens) for prompt in prompts)

@@ -4,7 +4,8 @@ After a fault a driver refuses every call of this process for good, so only a ne
 devices serve, or engines still hold leases (hits in place go on), ending this one would cost more than it brings:
 
 * ready: no device is broken, and the daemon does not drain. Nobody new should be sent here.
-* live: there is something to keep alive. Not so once every device is broken, or one is and no lease is left.
+* live: there is something to keep alive. Not so once every device is broken, or one is and no lease is left; but where
+  devices have movers in processes of their own, which are started again, the daemon has no part in it.
 
 A supervisor that restarts what is not live brings the device back then.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from cachesvc.memory.seam import Backend
+from cachesvc.memory.seam import DeviceMemory
 from cachesvc.model.errors import Unavailable
 from cachesvc.service.host.health import Serving
 from cachesvc.service.node import Node
@@ -29,12 +30,15 @@ class DeviceHealth:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: DeviceMemory,
         node: Node,
         tell: Callable[[Serving], Awaitable[None]],
         *,
         probe_seconds: float = PROBE_SECONDS,
+        heals: bool = False,
     ) -> None:
+        """``heals``: devices come back by themselves."""
+        self._heals = heals
         self._backend = backend
         self._view = node.view()
         self._tell = tell
@@ -64,12 +68,16 @@ class DeviceHealth:
         if not faults:
             return Serving(ready=not self._view.is_draining, live=True)
         others = len(faults) < len(self._backend.devices())
-        return Serving(ready=False, live=others and self._view.live_leases > 0)
+        return Serving(ready=False, live=self._heals or (others and self._view.live_leases > 0))
 
     async def look(self) -> None:
         """Ask the devices, log what is new, and tell what has changed."""
         await asyncio.to_thread(self._backend.probe)
-        for device, reason in self.faults().items():
+        faults = self.faults()
+        for device in [device for device in self._known if device not in faults]:
+            del self._known[device]
+            events.event("device_back", device=device)
+        for device, reason in faults.items():
             if device not in self._known:
                 self._known[device] = reason
                 events.warning(
@@ -77,7 +85,9 @@ class DeviceHealth:
                     device=device,
                     reason=reason,
                     devices_left=len(self._backend.devices()) - len(self._known),
-                    action="restart the daemon when the engines of its other devices can do without it",
+                    action="its mover is started again by itself"
+                    if self._heals
+                    else "restart the daemon when the engines of its other devices can do without it",
                 )
         await self.tell()
 
@@ -98,7 +108,7 @@ class DeviceHealth:
             await asyncio.sleep(self._probe_seconds)
 
 
-def require_working(backend: Backend, devices: tuple[str, ...]) -> None:
+def require_working(backend: DeviceMemory, devices: tuple[str, ...]) -> None:
     """Raises Unavailable where one of the devices, which may be unknown, is broken."""
     known = backend.devices()
     for device in devices:
@@ -106,6 +116,6 @@ def require_working(backend: Backend, devices: tuple[str, ...]) -> None:
         if reason:
             working = [other for other in known if not backend.fault(other)]
             raise Unavailable(
-                f"device {device} is broken for this daemon ({reason}) until it is restarted; go on without the cache"
-                + (f", or register on {', '.join(working)}" if working else "")
+                f"device {device} is broken for now ({reason}), or until the daemon is restarted; "
+                "go on without the cache" + (f", or register on {', '.join(working)}" if working else "")
             )

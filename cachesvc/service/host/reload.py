@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from cachesvc.flows.evictions import set_eviction
-from cachesvc.memory.seam import Backend
+from cachesvc.memory.seam import DeviceMemory
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
@@ -111,7 +111,7 @@ def live_settings(
     admission: Admission,
     cache: BoundedSteps,
     lanes: BoundedLanes,
-    backend: Backend,
+    backend: DeviceMemory,
     drain: BoundedDrain,
 ) -> dict[str, Callable[[Any], None]]:
     """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""

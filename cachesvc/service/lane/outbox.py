@@ -39,10 +39,12 @@ class Outbox:
             asyncio.get_running_loop().add_writer(self._socket, self._writable)
 
     def close(self) -> None:
-        """Drop what is kept."""
+        """Drop what is kept, and whoever it would tell: a lane and its outbox know each other, and their buffers would
+        else wait for a full pass of the collector."""
         if self._kept:
             self._kept.clear()
             asyncio.get_running_loop().remove_writer(self._socket)
+        self._emptied, self._broke = _nobody, _nobody_told
 
     def _writable(self) -> None:
         sent = self._try(self._kept)
@@ -62,3 +64,11 @@ class Outbox:
         except OSError as error:
             self._broke(f"it broke: {error.strerror}")
             return -1
+
+
+def _nobody() -> None:
+    """It is closed."""
+
+
+def _nobody_told(_: str) -> None:
+    """It is closed."""

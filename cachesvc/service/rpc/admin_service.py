@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
-from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
+from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, storage_pb2
 
 from cachesvc.model.errors import CacheError, InvalidRequest
 from cachesvc.questions.explanation import explain
@@ -27,6 +27,7 @@ from cachesvc.service.host.reload import Change
 from cachesvc.service.inspection import Inspection
 from cachesvc.service.rpc import index_messages, status_messages
 from cachesvc.service.rpc.edge import Context, Edge, refuse
+from cachesvc.service.storage_answers import StorageAnswers
 from cachesvc.service.time_slices import TimeSlices
 
 Answer = TypeVar("Answer")
@@ -47,6 +48,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         facts: Facts,
         quotas: Quotas,
         reload: Callable[[], list[Change]],
+        storage: StorageAnswers,
     ) -> None:
         self._edge = edge
         self._inspection = inspection
@@ -54,6 +56,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._facts = facts
         self._quotas = quotas
         self._reload_settings = reload
+        self._storage = storage
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         question = partial(status, silence_limit_seconds=self._facts.lease_seconds)
@@ -135,6 +138,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
         return await self._serve(context, request, self._reload)
+
+    async def GetStorage(
+        self, request: storage_pb2.GetStorageRequest, context: Context
+    ) -> storage_pb2.GetStorageResponse:
+        return await self._serve(context, request, lambda: self._storage.status(self._inspection.view()))
+
+    async def CheckStorage(
+        self, request: storage_pb2.CheckStorageRequest, context: Context
+    ) -> storage_pb2.CheckStorageResponse:
+        return await self._serve(context, request, self._storage.check)
+
+    async def PurgeStorage(
+        self, request: storage_pb2.PurgeStorageRequest, context: Context
+    ) -> storage_pb2.PurgeStorageResponse:
+        return await self._serve(context, request, partial(self._storage.purge, request.model))
 
     # -- how a call is served ----------------------------------------------------------------------------------
 

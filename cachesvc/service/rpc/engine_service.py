@@ -11,7 +11,7 @@ from cachesvc.flows.budget import Budget
 from cachesvc.flows.leases import attach, detach
 from cachesvc.flows.models import Registered, RegisterRequest
 from cachesvc.flows.sizing import PoolRequest
-from cachesvc.memory.seam import Backend, Handle
+from cachesvc.memory.seam import DeviceMemory, Handle
 from cachesvc.model.geometry import device_geometry
 from cachesvc.questions.owned import require_no_others
 from cachesvc.service.access.admission import Kind, Place
@@ -26,7 +26,7 @@ from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Register, Attach, Detach. ``registrar``: closes before the memory does."""
 
-    def __init__(self, edge: Edge, backend: Backend, quotas: Quotas | None = None) -> None:
+    def __init__(self, edge: Edge, backend: DeviceMemory, quotas: Quotas | None = None) -> None:
         self._edge = edge
         self._node = edge.dispatcher.node
         self._backend = backend
@@ -95,7 +95,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         model, replica = call.model, call.replica
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
-        timeline = self._backend.timeline(device)
+        words = self._backend.timeline(device).sheet(model.id)
         pages = model.layout.slab_pages(replica.device_pages)
         return engine_pb2.AttachResponse(
             device=device,
@@ -108,7 +108,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 )
                 for group, slab in enumerate(slabs)
             ],
-            timeline=_handle(timeline.handle),
+            timeline=_handle(words.handle),
         )
 
     def _detach(self, ask: Ask, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:

@@ -42,7 +42,8 @@ WAIT_SLICE_S = 0.1
 """A waiter sleeps in the kernel on the timeline word, which a dead daemon moves no more: it looks up this often."""
 
 POLL_S = (100e-6, 1e-3)
-"""A GPU sets words and wakes nobody: the first and the longest pause of a waiter between two looks."""
+"""A GPU sets words by itself; the daemon wakes waiters when it sees that a word's slice has landed, some 0.1 ms later.
+The first and the longest pause of a waiter between two looks, for what comes earlier than that."""
 
 log = logging.getLogger(__name__)
 

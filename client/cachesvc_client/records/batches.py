@@ -37,6 +37,7 @@ class StepBatch(Generic[H]):
         self._make_handle = make_handle
         self._are_columns = True
         self._columns: dict[int, Column] = {}
+        self._sealed: set[int] = set()
         self.sends_keys: bool | None = None
 
     def match(
@@ -55,6 +56,7 @@ class StepBatch(Generic[H]):
     def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"") -> int:
         """As ``Sequence.publish``; the result is a Published."""
         record = sequence.record
+        self._sealed.add(record.id)
         sends_keys = upto_blocks > record.known_keys
         if self.sends_keys is not None and sends_keys != self.sends_keys:
             sends_keys = bool(keys)  # a column has the keys of all its entries, or of none
@@ -86,7 +88,8 @@ class StepBatch(Generic[H]):
         record = sequence.record
         if record.end_later(launch, output_tokens):
             return self._put(Operation(HELD, None, lambda _: 0, no_action, record))
-        self._lease.growing.pop(record.id, None)
+        if record.id not in self._sealed:  # else the daemon has to know of the pages
+            self._lease.growing.pop(record.id, None)
         if not self._fits(record, RELEASE):
             return self._add(record.release(self._lease.stock))
         return self._enter(Release(record, self._lease.stock))

@@ -90,6 +90,11 @@ class SequenceView:
         return self.record.matched.host_blocks
 
     @property
+    def storage_blocks(self) -> int:
+        """Of ``host_blocks``, those whose bytes came from storage for this Match."""
+        return self.record.matched.storage_blocks
+
+    @property
     def hit_blocks(self) -> int:
         """``device_blocks + host_blocks``: what need not be computed."""
         return self.device_blocks + self.host_blocks

@@ -102,7 +102,11 @@ def build_match(
 def parse_match(response: cache_pb2.MatchResponse) -> Matched:
     """The hit, and the pages of what is in place."""
     return Matched(
-        response.device_blocks, response.host_blocks, response.computing_blocks, cells_from_proto(response.tables)
+        response.device_blocks,
+        response.host_blocks,
+        response.computing_blocks,
+        cells_from_proto(response.tables),
+        response.storage_blocks,
     )
 
 

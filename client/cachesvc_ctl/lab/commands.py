@@ -11,8 +11,8 @@ from pathlib import Path
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.sizes import parse_size
 from cachesvc_ctl.command import Command, at_least_one, count, flag
-from cachesvc_ctl.daemon_process import DaemonProcess
 from cachesvc_ctl.lab.grid import OPTIMUM, Row, SimulationFailed, check_names, grid, run_grid
+from cachesvc_ctl.lab.nodes import running_nodes
 from cachesvc_ctl.lab.picture import draw_picture
 from cachesvc_ctl.lab.pool_size import PoolSize, Unit, pool_size, pool_sizes
 from cachesvc_ctl.lab.prompts import Prompts, prompts_of
@@ -73,6 +73,9 @@ class Replay(Command):
         flag("--limit", type=at_least_one, metavar="R", help="replay only the first R requests"),
         flag("--clock", choices=("daemon", "trace"), default="daemon", help="whose time eviction learns from"),
         flag("--kill-every", type=float, default=0, metavar="SECONDS", help="kill an engine and start it again"),
+        flag("--storage", metavar="SPEC", default="", help="of the started daemon: file:FOLDER?capacity=SIZE"),
+        flag("--restart-every", type=float, default=0, metavar="SECONDS", help="kill the daemon and start another one"),
+        flag("--nodes", type=int, choices=(1, 2), default=1, help="daemons that lend to each other (default 1)"),
         flag("--json", metavar="OUT", help="write the report there; the picture goes beside it"),
         flag("--picture", metavar="PNG", help="write the picture there"),
     )
@@ -82,11 +85,16 @@ class Replay(Command):
         said = self.arguments
         requests = list(read_trace(Path(said.trace), block_tokens=said.block_tokens, limit=said.limit))
         plan = _plan(said, requests)
+        if said.socket and (said.storage or said.restart_every):
+            raise ReplayFailed("--storage and --restart-every are for a daemon that it starts, not with --socket")
+        if said.nodes > 1 and (said.socket or said.restart_every or not plan.host_blocks):
+            raise ReplayFailed("--nodes 2 starts its daemons, kills none, and needs --host-blocks to lend")
         if said.socket:
             report = ReplayRun(plan, said.socket, requests).run()
         else:
-            with DaemonProcess(_daemon_flags(plan, said.backend)) as daemon:
-                report = ReplayRun(plan, daemon.socket, requests).run()
+            flags = _daemon_flags(plan, said.backend)
+            with running_nodes(flags, said.nodes, has_storage=bool(plan.storage)) as (daemon, *others):
+                report = ReplayRun(plan, daemon.socket, requests, daemon, [each.socket for each in others]).run()
         print(report_table(report))
         picture = said.picture
         if said.json:
@@ -213,6 +221,8 @@ def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> Replay
         layers=arguments.layers,
         kill_every_seconds=arguments.kill_every,
         tells_time=arguments.clock == "trace",
+        storage=arguments.storage,
+        restart_every_seconds=arguments.restart_every,
     )
 
 
@@ -226,5 +236,6 @@ def _daemon_flags(plan: ReplayPlan, backend: str) -> list[str]:
         "--host-pool": str(host),
         "--write-policy": plan.write_policy,
         "--eviction": plan.eviction,
+        **({"--storage": plan.storage} if plan.storage else {}),
     }
     return [part for pair in flags.items() for part in pair]

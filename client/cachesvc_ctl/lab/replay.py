@@ -9,18 +9,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import as_path
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
+from cachesvc_ctl.daemon_process import DaemonProcess
 from cachesvc_ctl.lab.histogram import LatencyHistogram
+from cachesvc_ctl.lab.nodes import OtherNodes
 from cachesvc_ctl.lab.replay_engine import EngineSettings
 from cachesvc_ctl.lab.report import ReplayReport, Sample, merge_samples
+from cachesvc_ctl.lab.restarts import Lives, Restarter, counters_now
 from cachesvc_ctl.lab.trace import TraceRequest
 
 SETTLE_SECONDS = 30.0
@@ -33,7 +37,8 @@ class ReplayFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay and how. ``kill_every_seconds`` 0: kill nobody. ``tells_time``: the trace's, for eviction."""
+    """What to replay and how. ``kill_every_seconds`` 0: kill no engine, and ``restart_every_seconds`` likewise no
+    daemon. ``tells_time``: the trace's, for eviction. ``storage``: as the daemon is told, or empty."""
 
     trace: str
     engines: int
@@ -46,6 +51,8 @@ class ReplayPlan:
     layers: int
     kill_every_seconds: float
     tells_time: bool
+    storage: str = ""
+    restart_every_seconds: float = 0.0
     seed: int = 1
 
 
@@ -58,6 +65,7 @@ class Tally:
     blocks: int = 0
     device: int = 0
     host: int = 0
+    storage: int = 0
     computed: int = 0
     uncached: int = 0
     verified: int = 0
@@ -68,12 +76,14 @@ class Tally:
 
     def add(self, outcome: dict[str, object], blocks: int, second: int, block_bytes: int) -> None:
         """Count one request's outcome."""
-        device, host, computed = (int(str(outcome[name])) for name in ("device", "host", "computed"))
+        names = ("device", "host", "storage", "computed")
+        device, host, storage, computed = (int(str(outcome[name])) for name in names)
         with self.lock:
             self.requests += 1
             self.blocks += blocks
             self.device += device
             self.host += host
+            self.storage += storage
             self.computed += computed
             self.uncached += int(str(outcome["uncached"]))
             self.verified += int(str(outcome["verified"]))
@@ -82,7 +92,7 @@ class Tally:
             assert isinstance(timed, list)
             for name, milliseconds in timed:
                 self.rpc.setdefault(name, LatencyHistogram()).record(milliseconds)
-            sample = Sample(second, device, host, 0, computed, host * block_bytes, 0)
+            sample = Sample(second, device, host, storage, computed, (host + storage) * block_bytes, 0)
             known = self.samples.get(second)
             self.samples[second] = known.plus(sample) if known is not None else sample
 
@@ -103,6 +113,7 @@ class EngineSlot(threading.Thread):
         self._run = run
         self._process: subprocess.Popen[str] | None = None
         self._starts = 0
+        self._life = 0
 
     def run(self) -> None:
         """Serve until the queue is empty."""
@@ -151,13 +162,15 @@ class EngineSlot(threading.Thread):
 
     def _start(self) -> subprocess.Popen[str]:
         self._starts += 1
-        settings = replace(self._run.settings, name=f"replay-{self.number}.{self._starts}")
+        self._life = self._run.lives.count
+        socket = self._run.sockets[self.number % len(self._run.sockets)]
+        settings = replace(self._run.settings, socket=socket, name=f"replay-{self.number}.{self._starts}")
         command = [sys.executable, "-m", "cachesvc_ctl.lab.replay_engine", json.dumps(asdict(settings))]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         assert process.stdout is not None
         if not process.stdout.readline():
             self._reap(process)
-            if process.returncode != -signal.SIGKILL:
+            if process.returncode != -signal.SIGKILL and self._life == self._run.lives.count:
                 raise ReplayFailed("an engine did not start; what it said stands above")
             return self._start()
         self._process = process
@@ -172,7 +185,7 @@ class EngineSlot(threading.Thread):
                 pipe.close()
             except BrokenPipeError:
                 continue  # what was still to be written goes to its successor
-        if code not in (0, -signal.SIGKILL):
+        if code not in (0, -signal.SIGKILL) and self._life == self._run.lives.count:
             raise ReplayFailed(f"an engine ended with exit code {code}; what it said stands above")
 
     def _end(self, process: subprocess.Popen[str]) -> None:
@@ -193,11 +206,27 @@ def _told(request: TraceRequest) -> dict[str, object]:
     }
 
 
-class ReplayRun:
-    """One replay against the daemon at ``socket``."""
+def _kill_all(slots: Iterable[EngineSlot]) -> None:
+    """Engines of a daemon that is gone: each is started again with the request that it was at."""
+    for slot in slots:
+        slot.kill()
 
-    def __init__(self, plan: ReplayPlan, socket: str, requests: Iterable[TraceRequest]) -> None:
+
+class ReplayRun:
+    """One replay against the daemon at ``socket``; ``daemon``: its process, where it may be restarted. ``others``:
+    sockets of further nodes, to which engines are dealt out in turn."""
+
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        socket: str,
+        requests: Iterable[TraceRequest],
+        daemon: DaemonProcess | None = None,
+        others: Sequence[str] = (),
+    ) -> None:
         self.plan = plan
+        self.sockets = (socket, *others)
+        self.lives = Lives(daemon)
         self.tally = Tally()
         self.queue = deque(requests)
         self.total = len(self.queue)
@@ -232,15 +261,20 @@ class ReplayRun:
         """Serve every request; the report. Raises ReplayFailed."""
         self._began = time.monotonic()
         slots = [EngineSlot(number, self) for number in range(self.plan.engines)]
-        with open_remote(as_path(self.settings.socket)) as channel:
+        with open_remote(as_path(self.settings.socket)) as channel, OtherNodes(self.sockets[1:]) as others:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             status = admin.GetStatus(admin_pb2.GetStatusRequest())
             self._backend, before = status.backend, dict(status.counters)
+            restarter = Restarter(
+                self.lives, self.plan.restart_every_seconds, self._over, admin, partial(_kill_all, slots)
+            )
             self._stored = before.get("d2h_bytes", 0)
             for slot in slots:
                 slot.start()
             watcher = threading.Thread(target=self._watch, args=(admin,), daemon=True)
             watcher.start()
+            if self.plan.restart_every_seconds > 0:
+                restarter.start()
             if self.plan.kill_every_seconds > 0:
                 threading.Thread(target=self._kill, args=(slots,), daemon=True).start()
             for slot in slots:
@@ -248,12 +282,18 @@ class ReplayRun:
             seconds = time.monotonic() - self._began
             self._over.set()
             watcher.join()
-            for slot in slots:
-                if slot.error is not None:
-                    raise ReplayFailed(str(slot.error)) from slot.error
+            if restarter.is_alive():
+                restarter.join()
+            for error in (*(slot.error for slot in slots), restarter.error):
+                if error is not None:
+                    raise ReplayFailed(str(error)) from error
             conservation = self._settle(admin)
-            after = dict(admin.GetStatus(admin_pb2.GetStatusRequest()).counters)
-        return self._report(seconds, conservation, {name: after[name] - before.get(name, 0) for name in after})
+            if conservation == "ok":
+                conservation = others.settled(self._settle)
+            after = self.lives.counters(admin)
+            counted = Counter(others.counted())
+        counted.update({name: after[name] - before.get(name, 0) for name in after})
+        return self._report(seconds, conservation, dict(counted))
 
     def _kill(self, slots: list[EngineSlot]) -> None:
         rng = random.Random(self.plan.seed)
@@ -265,11 +305,14 @@ class ReplayRun:
     def _watch(self, admin: admin_pb2_grpc.AdminServiceStub) -> None:
         """Once a second: show progress, and note what the daemon has stored."""
         while not self._over.wait(PROGRESS_SECONDS):
-            stored = admin.GetStatus(admin_pb2.GetStatusRequest()).counters.get("d2h_bytes", 0)
-            self.tally.note_stores(self.second(), stored - self._stored)
+            counters = counters_now(admin)
+            if counters is None:
+                continue
+            stored = counters.get("d2h_bytes", 0)
+            self.tally.note_stores(self.second(), max(0, stored - self._stored))
             self._stored = stored
             tally = self.tally
-            ratio = (tally.device + tally.host) / max(tally.blocks, 1)
+            ratio = (tally.device + tally.host + tally.storage) / max(tally.blocks, 1)
             end = "\r" if sys.stderr.isatty() else "\n"
             print(
                 f"{tally.requests:,} of {self.total:,} requests, hits {ratio:.1%}, verified {tally.verified:,} pages, "
@@ -287,7 +330,7 @@ class ReplayRun:
         pause = threading.Event()
         held = 0
         while time.monotonic() < until:
-            pools = admin.GetStatus(admin_pb2.GetStatusRequest()).pools
+            pools = admin.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True, timeout=SETTLE_SECONDS).pools
             held = sum(pool.private + pool.in_flight + pool.quarantined for pool in pools)
             if held == 0:
                 break
@@ -312,6 +355,7 @@ class ReplayRun:
             blocks=tally.blocks,
             device_hits=tally.device,
             host_hits=tally.host,
+            storage_hits=tally.storage,
             computed=tally.computed,
             evictions=counters.get("evictions", 0),
             h2d_bytes=counters.get("h2d_bytes", 0),
@@ -330,6 +374,8 @@ class ReplayRun:
                 "host_evictions": counters.get("host_evictions", 0),
                 "duplicate_blocks": counters.get("duplicate_blocks", 0),
                 "tickets_failed": counters.get("tickets_failed", 0),
+                **({"nodes": len(self.sockets)} if len(self.sockets) > 1 else {}),
+                **({"storage": plan.storage, "restarts": self.lives.restarts} if plan.storage else {}),
             },
             rpc=tally.rpc,
             samples=merge_samples(tuple(tally.samples[second] for second in sorted(tally.samples))),

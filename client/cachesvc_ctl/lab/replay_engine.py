@@ -72,6 +72,7 @@ class Outcome:
     index: int
     device: int = 0
     host: int = 0
+    storage: int = 0
     computed: int = 0
     uncached: int = 0
     verified: int = 0
@@ -131,7 +132,8 @@ class ReplayEngine:
             outcome.computed = blocks - outcome.device
             outcome.uncached = outcome.computed
             return
-        outcome.host = hit - outcome.device
+        outcome.storage = sequence.storage_blocks
+        outcome.host = hit - outcome.device - outcome.storage
         self._verify(sequence, keys, outcome.device, hit, outcome)
         self._pattern.write(sequence.tables[0], keys, hit, cached)
         outcome.computed = blocks - hit

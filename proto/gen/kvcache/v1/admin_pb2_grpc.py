@@ -5,6 +5,7 @@ import warnings
 
 from kvcache.v1 import admin_pb2 as kvcache_dot_v1_dot_admin__pb2
 from kvcache.v1 import inspect_pb2 as kvcache_dot_v1_dot_inspect__pb2
+from kvcache.v1 import storage_pb2 as kvcache_dot_v1_dot_storage__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -104,6 +105,21 @@ class AdminServiceStub(object):
                 '/kvcache.v1.AdminService/DumpIndex',
                 request_serializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.FromString,
+                _registered_method=True)
+        self.GetStorage = channel.unary_unary(
+                '/kvcache.v1.AdminService/GetStorage',
+                request_serializer=kvcache_dot_v1_dot_storage__pb2.GetStorageRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_storage__pb2.GetStorageResponse.FromString,
+                _registered_method=True)
+        self.CheckStorage = channel.unary_unary(
+                '/kvcache.v1.AdminService/CheckStorage',
+                request_serializer=kvcache_dot_v1_dot_storage__pb2.CheckStorageRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_storage__pb2.CheckStorageResponse.FromString,
+                _registered_method=True)
+        self.PurgeStorage = channel.unary_unary(
+                '/kvcache.v1.AdminService/PurgeStorage',
+                request_serializer=kvcache_dot_v1_dot_storage__pb2.PurgeStorageRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_storage__pb2.PurgeStorageResponse.FromString,
                 _registered_method=True)
 
 
@@ -212,6 +228,27 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStorage(self, request, context):
+        """What outlives the daemon: how much is kept of which model, whether the engine is used, how its calls ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckStorage(self, request, context):
+        """Reads every object that is known and removes what is not what its name says. Idempotent; calls go on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PurgeStorage(self, request, context):
+        """Removes all objects of a model, or all. Idempotent. What is in memory stays, and may be written again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -284,6 +321,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DumpIndex,
                     request_deserializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.SerializeToString,
+            ),
+            'GetStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStorage,
+                    request_deserializer=kvcache_dot_v1_dot_storage__pb2.GetStorageRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_storage__pb2.GetStorageResponse.SerializeToString,
+            ),
+            'CheckStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckStorage,
+                    request_deserializer=kvcache_dot_v1_dot_storage__pb2.CheckStorageRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_storage__pb2.CheckStorageResponse.SerializeToString,
+            ),
+            'PurgeStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeStorage,
+                    request_deserializer=kvcache_dot_v1_dot_storage__pb2.PurgeStorageRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_storage__pb2.PurgeStorageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -664,6 +716,87 @@ class AdminService(object):
             '/kvcache.v1.AdminService/DumpIndex',
             kvcache_dot_v1_dot_inspect__pb2.DumpIndexRequest.SerializeToString,
             kvcache_dot_v1_dot_inspect__pb2.DumpIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/GetStorage',
+            kvcache_dot_v1_dot_storage__pb2.GetStorageRequest.SerializeToString,
+            kvcache_dot_v1_dot_storage__pb2.GetStorageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/CheckStorage',
+            kvcache_dot_v1_dot_storage__pb2.CheckStorageRequest.SerializeToString,
+            kvcache_dot_v1_dot_storage__pb2.CheckStorageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/PurgeStorage',
+            kvcache_dot_v1_dot_storage__pb2.PurgeStorageRequest.SerializeToString,
+            kvcache_dot_v1_dot_storage__pb2.PurgeStorageResponse.FromString,
             options,
             channel_credentials,
             insecure,

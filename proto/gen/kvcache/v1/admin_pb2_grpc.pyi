@@ -11,6 +11,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from kvcache.v1 import admin_pb2 as _admin_pb2
 from kvcache.v1 import inspect_pb2 as _inspect_pb2
+from kvcache.v1 import storage_pb2 as _storage_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -71,6 +72,12 @@ class AdminServiceStub:
     """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
     the prompts of its last requests, for simulations.
     """
+    GetStorage: _grpc.UnaryUnaryMultiCallable[_storage_pb2.GetStorageRequest, _storage_pb2.GetStorageResponse]
+    """What outlives the daemon: how much is kept of which model, whether the engine is used, how its calls ended."""
+    CheckStorage: _grpc.UnaryUnaryMultiCallable[_storage_pb2.CheckStorageRequest, _storage_pb2.CheckStorageResponse]
+    """Reads every object that is known and removes what is not what its name says. Idempotent; calls go on meanwhile."""
+    PurgeStorage: _grpc.UnaryUnaryMultiCallable[_storage_pb2.PurgeStorageRequest, _storage_pb2.PurgeStorageResponse]
+    """Removes all objects of a model, or all. Idempotent. What is in memory stays, and may be written again."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -110,6 +117,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
     the prompts of its last requests, for simulations.
     """
+    GetStorage: _aio.UnaryUnaryMultiCallable[_storage_pb2.GetStorageRequest, _storage_pb2.GetStorageResponse]  # type: ignore[assignment]
+    """What outlives the daemon: how much is kept of which model, whether the engine is used, how its calls ended."""
+    CheckStorage: _aio.UnaryUnaryMultiCallable[_storage_pb2.CheckStorageRequest, _storage_pb2.CheckStorageResponse]  # type: ignore[assignment]
+    """Reads every object that is known and removes what is not what its name says. Idempotent; calls go on meanwhile."""
+    PurgeStorage: _aio.UnaryUnaryMultiCallable[_storage_pb2.PurgeStorageRequest, _storage_pb2.PurgeStorageResponse]  # type: ignore[assignment]
+    """Removes all objects of a model, or all. Idempotent. What is in memory stays, and may be written again."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -230,5 +243,29 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """A model's whole index as columns, all of one moment, for study elsewhere: keys and counts, never tokens or bytes. Or
         the prompts of its last requests, for simulations.
         """
+
+    @_abc_1.abstractmethod
+    def GetStorage(
+        self,
+        request: _storage_pb2.GetStorageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_pb2.GetStorageResponse, _abc.Awaitable[_storage_pb2.GetStorageResponse]]:
+        """What outlives the daemon: how much is kept of which model, whether the engine is used, how its calls ended."""
+
+    @_abc_1.abstractmethod
+    def CheckStorage(
+        self,
+        request: _storage_pb2.CheckStorageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_pb2.CheckStorageResponse, _abc.Awaitable[_storage_pb2.CheckStorageResponse]]:
+        """Reads every object that is known and removes what is not what its name says. Idempotent; calls go on meanwhile."""
+
+    @_abc_1.abstractmethod
+    def PurgeStorage(
+        self,
+        request: _storage_pb2.PurgeStorageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_pb2.PurgeStorageResponse, _abc.Awaitable[_storage_pb2.PurgeStorageResponse]]:
+        """Removes all objects of a model, or all. Idempotent. What is in memory stays, and may be written again."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

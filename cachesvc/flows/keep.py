@@ -1,0 +1,117 @@
+"""Keep: host blocks that are wanted are written to storage, where nothing waits for it and within what it may take.
+
+Nothing is held up for it: a block that is evicted before its turn came is not written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+
+from cachesvc.flows.backup import back_up
+from cachesvc.flows.core import Core, Fetched, KeepRequest
+from cachesvc.flows.counters import Count
+from cachesvc.flows.turns import Chore
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.pins import Pin
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.stored import Keep
+from cachesvc.model.words import NO_PAGE, READY
+
+MOST_WRITTEN = 1 << 18
+"""Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
+KEPT_A_TURN = 8
+"""Blocks whose writing begins in one turn, some 15 us each."""
+
+
+def pump(core: Core, model: Model) -> bool:
+    """Begin to write what is wanted, a turn's worth; True when no more can be begun now."""
+    storage, stored, host = core.storage, model.stored, model.blocks.host
+    if storage is None:  # the daemon ends
+        return True
+    room = storage.room()
+    unsaved = array("i")
+    for key in list(islice(stored.wanted, KEPT_A_TURN)):
+        row = model.blocks.index.rows.get(key, NO_ROW)
+        if row == NO_ROW:
+            del stored.wanted[key]  # evicted before its turn came
+            core.count(Count.STORAGE_NOT_KEPT_BLOCKS)
+            continue
+        if host.states[host.lead][row] != READY:
+            del stored.wanted[key]  # with ``keeps_all``, or as somebody's ancestor, it is wanted when it comes
+            unsaved.append(row)
+            continue
+        size_bytes = _block_bytes(model)
+        if size_bytes > room:
+            return True
+        room -= size_bytes
+        del stored.wanted[key]
+        _begin(core, model, key, row, size_bytes)
+    _save(core, model, unsaved)
+    return not stored.wanted
+
+
+def _begin(core: Core, model: Model, key: bytes, row: int, size_bytes: int) -> None:
+    assert core.storage is not None
+    host = model.blocks.host
+    pages = tuple(host.pages[g][row] if host.states[g][row] == READY else NO_PAGE for g in range(len(host.pools)))
+    keep = model.stored.keeping[key] = Keep(Pin(model.blocks, host, row), 0, size_bytes)
+    keep.out = core.storage.keep(KeepRequest(model, key, pages))
+    if not keep.out:
+        _end(core, model, key, keep)
+
+
+def _save(core: Core, model: Model, rows: array[int]) -> None:
+    """Back up what is to be written and is on a device alone; it is written when it has come to the host."""
+    for replica in model.replicas:
+        if rows and (ticket := back_up(core, model, replica, rows)) is not None:
+            keys = model.blocks.index.keys
+            model.stored.coming.update(key for row in ticket.rows if (key := keys[row]) is not None)
+
+
+def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> bool:
+    """Objects of a block that is being written have ended, or their waits have. True where that was the last one: its
+    host page is nobody's but the ledger's again."""
+    model = core.ledger.models.get(model_id)
+    keep = None if model is None else model.stored.keeping.get(key)
+    if model is None or keep is None:
+        return False
+    for outcome in outcomes:
+        keep.out -= outcome is not Fetched.LATE
+        keep.is_good &= outcome is Fetched.WHOLE
+    if keep.out:
+        return False
+    _end(core, model, key, keep)
+    if model.stored.wanted:
+        begin_soon(core, model)
+    return True
+
+
+def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
+    stored = model.stored
+    del stored.keeping[key]
+    keep.pin.let_go()
+    core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
+    if keep.is_good:
+        stored.written[key] = None
+        while len(stored.written) > MOST_WRITTEN:
+            stored.written.popitem(last=False)
+
+
+def pump_all(core: Core) -> None:
+    """Time has passed: what waits for its share of the budget may be written."""
+    for model in core.ledger.models.values():
+        if model.stored.wanted:
+            begin_soon(core, model)
+
+
+def begin_soon(core: Core, model: Model) -> None:
+    """Write what is wanted when nobody else is served."""
+    core.chores.append(Chore(model.id, partial(pump, core, model)))
+
+
+def _block_bytes(model: Model) -> int:
+    layout = model.layout
+    return sum(layout.page_bytes(group) * layout.host_ranks(group) for group in range(len(layout.groups)))

@@ -1,0 +1,68 @@
+"""Which host blocks are to be written to storage: all that come, or what was used again.
+
+A block is of use after a restart only with all above it, so whoever wants one written wants its ancestors written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cachesvc.flows.core import Core
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.walk import walk_of
+
+MOST_WANTED = 1 << 16
+"""Blocks of a model that wait to be written; more are passed over."""
+ABOVE_AT_ONCE = 256
+"""Ancestors that are looked at for one block."""
+LAST_LOOK = 16
+"""Candidates for eviction that are looked at when the host evicts."""
+
+
+def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
+    """Host copies have come, and are whole."""
+    if core.storage is None:
+        return
+    coming, keys = model.stored.coming, model.blocks.index.keys
+    if core.storage.keeps_all:
+        want(core, model, rows)
+    elif coming and (awaited := [row for row in rows if keys[row] in coming]):
+        coming.difference_update(key for row in awaited if (key := keys[row]) is not None)
+        want(core, model, awaited)
+
+
+def was_used(core: Core, model: Model, rows: Iterable[int]) -> None:
+    """Blocks were used again: loaded from the host."""
+    if core.storage is not None and core.storage.keeps_used:
+        want(core, model, rows)
+
+
+def is_about_to_leave(core: Core, model: Model) -> None:
+    """The host evicts: of those that go next, what was used again is wanted."""
+    if core.storage is None or not core.storage.keeps_used:
+        return
+    host, hits = model.blocks.host, model.blocks.index.hits
+    walk = walk_of(model.blocks, host)
+    rows = [row for _ in range(LAST_LOOK) if (row := walk.next()) is not None]
+    want(core, model, [row for row in rows if core.storage.keeps_all or host.used[row] or hits[row] > 1])
+
+
+def want(core: Core, model: Model, rows: Iterable[int]) -> None:
+    """Have blocks written, with those above them, once there is time."""
+    stored, index = model.stored, model.blocks.index
+    had = bool(stored.wanted)
+    for tip in rows:
+        path: list[bytes] = []
+        row = tip
+        while row != NO_ROW and len(path) < ABOVE_AT_ONCE:
+            key = index.keys[row]
+            assert key is not None, "rows are of blocks"
+            if key in stored.written or key in stored.wanted or key in stored.keeping:
+                break
+            path.append(key)
+            row = index.parent[row]
+        if len(stored.wanted) < MOST_WANTED:
+            stored.wanted |= dict.fromkeys(reversed(path))
+    if stored.wanted and not had and core.on_wanted is not None:
+        core.on_wanted(model)

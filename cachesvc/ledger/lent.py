@@ -1,0 +1,36 @@
+"""Host blocks that other nodes read: they stay until nobody sends from them any more."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.pins import Pin, WindowPins
+
+
+class LentBlocks:
+    """A run of a path that is whole on the host, ``rows`` root first. ``pages[g]``: of each row its host page, or
+    NO_PAGE where a window has none. Pinned by its deepest row: the host evicts leaves first."""
+
+    def __init__(self, blocks: BlockLedger, rows: array[int], pages: list[array[int]]) -> None:
+        self.rows = rows
+        self.pages = pages
+        self._pin = Pin(blocks, blocks.host, rows[-1])
+        self._windows = WindowPins(blocks, blocks.host)
+        for group in blocks.host.window_groups:
+            held = {at: row for at, (row, page) in enumerate(zip(rows, pages[group], strict=True)) if page >= 0}
+            self._windows.hold_all(group, held)
+
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin. For audits."""
+        place = self._pin.place.number
+        yield place, None, self._pin.row
+        for group, held in self._windows.rows.items():
+            for row in held.values():
+                yield place, group, row
+
+    def let_go(self) -> None:
+        """Nobody reads them any more."""
+        self._windows.let_go()
+        self._pin.let_go()

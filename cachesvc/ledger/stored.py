@@ -1,0 +1,215 @@
+"""What the ledger knows of storage: pages that blocks come to, before they are blocks, and host blocks being written.
+
+    a fetch's page     IN_FLIGHT   its bytes are on their way
+                       SEALED      all of its block has verified: it is a copy like any other, and the fetch's no more
+                       FREE        its block does not come
+                       QUARANTINED its block does not come, but bytes may still land in it
+
+Blocks of a fetch enter the index in order of depth, each under the one before, which is pinned until then. What is
+stored where is not here: that is the engine's knowledge, and a hint.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cachesvc.ledger.blocks import BlockLedger
+from cachesvc.ledger.pins import Pin
+from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.windows import window_positions
+from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.words import ABSENT, NO_PAGE, PageState
+
+
+class HeldPages(NamedTuple):
+    """Pages of one group that no block has. For audits."""
+
+    group: int
+    state: PageState
+    pages: list[int]
+
+
+class Fetch:
+    """Blocks on their way from storage to the host, root first. ``ticket``: who waits for them.
+
+    ``keys``: theirs; the first comes under ``pin``'s row. ``out``: of each block, how many of its objects may still
+    write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed groups that do not come
+    with a block, as (block, group).
+    """
+
+    def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
+        """Takes pages of the host: of groups without a window, for which there is room, one for each of ``keys``; of
+        the others what the last window and the sinks need, as far as there is any."""
+        self.ticket = ticket
+        self.first = first
+        self.keys = keys
+        self.out = [0] * len(keys)
+        self.end = len(keys)
+        self.admitted = 0
+        self.has_begun = False
+        self.is_over = False
+        self._blocks = blocks
+        self._pages = [self._take(group) for group in range(len(blocks.host.pools))]
+        self._pin = pin
+        self._lost: set[tuple[int, int]] = set()
+
+    @property
+    def pin(self) -> Pin:
+        """What keeps the block that the next one comes under."""
+        return self._pin
+
+    @property
+    def is_done(self) -> bool:
+        """True where it holds nothing any more."""
+        return self.is_over and not any(self.out)
+
+    def _take(self, group: int) -> array[int]:
+        pool, count = self._blocks.host.pools[group], len(self.keys)
+        if group in self._blocks.host.full_groups:
+            return pool.take(count, PageState.IN_FLIGHT)
+        pages = array("i", [NO_PAGE]) * count
+        needed = window_positions(self._blocks.layout, group, self.first + count)
+        due = [at - self.first for at in needed if at >= self.first]
+        due = due[max(0, len(due) - pool.unreserved) :]
+        for at, page in zip(due, pool.take(len(due), PageState.IN_FLIGHT), strict=True):
+            pages[at] = page
+        return pages
+
+    def pages(self) -> list[array[int]]:
+        """Of each group a page for each key, or NO_PAGE: as they are now."""
+        return [pages[:] for pages in self._pages]
+
+    def held(self) -> Iterator[HeldPages]:
+        """The pages that it holds."""
+        state = PageState.QUARANTINED if self.is_over else PageState.IN_FLIGHT
+        for group, pages in enumerate(self._pages):
+            if mine := [page for page in pages if page != NO_PAGE]:
+                yield HeldPages(group, state, mine)
+
+    def cut(self, block: int) -> None:
+        """The block does not come, and so none below it."""
+        self.end = max(self.admitted, min(self.end, block))
+
+    def lose(self, block: int, group: int) -> None:
+        """A windowed group does not come with its block."""
+        self._lost.add((block, group))
+
+    def may_admit(self) -> bool:
+        """True where the next block has come, whole."""
+        return self.admitted < self.end and not self.out[self.admitted]
+
+    def admit(self, stamps: Callable[[], int]) -> bool:
+        """The next block is on the host from now on; False where it cannot be, and so none below it: it is known
+        below another prefix. ``stamps``: gives access numbers."""
+        at, key = self.admitted, self.keys[self.admitted]
+        index, above = self._blocks.index, self._pin.row
+        row = index.rows.get(key, NO_ROW)
+        if row == NO_ROW:
+            row = index.insert(key, above, stamps())
+        elif index.parent[row] != above:
+            self.cut(at)
+            return False
+        self._take_copies(at, row)
+        self._free(at, PageState.FREE)
+        self.admitted += 1
+        self._keep(row)
+        return True
+
+    def _take_copies(self, at: int, row: int) -> None:
+        """Pages become copies of the row where the host has none: of all groups without a window, or of none."""
+        host = self._blocks.host
+        if host.is_filling(row):
+            return  # a backup is on its way to the same place
+        is_new = host.states[host.lead][row] == ABSENT
+        for group in range(len(host.pools)):
+            page = self._pages[group][at]
+            is_wanted = is_new if group in host.full_groups else host.states[group][row] == ABSENT
+            if page != NO_PAGE and is_wanted and (at, group) not in self._lost:
+                host.admit(group, row, page)
+                self._pages[group][at] = NO_PAGE
+        if is_new:
+            self._blocks.come(host, row)
+
+    def _keep(self, row: int) -> None:
+        """The block just admitted stays until the next one is under it."""
+        kept = next((place for place in self._blocks.index.places if place.is_hittable(row)), None)
+        if kept is None:
+            raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
+        before, self._pin = self._pin, Pin(self._blocks, kept, row)
+        before.let_go()
+        self._blocks.offer(self._blocks.host, row)
+
+    def stop(self) -> None:
+        """Nothing more is admitted: pages whose objects have come back are free, the others in quarantine."""
+        self.end = self.admitted
+        self.is_over = True
+        for at in range(self.admitted, len(self.keys)):
+            self._free(at, PageState.QUARANTINED if self.out[at] else PageState.FREE)
+        self._pin.let_go()
+
+    def came_back(self, block: int) -> None:
+        """One of a block's objects writes no more."""
+        self.out[block] -= 1
+        if self.is_over and not self.out[block]:
+            self._free(block, PageState.FREE)
+
+    def _free(self, block: int, state: PageState) -> None:
+        for group, pages in enumerate(self._pages):
+            page = pages[block]
+            if page != NO_PAGE:
+                self._blocks.host.pools[group].move(page, state)
+                if state is PageState.FREE:
+                    pages[block] = NO_PAGE
+
+
+class Keep:
+    """A host block that is being written: its copy stays until all of its objects have ended. ``out``: how many."""
+
+    def __init__(self, pin: Pin, out: int, size_bytes: int) -> None:
+        self.pin = pin
+        self.out = out
+        self.size_bytes = size_bytes
+        self.is_good = True
+
+
+@dataclass(slots=True)
+class Stored:
+    """One model's. ``fetching``: which fetch brings a key; ``wanted``: keys to write, in their order, once somebody has
+    time; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last."""
+
+    fetches: dict[int, Fetch] = field(default_factory=dict)
+    fetching: dict[bytes, Fetch] = field(default_factory=dict)
+    keeping: dict[bytes, Keep] = field(default_factory=dict)
+    wanted: dict[bytes, None] = field(default_factory=dict)
+    written: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    coming: set[bytes] = field(default_factory=set)
+
+    @property
+    def is_idle(self) -> bool:
+        """True where nothing reads or writes host pages of the model."""
+        return not self.fetches and not self.keeping
+
+    def pins(self) -> Iterator[Pin]:
+        """All pins that are held. For audits."""
+        for fetch in self.fetches.values():
+            if fetch.pin.row != NO_ROW:
+                yield fetch.pin
+        for keep in self.keeping.values():
+            yield keep.pin
+
+    def begin(self, fetch: Fetch) -> None:
+        """Keys come with a fetch: others wait for it."""
+        self.fetches[fetch.ticket] = fetch
+        self.fetching |= dict.fromkeys(fetch.keys, fetch)
+
+    def end(self, fetch: Fetch) -> None:
+        """Nobody need wait for it any more; what is in quarantine stays its."""
+        for key in fetch.keys:
+            if self.fetching.get(key) is fetch:
+                del self.fetching[key]
+        if fetch.is_done:
+            del self.fetches[fetch.ticket]

@@ -1,0 +1,192 @@
+"""``cachesvc-mover``: memory and copies of one device, for one daemon at a time.
+
+A daemon with ``--movers process`` starts its movers itself. One that is started by hand listens on ``--socket`` and is
+named to the daemon by ``--mover``; it serves one daemon after another, and keeps nothing from one to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from cachesvc import __version__
+from cachesvc.command_line import Parser
+from cachesvc.memory.shm import ShmBackend
+from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
+from cachesvc.mover.server import Equipment, Server
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.planner import H100_COSTS, LinkCosts
+from cachesvc.telemetry.events import start_logging
+
+SWITCH_SECONDS = 0.0002
+"""How long one thread may keep the interpreter from another: a job that has come waits for no earlier one's plan."""
+BACKLOG = 1
+
+log = logging.getLogger("cachesvc.mover")
+
+
+def main() -> None:
+    """Entry point of the console script. Exit codes: 0 ended in order, 2 a command line or a socket that cannot be."""
+    flags = _parser().parse_args(sys.argv[1:])
+    if flags.list:
+        print(json.dumps(_gpus()))
+        return
+    sys.setswitchinterval(SWITCH_SECONDS)
+    start_logging("info")
+    if flags.connected is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # meant for the daemon, which then hangs up
+            signal.signal(number, signal.SIG_IGN)
+        Server(socket.socket(fileno=flags.connected), __version__, partial(_equip_only, flags.gpu)).serve()
+        return
+    if not flags.socket:
+        _parser().error("--socket PATH says where the daemon finds this mover")
+    try:
+        _listen(flags.socket, flags.gpu)
+    except (OSError, CacheError) as refused:
+        log.error("start_refused reason=%s", refused)
+        sys.exit(2)
+
+
+def equip(settings: Settings) -> Equipment:
+    """What a mover of these settings works with. Raises Unavailable, InvalidRequest."""
+    if settings.kind == "shm":
+        return _shm(settings)
+    if settings.kind == "cuda":
+        return _cuda(settings)
+    raise InvalidRequest(f"there are no movers of kind {settings.kind!r}")
+
+
+def _equip_only(device: str, settings: Settings) -> Equipment:
+    """For one device alone, where it has a name. Raises as ``equip``."""
+    if device and settings.device != device:
+        raise InvalidRequest(f"this mover is for {device}, not for {settings.device}")
+    return equip(settings)
+
+
+def _shm(settings: Settings) -> Equipment:
+    backend = ShmBackend(
+        1,
+        settings.device_bytes,
+        timeline_words=settings.timeline_words,
+        rules=settings.rules,
+        fault_copies=settings.fault_copies,
+        names=(settings.device,),
+    )
+    return Equipment(backend, dict)
+
+
+def _cuda(settings: Settings) -> Equipment:
+    from cachesvc.memory.cuda import CudaBackend
+    from gpu_ops.gpu import gpu_by_uuid
+
+    try:
+        gpu = gpu_by_uuid(settings.device)
+    except RuntimeError as missing:
+        raise Unavailable(f"{missing}; see nvidia-smi, or use --backend shm") from missing
+    backend = CudaBackend(
+        (gpu,), settings.device_bytes, vmm=settings.vmm, timeline_words=settings.timeline_words, rules=settings.rules
+    )
+
+    def facts() -> dict[str, Any]:
+        return {
+            "name": gpu.facts.name,
+            "pci": gpu.facts.pci,
+            "context_bytes": gpu.context_bytes,
+            "free_bytes": gpu.free_bytes(),
+        }
+
+    def measure() -> tuple[dict[str, Any], LinkCosts]:
+        from dataclasses import asdict
+
+        from gpu_ops.calibration import calibrate
+
+        try:
+            figures = calibrate(gpu)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
+            ) from error
+        costs = LinkCosts(
+            per_copy_us=figures.per_copy_us,
+            per_row_ns=figures.per_row_ns,
+            bytes_per_us=figures.load_bytes_per_us,
+            per_step_us=figures.per_step_us,
+            max_pitch_bytes=figures.max_pitch_bytes,
+            per_single_us=figures.per_single_us,
+        )
+        return asdict(figures), costs
+
+    return Equipment(backend, facts, measure, H100_COSTS)
+
+
+def _gpus() -> dict[str, Any]:
+    """The GPUs that this process sees and which of them reach which; or why there are none (``absent``, ``broken``)."""
+    from gpu_ops.errors import CudaMissing
+    from gpu_ops.gpu import find_gpus
+
+    try:
+        gpus = find_gpus()
+    except CudaMissing as missing:
+        return {"absent": str(missing)}
+    except RuntimeError as broken:
+        return {"broken": str(broken)}
+    lines = [
+        {
+            "uuid": gpu.uuid,
+            "name": gpu.facts.name,
+            "pci": gpu.facts.pci,
+            "reaches": [other.uuid for other in gpus if other is not gpu and gpu.can_reach(other)],  # reads from them
+        }
+        for gpu in gpus
+    ]
+    return {"gpus": lines}
+
+
+def _listen(path: str, gpu: str) -> NoReturn:
+    """Serve one daemon after another. Raises OSError."""
+    Path(path).unlink(missing_ok=True)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        Path(path).unlink(missing_ok=True)
+        os._exit(0)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(path)
+        Path(path).chmod(0o600)
+        listening.listen(BACKLOG)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        while True:
+            connection, _ = listening.accept()
+            log.info("mover_serves pid=%d", os.getpid())
+            Server(connection, __version__, partial(_equip_only, gpu)).serve()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="cachesvc-mover", description="Owns the memory of one device, and moves its bytes for cachesvcd."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--socket", metavar="PATH", default="", help="unix socket where a daemon finds it (--mover PATH)"
+    )
+    parser.add_argument(
+        "--gpu", metavar="UUID", default="", help="serve this device alone (default: the one it is asked for)"
+    )
+    parser.add_argument("--connected", type=int, metavar="FD", help=argparse.SUPPRESS)  # how daemons start theirs
+    parser.add_argument("--list", action="store_true", help="print the GPUs that are there as JSON, and end")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

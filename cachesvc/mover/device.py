@@ -1,0 +1,383 @@
+"""One device's mover, life after life: its jobs under way, its memory, and a new process when one has died.
+
+With a process go the slabs that it made; the words that its jobs' waiters wait for are set here then, so that nobody
+waits for ever. A new life begins with an empty device, with the words where they stood, and with the host's chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cachesvc.memory.seam import Handle
+from cachesvc.memory.timeline import HostTimeline, Sheet
+from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
+from cachesvc.model.transfer import Direction
+from cachesvc.mover import records
+from cachesvc.mover.channel import MoverFault
+from cachesvc.mover.life import Life
+from cachesvc.mover.ring import Part
+from cachesvc.swap.movers import OnEnd, RankEnd, RankJob
+from cachesvc.swap.planner import Pool
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+"""Between attempts to start a mover again; pauses double. The first one comes at once."""
+
+
+@dataclass(slots=True)
+class SlabOfMover:
+    """Device memory in a mover's process. ``fd`` is ours."""
+
+    region: int
+    handle: Handle
+    fd: int | None
+    on_close: Callable[[SlabOfMover], None]
+    is_open: bool = True
+
+    def close(self) -> None:
+        """Give the memory back; nothing but the descriptor where its mover has died. Raises LedgerBroken the second
+        time."""
+        if not self.is_open:
+            raise LedgerBroken(f"slab of region {self.region} was closed before")
+        self.is_open = False
+        self.on_close(self)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+@dataclass(slots=True)
+class _State:
+    """What changes with each life, under the lock of the mover. ``fault``: why the device does not work now."""
+
+    life: Life | None = None
+    fault: str = ""
+    teller: records.Teller = field(default_factory=records.Teller)
+    jobs: dict[int, RankJob] = field(default_factory=dict)
+    began: dict[int, float] = field(default_factory=dict)
+    used_bytes: int = 0
+    lives: int = 0
+
+
+class DeviceMover:
+    """``words``: of a sheet. ``live()`` makes a life that is not started. ``equip(life)``: give a new life what all
+    movers have, before it counts. ``on_lost(device, why)``: the slabs of the device are gone; called after its jobs
+    have ended."""
+
+    def __init__(
+        self,
+        device: str,
+        capacity_bytes: int,
+        words: int,
+        live: Callable[[], Life],
+        equip: Callable[[Life], None],
+        on_lost: Callable[[str, str], None],
+        probe_seconds: float,
+    ) -> None:
+        self._probe_seconds = probe_seconds
+        self.device = device
+        self.capacity_bytes = capacity_bytes
+        self._live = live
+        self._equip = equip
+        self._on_lost = on_lost
+        self._on_end: OnEnd | None = None
+        self._now = _State()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._is_stopped = False
+        self._limits: dict[Direction, int] = {}
+        self.timeline = HostTimeline(words)  # of this life, or of the last one
+        self._opening = threading.Lock()  # of sheets: each is told to each life once
+        self._thread: threading.Thread | None = None
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the first life. Raises the CacheError that says what is missing."""
+        self._begin_life()
+        self._thread = threading.Thread(target=self._serve, name=f"ends-{self.device}", daemon=True)
+        self._thread.start()
+
+    def listen(self, on_end: OnEnd) -> None:
+        """Tell of jobs that end from now on."""
+        self._on_end = on_end
+
+    @property
+    def fault(self) -> str:
+        """Why the device does not work now; empty while it does."""
+        return self._now.fault
+
+    @property
+    def lives(self) -> int:
+        """Processes that there have been."""
+        return self._now.lives
+
+    @property
+    def pid(self) -> int:
+        """The process of now, or of last."""
+        life = self._now.life
+        return 0 if life is None else life.pid
+
+    def stop(self) -> None:
+        """Take no more jobs, and have those ended that are not planned. Idempotent."""
+        with self._lock:
+            if not self._is_stopped and (life := self._now.life) is not None:
+                life.put(records.stop_record())
+            self._is_stopped = True
+
+    def close(self) -> None:
+        """End the process in order, and every job. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            self._is_stopped = True
+            life = self._now.life
+        if life is not None:
+            life.put(records.stop_record())  # the mover heeds the first one that it gets
+            try:
+                life.ask("close")
+            except CacheError as gone:
+                log.warning("mover_not_closed device=%s reason=%s", self.device, gone)
+            life.hang_up()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.timeline.close()
+
+    def probe(self) -> None:
+        """Ask whether the device works; a mover whose device does not, or that is silent, gives way to a new one."""
+        life = self._now.life
+        if life is None or self._closing.is_set():
+            return
+        try:
+            fault = str(life.ask("probe", seconds=self._probe_seconds).head["fault"])
+        except CacheError as gone:
+            log.warning("mover_not_probed device=%s reason=%s", self.device, gone)
+            return
+        if fault:
+            self._broke(life, fault)
+
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, job: RankJob) -> None:
+        """Hand a job over; one that nobody can take ends at once."""
+        with self._lock:
+            now = self._now
+            if now.life is not None and not now.fault and not self._is_stopped:
+                now.jobs[job.ticket] = job
+                for record in now.teller.job(job):
+                    now.life.put(record)
+                return
+            why = "was closed first" if self._is_stopped else f"does not work ({now.fault})"
+        self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
+
+    def expedite(self, direction: Direction, ticket: int) -> None:
+        """A ticket is awaited now."""
+        self._put(records.expedite_record(direction, ticket))
+
+    def pause_background(self, seconds: float) -> None:
+        """Hold background stores back for a while."""
+        self._put(records.pause_record(seconds))
+
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        """Another byte budget, which a mover that comes later gets too."""
+        self._limits[direction] = bytes_per_second
+        self._put(records.limit_record(direction, bytes_per_second))
+
+    def forget(self, pools: Sequence[Pool]) -> None:
+        """No job names these pools any more."""
+        with self._lock:
+            if self._now.life is not None:
+                for record in self._now.teller.forget(pools):
+                    self._now.life.put(record)
+
+    def began(self, ticket: int) -> float | None:
+        """When a job's first slice was started."""
+        return self._now.began.get(ticket)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def life(self) -> Life:
+        """The life of now. Raises Unavailable where there is none."""
+        life, fault = self._now.life, self._now.fault
+        if life is None or fault or self._closing.is_set():
+            raise Unavailable(f"the mover of {self.device} does not work ({fault or 'it is closed'}); try again")
+        return life
+
+    def create_slab(self, region: int, size_bytes: int) -> SlabOfMover:
+        """Zeroed memory under the daemon's number for it. Raises PoolExhausted, Unavailable."""
+        life = self.life()
+        with self._lock:
+            state = self._now
+            free = self.capacity_bytes - state.used_bytes
+            if not 0 < size_bytes <= free:
+                raise PoolExhausted(
+                    pool=f"device {self.device} (bytes)",
+                    wanted=size_bytes,
+                    free=free,
+                    evictable=0,
+                    pinned=state.used_bytes,
+                    quarantined=0,
+                    capacity=self.capacity_bytes,
+                )
+            state.used_bytes += size_bytes
+        try:
+            told = life.ask("create_slab", region=region, size_bytes=size_bytes)
+        except BaseException:
+            with self._lock:
+                state.used_bytes -= size_bytes
+            raise
+        fd = told.descriptors[0] if told.descriptors else None
+        handle = Handle(told.head["kind"], told.body, told.head["size_bytes"])
+
+        def give_back(slab: SlabOfMover) -> None:
+            with self._lock:
+                state.used_bytes -= size_bytes
+                is_alive = self._now is state and state.life is not None
+            if is_alive:
+                try:
+                    life.ask("close_slab", region=slab.region)
+                except Unavailable as gone:
+                    log.info("mover_slab_gone device=%s reason=%s", self.device, gone)
+
+        return SlabOfMover(region, handle, fd, give_back)
+
+    def open_sheet(self, number: int) -> None:
+        """Words of a model, for this life and those after it. Raises Unavailable, and LedgerBroken where it is open."""
+        with self._opening:
+            if number in self.timeline.sheets():
+                raise LedgerBroken(f"sheet {number} is open already")
+            self.timeline.put(number, self.life().open_sheet(number))
+
+    def close_sheet(self, number: int) -> None:
+        """The model is forgotten. Nothing where it is not open."""
+        with self._opening:
+            if number not in self.timeline.sheets():
+                return
+            self.timeline.close_sheet(number)
+            try:
+                self.life().ask("close_sheet", sheet=number)
+            except Unavailable as gone:
+                log.info("mover_sheet_gone device=%s reason=%s", self.device, gone)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _put(self, record: list[Part]) -> None:
+        life = self._now.life
+        if life is not None:
+            life.put(record)
+
+    def _begin_life(self) -> None:
+        life, renewed = self._live(), dict[int, Sheet]()
+        try:
+            life.start()
+        except (MoverFault, OSError) as broken:
+            raise Unavailable(f"the mover of {self.device} broke at its start: {broken}") from broken
+        with ExitStack() as undo:
+            undo.callback(life.give_back)
+            undo.callback(life.kill)  # first
+            self._equip(life)
+            with self._opening:
+                for number, before in self.timeline.sheets().items():
+                    fresh = life.open_sheet(number, before)
+                    undo.callback(fresh.close)
+                    renewed[number] = fresh
+                for number, fresh in renewed.items():
+                    self.timeline.put(number, fresh)
+                with self._lock:
+                    self._now = _State(life, lives=self._now.lives + 1)
+            undo.pop_all()
+        for limit in self._limits.items():
+            life.put(records.limit_record(*limit))
+        if self._closing.is_set():  # and who closes may have come before there was a life
+            life.kill()
+
+    def _serve(self) -> None:
+        """Root of the thread that takes ends, and sees to it that there is a mover."""
+        while True:
+            life = self._now.life
+            assert life is not None
+            while self._take(life):
+                pass
+            self._bury(life)
+            if self._closing.is_set() or not self._live_again():
+                return
+
+    def _take(self, life: Life) -> bool:
+        """Carry out what the mover said; False once it has died."""
+        for record in life.take():
+            kind = int.from_bytes(record[:8], "little")
+            if kind == records.DIED:
+                return False
+            try:
+                self._carry_out(life, kind, record)
+            except Exception:
+                log.exception("mover_record_broke kind=%d", kind)
+        return True
+
+    def _carry_out(self, life: Life, kind: int, record: bytes) -> None:
+        if kind == records.ENDED:
+            end = records.end_of(record, self.device)
+            with self._lock:
+                job = self._now.jobs.pop(end.ticket, None)
+                self._now.began.pop(end.ticket, None)
+            if job is not None:
+                self._end(job, end)
+        elif kind == records.BEGAN:
+            ticket, began = records.began_of(np.frombuffer(record, np.int64))
+            self._now.began[ticket] = began
+        elif kind == records.BROKEN:
+            self._broke(life, record[8:].decode(errors="replace"))
+
+    def _end(self, job: RankJob, end: RankEnd) -> None:
+        """The mover has set the words of a job that failed, if it could: once more does no harm."""
+        if end.error is not None:
+            self.timeline.write(job.slot.failed_word, job.slot.end)
+            self.timeline.write(job.slot.word, job.slot.end)
+        assert self._on_end is not None
+        self._on_end(end)
+
+    def _broke(self, life: Life, fault: str) -> None:
+        with self._lock:
+            if self._now.life is not life or self._now.fault:
+                return
+            self._now.fault = fault
+        log.error("gpu_broken device=%s reason=%s", self.device, fault)
+        life.kill()
+
+    def _bury(self, life: Life) -> None:
+        """A mover has died: what it had under way ends, and what it held is gone."""
+        with self._lock:
+            state = self._now
+            state.fault = state.fault or "its mover has ended"
+            why, state.life = f"{state.fault}; a new one is started", None
+            jobs, state.jobs, state.began = list(state.jobs.values()), {}, {}
+        for job in jobs:
+            error = Unavailable(f"the mover of {self.device} died: {why}")
+            self._end(job, RankEnd(job.ticket, self.device, error, None))
+        life.give_back()
+        if not self._closing.is_set():
+            log.error("mover_died device=%s pid=%d reason=%s jobs=%d", self.device, life.pid, state.fault, len(jobs))
+            self._on_lost(self.device, why)
+
+    def _live_again(self) -> bool:
+        """Start a new process, for as long as it takes; False where this is closed first."""
+        pause_s = FIRST_PAUSE_S
+        while not self._closing.is_set():
+            try:
+                self._begin_life()
+            except Exception as refused:  # the root of a thread: without it the device would never have a mover again
+                is_ours = not isinstance(refused, CacheError)
+                log.warning("mover_not_started device=%s reason=%s", self.device, refused, exc_info=is_ours)
+                self._closing.wait(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self.lives)
+                return True
+        return False

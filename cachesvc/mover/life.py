@@ -1,0 +1,189 @@
+"""One life of a mover's process, as its daemon sees it: started or found, opened, and over when its connection ends.
+
+What the mover says comes as records to ``take``, on the thread of whoever calls it; the last one says that it died, and
+by then its process has ended: nothing of it writes to any memory any more.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from cachesvc.memory.seam import Handle
+from cachesvc.memory.timeline import Sheet
+from cachesvc.model.errors import Unavailable
+from cachesvc.mover import records
+from cachesvc.mover.channel import Channel, Message
+from cachesvc.mover.ring import Part, Reader, Ring, Writer
+from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
+
+ANSWER_SECONDS = 60.0
+"""The longest that a question may take: making a GPU's context, pinning a chunk, or the end of copies under way."""
+GOING_SECONDS = 2.0
+"""How long a process may take to end after it has hung up; then it is killed."""
+
+Process = subprocess.Popen[bytes]
+Begin = Callable[[], tuple[socket.socket, Process | None]]
+"""Gives a connection to a mover, and its process where that is a child of this one. Raises OSError."""
+
+
+def child(device: str) -> tuple[socket.socket, Process | None]:
+    """Start a device's mover as a child of this process, which ends with it. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "cachesvc.mover", "--connected", str(theirs.fileno()), "--gpu", device]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])  # noqa: S603
+    return ours, process
+
+
+class Life:
+    """``start`` opens it. ``version``: what it has to be of."""
+
+    def __init__(self, begin: Begin, version: str, settings: Settings) -> None:
+        self._begin = begin
+        self._version = version
+        self._settings = settings
+        self._process: Process | None = None
+        self._learning = threading.Lock()
+        self._known: set[int] = set()
+        self.facts: dict[str, Any] = {}
+        self.pid = 0
+
+    def start(self) -> None:
+        """Start the process, or find it, and open it for the device. Raises a CacheError that says what is missing."""
+        with ExitStack() as undo:
+            try:
+                connection, self._process = self._begin()
+                undo.callback(self._reap)
+                undo.callback(connection.close)
+                jobs, ends = Ring.make("kvcache-jobs", JOBS_BYTES), Ring.make("kvcache-ends", ENDS_BYTES)
+            except OSError as error:
+                raise Unavailable(f"no mover for {self._settings.device}: {error}") from error
+            self._connection, self._channel = connection, Channel(connection, self.kill)
+            undo.callback(jobs.close)
+            undo.callback(ends.close)
+            self._jobs, self._reader, self._rings = Writer(jobs), Reader(ends), (jobs, ends)
+            hello = self.ask("hello").head
+            if hello["version"] != self._version:
+                raise Unavailable(f"the mover is of version {hello['version']}, this daemon of {self._version}")
+            self.pid = hello["pid"]
+            told = self.ask("open", descriptors=(jobs.fd, ends.fd), **self._settings.told())
+            self.facts = told.head
+            undo.pop_all()
+        self._watcher = threading.Thread(target=self._watch, name=f"mover-{self._settings.device}", daemon=True)
+        self._watcher.start()
+
+    def put(self, record: Sequence[Part]) -> None:
+        """Tell the mover something; returns at once, whether it lives or not."""
+        self._jobs.put(record)
+
+    def take(self) -> list[bytes]:
+        """Wait for records from the mover, and take those that are there. One thread."""
+        self._reader.wait()
+        return self._reader.take()
+
+    def ask(
+        self, name: str, *, descriptors: Sequence[int] = (), seconds: float = ANSWER_SECONDS, **fields: Any
+    ) -> Message:
+        """Ask the mover, from any thread. Raises what it refuses with, and Unavailable where it is gone, or has not
+        answered in so many seconds: then it is ended."""
+        return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
+
+    def open_sheet(self, number: int, before: Sheet | None = None) -> Sheet:
+        """Make words of a model, which go on where those of ``before`` stood, and have the mover write them: nobody
+        else can but this process, unless engines must. Raises as ``ask``."""
+        with ExitStack() as undo:
+            try:
+                sheet = Sheet(self._settings.timeline_words, is_shared=self._settings.kind == "cuda")
+                undo.callback(sheet.close)
+                if before is not None:
+                    sheet.continue_from(before)
+                assert sheet.fd is not None
+                self.ask("open_sheet", descriptors=(sheet.fd,), sheet=number)
+                sheet.seal()
+            except OSError as error:
+                raise Unavailable(f"no memory for words of {self._settings.device}: {error}; see ulimit -n") from error
+            undo.pop_all()
+        return sheet
+
+    def learn_host(self, region: int, size_bytes: int, fd: int) -> None:
+        """Have the mover map and pin a chunk of host memory, once. Raises as ``ask``."""
+        with self._learning:
+            if region not in self._known:
+                self.ask("register_host", descriptors=(fd,), region=region, size_bytes=size_bytes)
+                self._known.add(region)
+
+    def learn_peer(self, region: int, handle: Handle, fd: int | None) -> None:
+        """Have the mover map another one's slab, once. Raises as ``ask``."""
+        with self._learning:
+            if region not in self._known:
+                descriptors = () if fd is None else (fd,)
+                fields = {"region": region, "kind": handle.kind, "size_bytes": handle.size_bytes}
+                self._channel.ask("open_peer", ANSWER_SECONDS, descriptors=descriptors, body=handle.token, **fields)
+                self._known.add(region)
+
+    def forget_peer(self, region: int) -> None:
+        """Undo ``learn_peer``, where it was done. Raises as ``ask``."""
+        with self._learning:
+            if region in self._known:
+                self._known.remove(region)
+                self.ask("close_peer", region=region)
+
+    def kill(self) -> None:
+        """It is of no use any more: end its process, or have it end its work where the process is not ours."""
+        if self._process is not None:
+            self._process.kill()
+        self._channel.close()
+
+    def hang_up(self) -> None:
+        """Let the process end by itself."""
+        self._channel.close()
+
+    def give_back(self) -> None:
+        """It has died and all that it said was taken: close what is left of it, but for the words."""
+        self._watcher.join()
+        self._jobs.close()
+        for ring in self._rings:
+            ring.close()
+        self._connection.close()
+
+    def _watch(self) -> None:
+        """Root of a thread: wait for the end of the connection, then of the process, and say so."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        self._reap()
+        Writer(self._rings[1]).put(records.died_record())
+
+    def _reap(self) -> None:
+        """Wait for the process, where it is a child: then it writes nowhere any more."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.wait(GOING_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def found(path: str) -> tuple[socket.socket, Process | None]:
+    """Connect to a mover that listens at ``path``, of this user or root. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        uid = int.from_bytes(credentials[4:8], sys.byteorder)
+        if uid not in (0, os.getuid()):
+            raise PermissionError(f"the mover at {path} is of user {uid}")
+    except OSError:
+        connection.close()
+        raise
+    return connection, None

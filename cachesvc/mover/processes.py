@@ -1,0 +1,300 @@
+"""The movers of all devices as processes: the daemon's memory and its movers in one, without any device's driver here.
+
+Regions have the daemon's numbers. A chunk of the host pool is told to every mover, a slab to its own and to those that
+reach its device. Whatever a mover must know is kept here, for the one that comes after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+from cachesvc.memory.timeline import HostTimeline
+from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
+from cachesvc.model.transfer import Direction
+from cachesvc.mover.channel import MoverGone
+from cachesvc.mover.device import DeviceMover, SlabOfMover
+from cachesvc.mover.life import Begin, Life, child
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.movers import OnEnd, RankJob
+from cachesvc.swap.planner import Pool
+
+log = logging.getLogger(__name__)
+
+
+PROBE_ANSWER_SECONDS = 10.0
+"""A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
+
+
+class _Chunk(NamedTuple):
+    """Host memory that every mover copies from and to."""
+
+    view: memoryview
+    fd: int
+
+
+class Processes:
+    """``settings``: one mover's each. ``begins``: how each is started or found; as children unless given.
+    ``reaches``: (source, target) devices between which copies go, beside each one and itself; None: all.
+    ``probe_seconds``: how long one may take to say how its device is."""
+
+    def __init__(
+        self,
+        settings: Sequence[Settings],
+        version: str,
+        *,
+        begins: Sequence[Begin] = (),
+        reaches: frozenset[tuple[str, str]] | None = None,
+        probe_seconds: float = PROBE_ANSWER_SECONDS,
+    ) -> None:
+        self.name = settings[0].kind
+        self._reaches = reaches
+        self._lock = threading.Lock()
+        self._regions = itertools.count(1)
+        self._chunks: dict[int, _Chunk] = {}
+        self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
+        self._lives: dict[str, Life] = {}
+        self._on_lost: Callable[[str, str], None] = _nobody_told
+        self._at = {
+            one.device: DeviceMover(
+                one.device,
+                one.device_bytes,
+                one.timeline_words,
+                partial(Life, begin, version, one),
+                partial(self._equip, one.device),
+                self._lost,
+                probe_seconds,
+            )
+            for one, begin in zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
+        }
+        self._running = False
+
+    def tell_losses(self, on_lost: Callable[[str, str], None]) -> None:
+        """Tell ``on_lost(device, why)``, from a thread, when the slabs of a device are gone."""
+        self._on_lost = on_lost
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Processes:
+        """Itself."""
+        return self
+
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices."""
+        return tuple(self._at)
+
+    def capacity_bytes(self, device: str) -> int:
+        """Bytes that slabs on ``device`` may take in all."""
+        return self._mover(device).capacity_bytes
+
+    def start(self) -> None:
+        """Start all movers, at once. Raises the CacheError of the first that cannot."""
+        with ThreadPoolExecutor(len(self._at)) as threads:
+            results = list(threads.map(_outcome_of, [mover.start for mover in self._at.values()]))
+        self._running = True
+        for failed in filter(None, results):
+            self.close()
+            raise failed
+
+    def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
+        """Zeroed memory, which the movers that reach it can copy from. Raises PoolExhausted (in bytes), Unavailable."""
+        self._check_running()
+        at = self._mover(device)
+        slab = at.create_slab(next(self._regions), size_bytes)
+        close = slab.on_close
+
+        def give_back(closed: SlabOfMover) -> None:
+            with self._lock:
+                self._slabs.pop(closed.region, None)
+                peers = self._peers(device)
+            for life in peers:
+                _tolerated(partial(life.forget_peer, closed.region))
+            close(closed)
+
+        slab.on_close = give_back
+        with self._lock:
+            self._slabs[slab.region] = at, slab
+            peers = self._peers(device)
+        for life in peers:
+            _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
+        return slab
+
+    def timeline(self, device: str) -> HostTimeline:
+        """The words of a device that works, or of one that worked last."""
+        mover = self._mover(device)
+        self._check_running()
+        return mover.timeline
+
+    def open_sheet(self, device: str, sheet: int) -> None:
+        """Make words of a model, which this process and the mover write. Raises Unavailable."""
+        mover = self._mover(device)
+        self._check_running()
+        mover.open_sheet(sheet)
+
+    def close_sheet(self, device: str, sheet: int) -> None:
+        """No job of the model comes any more."""
+        self._mover(device).close_sheet(sheet)
+
+    def can_reach(self, source: str, target: str) -> bool:
+        """As the hardware says."""
+        self._mover(source)
+        self._mover(target)
+        return source == target or self._reaches is None or (source, target) in self._reaches
+
+    def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
+        """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone gets it when
+        it is there again. Raises Unavailable."""
+        self._check_running()
+        assert fd is not None, "a mover maps memory files"
+        with self._lock:
+            region = next(self._regions)
+            self._chunks[region] = _Chunk(buffer, fd)
+            lives = list(self._lives.values())
+        for life in lives:
+            try:
+                life.learn_host(region, buffer.nbytes, fd)
+            except MoverGone as gone:
+                log.info("mover_chunk_not_told reason=%s", gone)
+        return region
+
+    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
+        """Another byte budget for every device."""
+        for mover in self._at.values():
+            mover.limit_copies(direction, bytes_per_second)
+
+    def fault(self, device: str) -> str:
+        """Why a device does not work now; empty while it does."""
+        return self._mover(device).fault
+
+    def probe(self) -> None:
+        """Ask every mover for its device."""
+        for mover in self._at.values():
+            mover.probe()
+
+    def read(self, region: int, offset: int, size_bytes: int) -> bytes:
+        """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""
+        with self._lock:
+            chunk, slab = self._chunks.get(region), self._slabs.get(region)
+        if chunk is not None:
+            view = chunk.view
+            if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
+                raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
+            return bytes(view[offset : offset + size_bytes])
+        if slab is None:
+            raise NotFound("region", region, "its slab was closed")
+        return slab[0].life().ask("read", region=region, offset=offset, size_bytes=size_bytes).body
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """What each device is and what its link costs, by name, measured on all at once. Raises Unavailable."""
+        with ThreadPoolExecutor(len(self._at)) as threads:
+            figures = threads.map(lambda mover: mover.life().ask("measure").head, self._at.values())
+            return dict(zip(self._at, figures, strict=True))
+
+    def facts(self, device: str) -> dict[str, Any]:
+        """What is known of a device, as its mover told. Raises Unavailable."""
+        return self._mover(device).life().facts
+
+    def mover_pids(self) -> dict[str, int]:
+        """The process of each device's mover."""
+        return {device: mover.pid for device, mover in self._at.items()}
+
+    def close(self) -> None:
+        """End every mover in order. Idempotent."""
+        with ThreadPoolExecutor(len(self._at)) as threads:
+            list(threads.map(DeviceMover.close, self._at.values()))
+        self._running = False
+        with self._lock:
+            self._chunks.clear()
+            self._lives.clear()
+            slabs = [slab for _, slab in self._slabs.values()]
+        for slab in slabs:
+            slab.close()
+
+    # -- movers --------------------------------------------------------------------------------------------------------
+
+    def listen(self, on_end: OnEnd) -> None:
+        """Tell of jobs that end; they are taken from now on."""
+        for mover in self._at.values():
+            mover.listen(on_end)
+
+    def stop(self) -> None:
+        """Take no more jobs, and have those ended that are not planned."""
+        for mover in self._at.values():
+            mover.stop()
+
+    def submit(self, job: RankJob) -> None:
+        """Hand a job to its device's mover."""
+        self._at[job.device].submit(job)
+
+    def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
+        """A ticket is awaited now."""
+        for device in devices:
+            self._mover(device).expedite(direction, ticket)
+
+    def began(self, device: str, ticket: int) -> float | None:
+        """When a job's first slice was started."""
+        return self._at[device].began(ticket)
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Hold back background stores for a while."""
+        self._mover(device).pause_background(seconds)
+
+    def forget(self, pools: Sequence[Pool]) -> None:
+        """No job names these pools any more."""
+        for mover in self._at.values():
+            mover.forget(pools)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _equip(self, device: str, life: Life) -> None:
+        """A new life: what comes while it is equipped is told to it too, and all of it once."""
+        with self._lock:
+            self._lives[device] = life
+            chunks, slabs = dict(self._chunks), list(self._slabs.values())
+        for region, chunk in chunks.items():
+            life.learn_host(region, chunk.view.nbytes, chunk.fd)
+        for mover, slab in slabs:
+            if mover.device != device and self.can_reach(mover.device, device):
+                _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
+
+    def _lost(self, device: str, why: str) -> None:
+        with self._lock:
+            self._lives.pop(device, None)
+        self._on_lost(device, why)
+
+    def _peers(self, source: str) -> list[Life]:
+        return [life for device, life in self._lives.items() if device != source and self.can_reach(source, device)]
+
+    def _mover(self, device: str) -> DeviceMover:
+        if device not in self._at:
+            raise NotFound("device", device, f"there are movers for {', '.join(self._at)}")
+        return self._at[device]
+
+    def _check_running(self) -> None:
+        if not self._running:
+            raise Unavailable("the movers are not running: start them first, and nothing works after close")
+
+
+def _outcome_of(call: Callable[[], object]) -> CacheError | None:
+    try:
+        call()
+    except CacheError as refused:
+        return refused
+    return None
+
+
+def _tolerated(call: Callable[[], object]) -> None:
+    """A mover that dies meanwhile is told with its next life, or never again."""
+    refused = _outcome_of(call)
+    if refused is not None:
+        log.info("mover_peer_not_told reason=%s", refused)
+
+
+def _nobody_told(device: str, why: str) -> None:
+    log.error("mover_loss_not_told device=%s reason=%s", device, why)

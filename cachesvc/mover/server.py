@@ -1,0 +1,250 @@
+"""A mover at work: memory, words and copies of one device, for the daemon at the other end of a connection.
+
+Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
+without movers has; ends go back by another ring. Everything else is asked on the connection, and answered by the thread
+that serves it. With the end of the connection all is over, in order: nothing here outlives its daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cachesvc.memory.mapped import map_memfd
+from cachesvc.memory.seam import Backend, Handle, Slab
+from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.mover import records
+from cachesvc.mover.channel import Message, answer_all
+from cachesvc.mover.ring import Reader, Ring, Writer
+from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
+from cachesvc.swap.movers import Inside, RankEnd
+from cachesvc.swap.planner import LinkCosts
+from cachesvc.swap.planner_threads import ThreadPlanning
+
+log = logging.getLogger(__name__)
+
+
+class MoverBackend(Backend, Protocol):
+    """A backend of one device whose words other processes make, and whose copies may read slabs of theirs."""
+
+    def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
+        """Take over a sheet by its descriptor, which stays the caller's."""
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        """Make another mover's slab copyable; returns its region."""
+
+    def close_peer(self, region: int) -> None:
+        """Undo ``open_peer``."""
+
+
+class Equipment(NamedTuple):
+    """What a mover works with. ``facts``: what is known of its device, by the names of DeviceStatus. ``measure``: its
+    link's figures by name, and what plans cost on it; None: nothing can be measured. ``costs``: until then."""
+
+    backend: MoverBackend
+    facts: Callable[[], dict[str, Any]]
+    measure: Callable[[], tuple[dict[str, Any], LinkCosts]] | None = None
+    costs: LinkCosts | None = None
+
+
+class Server:
+    """Serves one daemon. ``equip`` makes what is asked for, not started yet; it raises a CacheError."""
+
+    def __init__(self, connection: socket.socket, version: str, equip: Callable[[Settings], Equipment]) -> None:
+        self._connection = connection
+        self._version = version
+        self._equip = equip
+        self._work: _Work | None = None
+
+    def serve(self) -> None:
+        """Until the daemon hangs up; then give everything back."""
+        try:
+            answer_all(self._connection, self._answer)
+        finally:
+            if self._work is not None:
+                self._work.close()
+            self._connection.close()
+
+    def _answer(self, asked: Message) -> Message:
+        name = asked.head["ask"]
+        if name == "hello":
+            return Message({"version": self._version, "pid": os.getpid()})
+        if name == "open":
+            settings = Settings(**{field: told for field, told in asked.head.items() if field != "ask"})
+            logging.getLogger().setLevel(settings.log_level.upper())
+            self._work = _Work(settings.device, self._equip(settings), *asked.descriptors)
+            return self._work.start()
+        if self._work is None:
+            raise Unavailable("this mover was not opened")
+        return self._work.answer(name, asked)
+
+
+class _Work:
+    """One device, between ``start`` and ``close``."""
+
+    def __init__(self, device: str, equipment: Equipment, jobs: int, ends: int) -> None:
+        """The descriptors are the connection's; copies of them are kept."""
+        self._device = device
+        self._equipment = equipment
+        self._backend = equipment.backend
+        self._jobs = Ring(os.dup(jobs), JOBS_BYTES)
+        self._ends = Writer(Ring(os.dup(ends), ENDS_BYTES))
+        self._inside = Inside(
+            self._backend, costs=equipment.costs, planning=ThreadPlanning(at_once=True), on_begin=self._begun
+        )
+        self._regions: dict[int, int] = {}
+        self._slabs: dict[int, Slab] = {}
+        self._listener = records.Listener(device, self._regions)
+        self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
+        self._answers: dict[str, Callable[[Message], Message]] = {
+            "open_sheet": self._open_sheet,
+            "close_sheet": self._close_sheet,
+            "create_slab": self._create_slab,
+            "close_slab": self._close_slab,
+            "register_host": self._register_host,
+            "open_peer": self._open_peer,
+            "close_peer": self._close_peer,
+            "read": self._read,
+            "measure": self._measure,
+            "probe": self._probe,
+            "close": self._close,
+        }
+
+    def start(self) -> Message:
+        """Take the device and begin to take jobs; tells of the device."""
+        self._backend.start()
+        self._inside.listen(self._ended)
+        self._thread.start()
+        return Message(self._equipment.facts())
+
+    def answer(self, name: str, asked: Message) -> Message:
+        """Answer a question. Raises what stands against it."""
+        return self._answers[name](asked)
+
+    def close(self) -> None:
+        """The daemon is gone: finish what runs, fail what waits, give everything back. Idempotent."""
+        if self._thread.is_alive():
+            Writer(self._jobs).put(records.stop_record())
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._inside.stop()
+        self._backend.close()
+
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    def _serve_jobs(self) -> None:
+        """Root of the thread that reads jobs."""
+        reader = Reader(self._jobs)
+        while True:
+            reader.wait()
+            for record in reader.take():
+                kind = int.from_bytes(record[:8], "little")
+                if kind == records.STOP:
+                    self._inside.stop()
+                    return
+                try:
+                    self._carry_out(kind, record)
+                except Exception as broken:
+                    log.exception("mover_record_broke kind=%d", kind)
+                    if kind == records.JOB:  # nobody else would end it; its words are the daemon's to set
+                        ticket = int.from_bytes(record[8:16], "little")
+                        self._ended(RankEnd(ticket, self._device, broken, None))
+
+    def _carry_out(self, kind: int, record: bytes) -> None:
+        if kind == records.JOB:
+            self._inside.submit(self._listener.job(record))
+            return
+        numbers = np.frombuffer(record, np.int64)
+        if kind == records.GEOMETRY:
+            self._listener.geometry(numbers)
+        elif kind == records.TABLE:
+            self._listener.table(numbers)
+        elif kind == records.FORGET:
+            self._listener.forget(numbers)
+        elif kind == records.EXPEDITE:
+            direction, ticket = records.expedited(numbers)
+            self._inside.expedite((self._device,), direction, ticket)
+        elif kind == records.PAUSE:
+            self._inside.pause_background(self._device, int(numbers[1]) / 1e6)
+        elif kind == records.LIMIT:
+            self._backend.limit_copies(*records.limited(numbers))
+
+    def _begun(self, ticket: int, now: float) -> None:
+        self._ends.put(records.began_record(ticket, now))
+
+    def _ended(self, end: RankEnd) -> None:
+        self._ends.put(records.end_record(end))
+        if end.error is not None and (fault := self._backend.fault(self._device)):
+            self._ends.put(records.broken_record(fault))
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def _open_sheet(self, asked: Message) -> Message:
+        self._backend.open_sheet(self._device, asked.head["sheet"], asked.descriptors[0])
+        return Message({})
+
+    def _close_sheet(self, asked: Message) -> Message:
+        self._backend.close_sheet(self._device, asked.head["sheet"])
+        return Message({})
+
+    def _create_slab(self, asked: Message) -> Message:
+        region, size_bytes = asked.head["region"], asked.head["size_bytes"]
+        slab = self._slabs[region] = self._backend.create_slab(self._device, size_bytes)
+        self._regions[region] = slab.region
+        handle = {"kind": slab.handle.kind, "size_bytes": slab.handle.size_bytes}
+        return Message(handle, slab.handle.token, () if slab.fd is None else (slab.fd,))
+
+    def _close_slab(self, asked: Message) -> Message:
+        region = asked.head["region"]
+        self._slabs.pop(region).close()
+        del self._regions[region]
+        return Message({})
+
+    def _register_host(self, asked: Message) -> Message:
+        view = map_memfd(asked.descriptors[0], asked.head["size_bytes"])
+        self._regions[asked.head["region"]] = self._backend.register_host(view)
+        return Message({})
+
+    def _open_peer(self, asked: Message) -> Message:
+        handle = Handle(asked.head["kind"], asked.body, asked.head["size_bytes"])
+        fd = asked.descriptors[0] if asked.descriptors else None
+        self._regions[asked.head["region"]] = self._backend.open_peer(handle, fd)
+        return Message({})
+
+    def _close_peer(self, asked: Message) -> Message:
+        self._backend.close_peer(self._regions.pop(asked.head["region"]))
+        return Message({})
+
+    def _read(self, asked: Message) -> Message:
+        region = self._regions.get(asked.head["region"])
+        if region is None:
+            raise NotFound("region", asked.head["region"], "its slab was closed")
+        return Message({}, self._backend.read(region, asked.head["offset"], asked.head["size_bytes"]))
+
+    def _measure(self, asked: Message) -> Message:
+        del asked
+        if self._equipment.measure is None:
+            return Message({})
+        figures, costs = self._equipment.measure()
+        self._inside.plan_by(costs)
+        return Message(figures)
+
+    def _probe(self, asked: Message) -> Message:
+        del asked
+        self._backend.probe()
+        return Message({"fault": self._backend.fault(self._device)})
+
+    def _close(self, asked: Message) -> Message:
+        """The daemon has told this mover by the ring to stop."""
+        del asked
+        self._finish()
+        return Message({})

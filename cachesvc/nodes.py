@@ -1,0 +1,122 @@
+"""What this node lends to other nodes and borrows of them, or nothing of both. Part of the composition root."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cachesvc.config import Config
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.lender import Lender
+from cachesvc.service.lending import LendingDesk
+from cachesvc.service.node import Node
+from cachesvc.service.rpc.peer_client import GrpcControl
+from cachesvc.service.rpc.peer_service import PeerListening, PeerServer, PeerService, PeerTokens
+from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_storage
+from cachesvc.telemetry import events
+
+MOST_PEERS = 16
+"""They are asked one after another."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """``addresses``: of the peers, the nearest first. ``tier``: how what they lend is waited for."""
+
+    addresses: tuple[str, ...]
+    tier: TierOptions
+
+
+def check_peers(config: Config) -> PeerSpec | None:
+    """Whom a daemon would be told to ask; None: nobody. Raises InvalidRequest for what cannot be."""
+    for address in filter(None, (config.peer_listen,)):
+        _check_address(config, "peer_listen", address)
+    if bool(config.peer_tls_certificate) != bool(config.peer_tls_key) or bool(config.peer_tls_ca) != bool(
+        config.peer_tls_key
+    ):
+        raise InvalidRequest("peer_tls_certificate, peer_tls_key and peer_tls_ca go together: nodes know each other")
+    if not 0 <= config.peer_data_port < 1 << 16:
+        raise InvalidRequest(f"peer_data_port: {config.peer_data_port} is not a port")
+    if not config.peers:
+        return None
+    spec: StorageSpec = parse_storage(f"peers:{config.peers}", ("peers",))
+    spec.check_options({})
+    if config.storage and spec.tier != TierOptions():
+        raise InvalidRequest("peers: with storage, the options of both are those of storage")
+    addresses = tuple(filter(None, spec.where.split(",")))
+    if not 0 < len(addresses) <= MOST_PEERS or len(set(addresses)) < len(addresses):
+        raise InvalidRequest(f"peers: {spec.where!r} is not 1 to {MOST_PEERS} different HOST:PORT by comma")
+    for address in addresses:
+        _check_address(config, "peers", address)
+    options = spec.tier
+    return PeerSpec(
+        addresses,
+        TierOptions(WriteWhen.NEVER, options.write_rate, options.wait, options.deadline, options.recompute),
+    )
+
+
+def _check_address(config: Config, name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidRequest(f"{name}: {address!r} is not HOST:PORT")
+    if host not in LOOPBACK and not (config.peer_tokens and config.peer_tls_key):
+        raise InvalidRequest(
+            f"{name}: {host} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
+            "peer_tls_key, peer_tls_ca) to know each other"
+        )
+
+
+class Nodes:
+    """``peers``: what is borrowed; None where nobody is asked. Raises InvalidRequest for what cannot be."""
+
+    def __init__(self, config: Config) -> None:
+        self.spec = check_peers(config)
+        self._config = config
+        self._tokens = PeerTokens(config.peer_tokens) if config.peer_tokens else None
+        files = PeerListening(config.peer_listen, config.peer_tls_certificate, config.peer_tls_key, config.peer_tls_ca)
+        self._files = files
+        addresses: Sequence[str] = () if self.spec is None else self.spec.addresses
+        self.peers = (
+            PeerStorage([GrpcControl(each, files, self._tokens) for each in addresses], time.monotonic)
+            if addresses
+            else None
+        )
+        self.desk: LendingDesk | None = None
+        self._lender: Lender | None = None
+        self._server: PeerServer | None = None
+
+    def connect(self, node: Node, view: Callable[[int, int, int, int], memoryview]) -> None:
+        """To this node's ledger and host pages."""
+        config = self._config
+        if not config.peer_listen:
+            return
+        self.desk = LendingDesk(node, view, config.peer_lease_seconds)
+        host = config.peer_listen.rpartition(":")[0].strip("[]")
+        self._lender = Lender(self.desk.desk, host, config.peer_data_port)
+        self._server = PeerServer(PeerService(self.desk, self._lender), self._files, self._tokens)
+
+    async def start(self) -> None:
+        """Raises a CacheError that says what cannot be had."""
+        if self._tokens is not None:
+            self._tokens.current()
+        if self._lender is not None and self._server is not None:
+            self._lender.start()
+            await self._server.start()
+            events.event("peers_ready", port=self._server.port, data_port=self._lender.port)
+
+    async def close(self) -> None:
+        """Lend nothing more: senders are cut, and pins go. Idempotent."""
+        if self._server is not None:
+            await self._server.close()
+        if self._lender is not None:
+            self._lender.close()
+        if self.desk is not None:
+            self.desk.close()
+
+    def tick(self) -> None:
+        """Now and then, on the ledger thread."""
+        if self.desk is not None:
+            self.desk.tick()

@@ -1,0 +1,13 @@
+"""Host pages of other nodes: one daemon lends, another one reads.
+
+    borrower                                    lender
+    Borrow(names)          ── control ──▶       pins what it has on the host, backs up what is on a device alone
+                           ◀──────────────      a lease, a secret, where its bytes are to be had
+    secret, numbers        ── bytes ────▶
+                           ◀──────────────      header, page; header, page; ...       each verified in its host page
+    Beat every few seconds, Return              pins go; without a beat they go when the lease lapses
+
+The reader owns the destination and reads by itself, so no byte of a dead or late peer lands in memory that is another's
+by now. The lender sends from pinned pages and unpins only when nobody sends from them any more. No memory is open to
+whoever reaches a port: bytes go out for a secret of 256 bits that is good for one connection of one lease.
+"""

@@ -1,0 +1,330 @@
+"""Other daemons as an engine of storage that is only read: what they lend comes into host pages, and is verified there.
+
+Asking borrows: what a peer says to have stays there until it was read. This side reads by itself, so an item that has
+ended is never written to again, and no item is late for longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.model.errors import CacheError
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.peer.control import Loan, PeerControl
+from cachesvc.peer.health import Peer
+from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
+from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus
+from cachesvc.telemetry import events
+
+THREADS = 4
+MOST_WAITING = 1024
+ASK_SECONDS = 0.5
+"""For an answer without bytes."""
+CONNECT_SECONDS = 1.0
+BEAT_SECONDS = 5.0
+UNUSED_SECONDS = 10.0
+"""What was borrowed and is not read by then is given back."""
+CLOSE_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Held:
+    """What a peer lends: ``numbers`` by name."""
+
+    peer: Peer
+    loan: Loan
+    numbers: dict[ObjectName, int]
+    since: float
+    is_read: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """``run`` answers, or ``refuse`` where it is not begun by ``deadline``."""
+
+    run: Callable[[], None]
+    refuse: Callable[[], None]
+    deadline: float
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Items of one call that one peer lends."""
+
+    held: Held
+    items: list[tuple[int, Item]] = field(default_factory=list)
+
+
+class PeerStorage:
+    """The engine over ``controls``, each of another daemon, the nearest first. ``clock``: monotonic seconds."""
+
+    kind = "peers"
+
+    def __init__(self, controls: Sequence[PeerControl], clock: Callable[[], float] = time.monotonic) -> None:
+        self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True)
+        self.peers = [Peer(control, clock) for control in controls]
+        self.counts: Counter[str] = Counter()
+        self.read_bytes = 0
+        self._clock = clock
+        self._held: dict[ObjectName, Held] = {}
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._telling = threading.local()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"peer-read-{n}", daemon=True) for n in range(THREADS)
+        ]
+        self._keeper = threading.Thread(target=self._keep, name="peer-beat", daemon=True)
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        """Begin. Peers that are not there are asked later."""
+        self._is_open = True
+        for thread in self._threads:
+            thread.start()
+        self._keeper.start()
+
+    def register(self, chunk: memoryview) -> None:
+        """Any memory will do."""
+
+    def describe(self, scope: Scope, label: str) -> None:
+        """Peers know their models by themselves."""
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
+        """They have to be asked, unless none can be, or all were a moment ago."""
+        first = keys[:KEY_BYTES]
+        can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
+        return None if can_be_asked and first else 0
+
+    def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
+        """Borrows them of the first peer that has the first of them."""
+        asked = list(names)
+        nothing = partial(found, [False] * len(asked))
+        self._add(Job(lambda: found(self._borrow(asked)), nothing, deadline))
+
+    def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """What was borrowed. All else is a MISS."""
+        wanted: dict[int, Wanted] = {}
+        missing = []
+        with self._changed:
+            for index, item in enumerate(items):
+                held = self._held.pop(item.name, None)
+                if held is None:
+                    missing.append(index)
+                else:
+                    held.is_read = True
+                    wanted.setdefault(id(held), Wanted(held)).items.append((index, item))
+            for each_of in wanted.values():  # one stream is all that a loan is good for
+                for name in each_of.held.numbers:
+                    self._held.pop(name, None)
+        for index in missing:
+            each(index, Outcome.MISS)
+        for one in wanted.values():
+            self._add(Job(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
+
+    def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
+        """Peers keep what they compute, and nothing else."""
+        for index in range(len(items)):
+            each(index, Outcome.BUSY)
+
+    @property
+    def is_telling(self) -> bool:
+        """True on a thread that is just telling that an object came from a peer."""
+        return getattr(self._telling, "peer", None) is not None
+
+    def remove(self, names: Sequence[ObjectName]) -> None:
+        """What just came from a peer was not what its name says: that peer is not asked for a while."""
+        peer: Peer | None = getattr(self._telling, "peer", None)
+        if peer is not None and names:
+            peer.counts["wrong"] += 1
+            peer.failed("an object was not what its name says")
+            events.warning("peer_object_wrong", peer=peer.control.address)
+
+    def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
+        """Nothing here is ours."""
+        return 0
+
+    def status(self) -> StoreStatus:
+        """Nothing is kept."""
+        return StoreStatus()
+
+    def holds(self, name: ObjectName) -> bool:
+        """True for what is borrowed."""
+        return name in self._held
+
+    def close(self) -> None:
+        """Give back what is borrowed, as far as peers answer in time. Idempotent."""
+        with self._changed:
+            self._is_open = False
+            jobs, self._jobs = self._jobs, deque()
+            self._changed.notify_all()
+        self._stopping.set()
+        for job in jobs:
+            job.refuse()
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in (*self._threads, self._keeper):
+            if thread.is_alive():
+                thread.join(max(0.0, until - time.monotonic()))
+        for peer in self.peers:
+            peer.control.close()
+
+    # -- on threads ----------------------------------------------------------------------------------------------
+
+    def _add(self, job: Job) -> None:
+        with self._changed:
+            is_taken = self._is_open and len(self._jobs) < MOST_WAITING
+            if is_taken:
+                self._jobs.append(job)
+                self._changed.notify()
+        if not is_taken:
+            job.refuse()
+
+    def _work(self) -> None:
+        """Root of a thread."""
+        yield_to_callers()
+        while True:
+            with self._changed:
+                while not self._jobs and self._is_open:
+                    self._changed.wait()
+                if not self._is_open:
+                    return
+                job = self._jobs.popleft()
+            try:
+                if job.deadline <= self._clock():
+                    job.refuse()
+                else:
+                    job.run()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next job is another's
+                events.failure("peer_job_broke")
+
+    def _borrow(self, names: list[ObjectName]) -> list[bool]:
+        """Which of the names a peer lends from now on; all of one scope."""
+        scope = names[0].scope
+        keys = list(dict.fromkeys(name.key for name in names))
+        parts = list(dict.fromkeys(name.part for name in names))
+        for peer in self.peers:
+            if not peer.is_usable or peer.lacks(keys[0]):
+                continue
+            try:
+                loan = peer.control.borrow(scope, b"".join(keys), parts, ASK_SECONDS)
+            except CacheError as error:
+                self._note_failure(peer, str(error))
+                continue
+            peer.worked(0 if loan is None else loan.epoch)
+            if loan is None:
+                peer.had_nothing(keys[0])
+                continue
+            return self._hold(peer, loan, names, keys, parts)
+        return [False] * len(names)
+
+    def _hold(
+        self, peer: Peer, loan: Loan, names: list[ObjectName], keys: list[bytes], parts: list[Part]
+    ) -> list[bool]:
+        peer.counts["lent"] += 1
+        row = {key: at * len(parts) for at, key in enumerate(keys)}
+        column = {part: at for at, part in enumerate(parts)}
+        numbers = {name: row[name.key] + column[name.part] for name in names}
+        lent = {name: at for name, at in numbers.items() if at < len(loan.lent) and loan.lent[at]}
+        held = Held(peer, loan, lent, self._clock())
+        with self._changed:
+            before = {id(each): each for each in map(self._held.get, lent) if each is not None}
+            self._held.update(dict.fromkeys(lent, held))
+            unused = [each for each in before.values() if all(self._held.get(n) is not each for n in each.numbers)]
+        for each in unused:
+            self._give_back(each)
+        return [name in lent for name in names]
+
+    def _refuse(self, wanted: Wanted, each: Each) -> None:
+        for index, _ in wanted.items:
+            each(index, Outcome.BUSY)
+        self._give_back(wanted.held)
+
+    def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
+        """All items of a loan, over one stream. Each of them ends, and is not written to any more then."""
+        held, left = wanted.held, deque(wanted.items)
+        self._telling.peer = held.peer
+        try:
+            self._stream(held, left, deadline, each)
+        except OSError as error:
+            self._note_failure(held.peer, str(error) or type(error).__name__)
+        finally:
+            self._telling.peer = None
+            for index, _ in left:
+                each(index, Outcome.FAILED)
+        self._give_back(held)
+
+    def _stream(self, held: Held, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
+        """Raises OSError; what is ``left`` then has not come."""
+        numbers = [held.numbers[item.name] for _, item in left]
+        limit = min(deadline - time.monotonic(), CONNECT_SECONDS)
+        if limit <= 0:
+            raise TimeoutError("there is no time left")
+        with socket.create_connection((held.loan.host, held.loan.port), timeout=limit) as stream:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream.sendall(HELLO.pack(MAGIC, held.loan.secret) + pack_numbers(numbers))
+            for number in numbers:
+                index, item = left[0]
+                said, status, size_bytes = ANSWER.unpack(receive(stream, ANSWER.size, deadline))
+                if said != number or (status == OK and size_bytes != item.payload_bytes):
+                    raise StreamEnded("the peer answered something else")
+                if status == OK:
+                    for piece in (item.head[:HEADER_BYTES], *item.pages):
+                        receive_into(stream, piece, deadline)
+                    self.read_bytes += size_bytes
+                left.popleft()
+                self.counts["read" if status == OK else "gone"] += 1
+                each(index, Outcome.OK if status == OK else Outcome.MISS)
+
+    def _note_failure(self, peer: Peer, reason: str) -> None:
+        peer.failed(reason)
+        events.event("peer_failed", peer=peer.control.address, reason=reason)
+
+    def _give_back(self, held: Held) -> None:
+        try:
+            held.peer.control.give_back(held.loan.lease, ASK_SECONDS)
+        except CacheError as error:  # it lapses
+            self._note_failure(held.peer, str(error))
+
+    # -- beats -----------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Root of the thread that says that what is borrowed is still wanted."""
+        yield_to_callers()
+        while not self._stopping.wait(BEAT_SECONDS):
+            try:
+                self.beat()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
+                events.failure("peer_beat_broke")
+        for held in self._all_held():
+            self._give_back(held)
+
+    def beat(self) -> None:
+        """Tell peers what is still wanted, and give back what nobody came for."""
+        now = self._clock()
+        wanted: dict[int, tuple[Peer, list[int]]] = {}
+        for held in self._all_held():
+            if now - held.since > UNUSED_SECONDS:
+                with self._changed:
+                    for name in held.numbers:
+                        if self._held.get(name) is held:
+                            del self._held[name]
+                self._give_back(held)
+            else:
+                wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
+        for peer, leases in wanted.values():
+            try:
+                peer.control.beat(leases, ASK_SECONDS)
+            except CacheError as error:
+                self._note_failure(peer, str(error))
+
+    def _all_held(self) -> list[Held]:
+        with self._changed:
+            return list({id(held): held for held in self._held.values()}.values())

@@ -1,0 +1,152 @@
+"""What this daemon lends: pinned pages by lease, for as long as beats come, and not a moment too short for a sender.
+
+A lease that is given back or lapses is over at once: its streams are cut. ``quiet`` is told of it when the last sender
+has let go of its pages, and only then may they be used for anything else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cachesvc.peer.wire import SECRET_BYTES
+from cachesvc.storage.seam import ObjectName
+
+
+@dataclass(frozen=True, slots=True)
+class LentObject:
+    """An object and the host pages that hold its payload, one after another."""
+
+    name: ObjectName
+    pages: tuple[memoryview, ...]
+
+
+@dataclass(eq=False)
+class Lent:
+    """A lease. ``objects``: by number, None for those that are not here. ``until``: monotonic seconds."""
+
+    lease: int
+    secret: bytes
+    objects: tuple[LentObject | None, ...]
+    until: float
+    is_spent: bool = False
+    is_over: bool = False
+    senders: int = 0
+    streams: list[socket.socket] = field(default_factory=list)
+
+
+class Desk:
+    """Any thread. ``quiet(lease)`` is told once of each lease, from any thread."""
+
+    def __init__(self, clock: Callable[[], float], quiet: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._quiet = quiet
+        self._lent: dict[int, Lent] = {}
+        self._lock = threading.Lock()
+        self.lapsed = 0
+
+    def lend(self, objects: Sequence[LentObject | None], seconds: float) -> Lent:
+        """A new lease, whose secret is good for one stream."""
+        with self._lock:
+            lease = secrets.randbits(63)  # another daemon's, or of another life, is none of ours
+            lent = Lent(lease, secrets.token_bytes(SECRET_BYTES), tuple(objects), self._clock() + seconds)
+            self._lent[lent.lease] = lent
+        return lent
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def knows(self, lease: int) -> bool:
+        """True while pages are lent under it, or still being sent."""
+        return lease in self._lent
+
+    def beat(self, lease: int, seconds: float) -> bool:
+        """The borrower lives. False for a lease that is over."""
+        with self._lock:
+            lent = self._lent.get(lease)
+            if lent is None or lent.is_over:
+                return False
+            lent.until = self._clock() + seconds
+            return True
+
+    def give_back(self, lease: int) -> None:
+        """It is over. Twice is fine."""
+        with self._lock:
+            lent = self._lent.get(lease)
+        if lent is not None:
+            self._end(lent)
+
+    def expire(self) -> None:
+        """Now and then: what has not been heard of is over."""
+        now = self._clock()
+        with self._lock:
+            late = [lent for lent in self._lent.values() if not lent.is_over and lent.until <= now]
+            self.lapsed += len(late)
+        for lent in late:
+            self._end(lent)
+
+    def end_all(self) -> None:
+        """The daemon ends."""
+        for lease in list(self._lent):
+            self.give_back(lease)
+
+    def open(self, secret: bytes, stream: socket.socket) -> Lent | None:
+        """The lease of a stream's secret, once; None where nothing is lent for it, or a stream had it before."""
+        with self._lock:
+            found = None
+            for lent in self._lent.values():
+                if hmac.compare_digest(lent.secret, secret):
+                    found = lent
+            if found is None or found.is_over or found.is_spent:
+                return None
+            found.is_spent = True
+            found.streams.append(stream)
+            return found
+
+    @contextmanager
+    def sending(self, lent: Lent) -> Iterator[bool]:
+        """Its pages stay meanwhile. False where it is over: nothing may be sent."""
+        with self._lock:
+            may_send = not lent.is_over
+            lent.senders += may_send
+        try:
+            yield may_send
+        finally:
+            if may_send:
+                with self._lock:
+                    lent.senders -= 1
+                    is_quiet = self._is_quiet(lent)
+                if is_quiet:
+                    self._quiet(lent.lease)
+
+    def _end(self, lent: Lent) -> None:
+        with self._lock:
+            if lent.is_over:
+                return
+            lent.is_over = True
+            streams = list(lent.streams)
+            is_quiet = self._is_quiet(lent)
+        for stream in streams:
+            cut(stream)
+        if is_quiet:
+            self._quiet(lent.lease)
+
+    def _is_quiet(self, lent: Lent) -> bool:
+        """Under the lock: nobody sends from its pages, and nobody will; it is forgotten then."""
+        is_quiet = lent.is_over and not lent.senders and lent.lease in self._lent
+        if is_quiet:
+            del self._lent[lent.lease]
+        return is_quiet
+
+
+def cut(stream: socket.socket) -> None:
+    """Whoever sends or receives there is told at once."""
+    try:
+        stream.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended already
+        return

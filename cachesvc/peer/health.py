@@ -1,0 +1,65 @@
+"""Whether another daemon is asked: not for a while after it failed, twice as long each time."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from cachesvc.peer.control import PeerControl
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+ABSENT_SECONDS = 1.0
+"""How long a prefix that it did not have is not asked for again."""
+MOST_ABSENT = 4096
+
+
+class Peer:
+    """One other daemon, as this one sees it. Any thread. ``counts``: of what became of asking, by outcome."""
+
+    def __init__(self, control: PeerControl, clock: Callable[[], float]) -> None:
+        self.control = control
+        self.counts: Counter[str] = Counter()
+        self.epoch = 0
+        self.reason = ""
+        self._clock = clock
+        self._pause = 0.0
+        self._until = 0.0
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def is_usable(self) -> bool:
+        """False during a pause."""
+        return self._clock() >= self._until
+
+    def lacks(self, key: bytes) -> bool:
+        """True where it was asked lately, and had nothing that begins with this block."""
+        with self._lock:
+            return self._absent.get(key, 0.0) > self._clock()
+
+    def worked(self, epoch: int) -> None:
+        """It answered in time. With another epoch it is another life, which may have what the last one lacked."""
+        with self._lock:
+            self._pause = 0.0
+            if epoch != self.epoch:
+                self.epoch = epoch
+                self._absent.clear()
+
+    def had_nothing(self, key: bytes) -> None:
+        """Of the blocks from this one on."""
+        with self._lock:
+            self.counts["absent"] += 1
+            self._absent[key] = self._clock() + ABSENT_SECONDS
+            self._absent.move_to_end(key)
+            while len(self._absent) > MOST_ABSENT:
+                self._absent.popitem(last=False)
+
+    def failed(self, reason: str) -> None:
+        """It did not answer, or not in time, or wrongly."""
+        with self._lock:
+            self.counts["failed"] += 1
+            self.reason = reason
+            self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+            self._until = self._clock() + self._pause

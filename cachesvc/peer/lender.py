@@ -1,0 +1,142 @@
+"""Sends lent pages over TCP: a thread accepts, and each stream has one that sends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.model.errors import Unavailable
+from cachesvc.peer.desk import Desk, Lent, LentObject, cut
+from cachesvc.peer.wire import (
+    ANSWER,
+    GONE,
+    HELLO,
+    MAGIC,
+    OK,
+    StreamEnded,
+    receive,
+    receive_numbers,
+    send_pieces,
+)
+from cachesvc.storage.header import HEADER_BYTES, Digest, require_digest, write_header
+from cachesvc.telemetry import events
+
+MOST_STREAMS = 64
+HELLO_SECONDS = 5.0
+"""For a secret; who has none does not keep a place."""
+SILENT_SECONDS = 60.0
+"""Between two requests of a stream: its lease ends it sooner."""
+STUCK_SECONDS = 10.0
+"""Of a borrower that takes nothing more."""
+
+
+class Lender:
+    """Listens on ``host``:``port`` (0: any) from ``start`` to ``close``."""
+
+    def __init__(self, desk: Desk, host: str, port: int, digest: Callable[[], Digest] = require_digest) -> None:
+        self.port = port
+        self.sent_bytes = 0
+        self.refused = 0
+        self._desk = desk
+        self._host = host
+        self._make_digest = digest
+        self._digest: Digest | None = None
+        self._listener: socket.socket | None = None
+        self._streams: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._acceptor = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
+
+    def start(self) -> None:
+        """Raises Unavailable where the address cannot be had."""
+        self._digest = self._make_digest()
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((self._host, self.port), family=family)
+        except OSError as error:
+            raise Unavailable(
+                f"cannot listen on {self._host}:{self.port} for other nodes: {error}; choose another peer_data_port"
+            ) from error
+        self.port = int(self._listener.getsockname()[1])
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Cut all streams. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            cut(listener)
+            listener.close()
+            self._acceptor.join()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            cut(stream)
+
+    def _accept(self) -> None:
+        """Root of the thread."""
+        listener = self._listener
+        while listener is not None:
+            try:
+                stream, _ = listener.accept()
+            except OSError:  # closed, or out of descriptors
+                if self._listener is None:
+                    return
+                continue
+            with self._lock:
+                is_full = len(self._streams) >= MOST_STREAMS
+                if not is_full:
+                    self._streams.add(stream)
+            if is_full:
+                self.refused += 1
+                stream.close()
+                continue
+            threading.Thread(target=self._serve, args=(stream,), name="peer-send", daemon=True).start()
+
+    def _serve(self, stream: socket.socket) -> None:
+        """Root of a stream's thread."""
+        yield_to_callers()
+        try:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            lent = self._greet(stream)
+            while lent is not None:
+                numbers = receive_numbers(stream, time.monotonic() + SILENT_SECONDS)
+                stream.settimeout(STUCK_SECONDS)
+                for number in numbers:
+                    self._send(stream, lent, number)
+        except OSError:  # the borrower has what it wanted, or is gone; or the lease is over
+            return
+        except Exception:  # noqa: BLE001 - the root of a thread
+            events.failure("peer_stream_broke")
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+
+    def _greet(self, stream: socket.socket) -> Lent | None:
+        magic, secret = HELLO.unpack(receive(stream, HELLO.size, time.monotonic() + HELLO_SECONDS))
+        lent = self._desk.open(secret, stream) if magic == MAGIC else None
+        if lent is None:
+            self.refused += 1
+            events.event("peer_stream_refused")
+        return lent
+
+    def _send(self, stream: socket.socket, lent: Lent, number: int) -> None:
+        """One object, from pages that stay until it is sent. Raises OSError."""
+        with self._desk.sending(lent) as may_send:
+            if not may_send:
+                raise StreamEnded("the lease is over")
+            found = lent.objects[number] if number < len(lent.objects) else None
+            if found is None:
+                stream.sendall(ANSWER.pack(number, GONE, 0))
+                return
+            self._send_object(stream, number, found)
+
+    def _send_object(self, stream: socket.socket, number: int, found: LentObject) -> None:
+        assert self._digest is not None
+        size_bytes = sum(map(len, found.pages))
+        head = bytearray(HEADER_BYTES)
+        write_header(self._digest, found.name, memoryview(head), found.pages, size_bytes)
+        send_pieces(stream, (ANSWER.pack(number, OK, size_bytes) + head, *found.pages))
+        self.sent_bytes += size_bytes

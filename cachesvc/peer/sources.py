@@ -1,0 +1,207 @@
+"""Peers before a store: what another daemon has comes from there; all else, or what it fails to send, from the store.
+
+To the tier it is one engine. Objects are written to the store alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.peer.borrower import PeerStorage
+from cachesvc.storage.seam import (
+    Caps,
+    Check,
+    Checked,
+    Each,
+    Found,
+    Item,
+    ObjectName,
+    Outcome,
+    Part,
+    Scope,
+    StorageBackend,
+    StoreStatus,
+    Totals,
+)
+
+
+class Sources:
+    """``peers`` first, then ``store``."""
+
+    def __init__(self, peers: PeerStorage, store: StorageBackend) -> None:
+        self.kind = store.kind
+        self.caps: Caps = replace(store.caps)
+        self.peers = peers
+        self.store = store
+
+    def start(self) -> None:
+        """Both. Raises a CacheError that says what is missing."""
+        self.store.start()
+        self.peers.start()
+
+    def register(self, chunk: memoryview) -> None:
+        """With the store: peers need none."""
+        self.store.register(chunk)
+
+    def describe(self, scope: Scope, label: str) -> None:
+        """To the store."""
+        self.store.describe(scope, label)
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
+        """None while a peer can be asked, else what the store says."""
+        stored = self.store.expects(scope, keys, parts)
+        has_all = stored is not None and stored * KEY_BYTES == len(keys)
+        return stored if has_all or self.peers.expects(scope, keys, parts) is not None else None
+
+    def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
+        """What either has."""
+
+        def lent(there: Sequence[bool]) -> None:
+            rest = [name for name, is_there in zip(names, there, strict=True) if not is_there]
+            if not rest:
+                found(there)
+                return
+
+            def stored(kept: Sequence[bool]) -> None:
+                answers = iter(kept)
+                found([is_there or next(answers) for is_there in there])
+
+            self.store.exists(rest, deadline, stored)
+
+        self.peers.exists(names, deadline, lent)
+
+    def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """What is borrowed from its peer, or else from the store."""
+        lent = [index for index, item in enumerate(items) if self.peers.holds(item.name)]
+        mine = [index for index in range(len(items)) if index not in set(lent)] if lent else list(range(len(items)))
+
+        def from_peer(at: int, outcome: Outcome) -> None:
+            index = lent[at]
+            if outcome is Outcome.OK:
+                each(index, outcome)
+            else:
+                self._get_stored([index], items, deadline, each)
+
+        if lent:
+            self.peers.get([items[index] for index in lent], deadline, from_peer)
+        if mine:
+            self._get_stored(mine, items, deadline, each)
+
+    def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """To the store."""
+        self.store.put(items, deadline, each)
+
+    def remove(self, names: Sequence[ObjectName]) -> None:
+        """Where it came from: a peer's wrong object says nothing against the store's."""
+        if self.peers.is_telling:
+            self.peers.remove(names)
+        else:
+            self.store.remove(names)
+
+    def purge(self, scope: Scope | None) -> int:
+        """The store's."""
+        return self.store.purge(scope)
+
+    def status(self) -> StoreStatus:
+        """The store's."""
+        return self.store.status()
+
+    def totals(self) -> Totals:
+        """The store's."""
+        return self.store.totals()
+
+    def check_all(self, check: Check) -> Checked:
+        """The store's."""
+        return self.store.check_all(check)
+
+    def close(self) -> None:
+        """Both."""
+        self.peers.close()
+        self.store.close()
+
+    def _get_stored(self, indexes: list[int], items: Sequence[Item], deadline: float, each: Each) -> None:
+        chosen = [items[index] for index in indexes]
+        self.store.get(chosen, deadline, lambda at, outcome: each(indexes[at], outcome))
+
+
+class Nowhere:
+    """In place of a store where there is none: keeps the last few small objects, so that a canary comes back."""
+
+    kind = "peers"
+    MOST_OBJECTS = 4
+    MOST_BYTES = 64 << 10
+
+    def __init__(self) -> None:
+        self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True)
+        self._kept: OrderedDict[ObjectName, bytes] = OrderedDict()
+        self._is_open = False
+
+    def start(self) -> None:
+        """Nothing to begin."""
+        self._is_open = True
+
+    def register(self, chunk: memoryview) -> None:
+        """Nothing comes there."""
+
+    def describe(self, scope: Scope, label: str) -> None:
+        """Nobody asks."""
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
+        """Nothing."""
+        return 0
+
+    def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:  # noqa: ARG002
+        """Of the last few."""
+        found([name in self._kept for name in names])
+
+    def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
+        """Of the last few."""
+        for index, item in enumerate(items):
+            content = self._kept.get(item.name, b"")
+            if len(content) != len(item.head) + item.payload_bytes:
+                each(index, Outcome.MISS if self._is_open else Outcome.BUSY)
+                continue
+            at = 0
+            for piece in (item.head, *item.pages):
+                piece[:] = content[at : at + len(piece)]
+                at += len(piece)
+            each(index, Outcome.OK)
+
+    def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
+        """Small ones, for a moment."""
+        for index, item in enumerate(items):
+            if not self._is_open or item.payload_bytes > self.MOST_BYTES:
+                each(index, Outcome.BUSY)
+                continue
+            self._kept[item.name] = b"".join((item.head, *item.pages))
+            while len(self._kept) > self.MOST_OBJECTS:
+                self._kept.popitem(last=False)
+            each(index, Outcome.OK)
+
+    def remove(self, names: Sequence[ObjectName]) -> None:
+        """Forget them."""
+        for name in names:
+            self._kept.pop(name, None)
+
+    def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
+        """There is nothing to forget."""
+        return 0
+
+    def status(self) -> StoreStatus:
+        """Nothing is kept."""
+        return StoreStatus()
+
+    def totals(self) -> Totals:
+        """Nothing."""
+        return Totals(0, 0, 0, 0)
+
+    def check_all(self, check: Check) -> Checked:  # noqa: ARG002 - the seam's
+        """There is nothing to look at."""
+        return Checked()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._is_open = False

@@ -1,0 +1,124 @@
+"""What operators ask of the storage tier, and do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from kvcache.v1 import storage_pb2
+
+from cachesvc.flows.counters import Count
+from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.questions.view import View
+from cachesvc.service.access.auth import caller
+from cachesvc.service.node import Node
+from cachesvc.storage.canary import SCOPE
+from cachesvc.storage.objects import Way
+from cachesvc.storage.seam import Scope
+from cachesvc.storage.tier import Tier
+from cachesvc.telemetry import events
+
+
+class Configured(Protocol):
+    """``tier``: the daemon's, or None; ``text``: as it was configured."""
+
+    tier: Tier | None
+
+    @property
+    def text(self) -> str:
+        """Empty where there is none."""
+
+
+class StorageAnswers:
+    """About the storage that is ``configured``."""
+
+    def __init__(self, node: Node, configured: Configured) -> None:
+        self._node = node
+        self._configured = configured
+        self._busy = asyncio.Lock()
+
+    async def status(self, view: View) -> storage_pb2.GetStorageResponse:
+        """Of scopes those whose models the caller may see; who sees all, of models too that are not registered now."""
+        tier = self._configured.tier
+        if tier is None:
+            return storage_pb2.GetStorageResponse()
+        found = await asyncio.to_thread(tier.backend.status)
+        counts, counters = tier.store.counts, self._node.core.counters
+        seen = None if caller().sees_all else {model.namespace for model in view.models()}
+        scopes = [
+            storage_pb2.StoredScope(
+                model=kept.label,
+                namespace_hex=scope.namespace.hex() if seen is None else "",
+                objects=kept.objects,
+                size_bytes=kept.size_bytes,
+                oldest_seconds=kept.oldest_seconds or 0.0,
+                newest_seconds=kept.newest_seconds or 0.0,
+            )
+            for scope, kept in sorted(found.scopes.items(), key=lambda each: -each[1].size_bytes)
+            if scope != SCOPE and (seen is None or scope.namespace in seen)
+        ]
+        return storage_pb2.GetStorageResponse(
+            storage=self._configured.text if seen is None else tier.backend.kind,
+            engine=tier.backend.kind,
+            shared=tier.backend.caps.is_shared,
+            breaker=tier.breaker.state.value,
+            breaker_reason=tier.breaker.reason,
+            breaker_opened=tier.breaker.opened,
+            objects=found.objects,
+            size_bytes=found.size_bytes,
+            capacity_bytes=found.capacity_bytes,
+            evicted_objects=found.evicted_objects,
+            complete=found.is_complete,
+            scopes=scopes,
+            outcomes=[
+                storage_pb2.StorageOutcome(way=way.value, outcome=outcome.value, items=items)
+                for (way, outcome), items in sorted(counts.items.items(), key=lambda each: each[0][0].value)
+            ],
+            read_bytes=counts.size_bytes[Way.GET],
+            written_bytes=counts.size_bytes[Way.PUT],
+            read_bytes_per_second=tier.store.bandwidth(Way.GET),
+            items_under_way=tier.store.out(),
+            fetched_blocks=counters.get(Count.STORAGE_FETCHED_BLOCKS, 0),
+            kept_blocks=counters.get(Count.STORAGE_KEPT_BLOCKS, 0),
+            not_kept_blocks=counters.get(Count.STORAGE_NOT_KEPT_BLOCKS, 0),
+            waiting_blocks=sum(len(model.stored.wanted) for model in view.models()),
+        )
+
+    async def check(self) -> storage_pb2.CheckStorageResponse:
+        """One at a time. Raises Unavailable, NotSupported."""
+        tier = self._require()
+        async with self._busy:
+            began = time.monotonic()
+            found = await asyncio.to_thread(tier.store.check_all)
+        return storage_pb2.CheckStorageResponse(
+            objects_checked=found.objects,
+            size_bytes=found.size_bytes,
+            wrong=found.wrong,
+            missing=found.missing,
+            unreadable=found.unreadable,
+            seconds=time.monotonic() - began,
+        )
+
+    async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
+        """Raises Unavailable, NotFound."""
+        tier = self._require()
+        async with self._busy:
+            found = await asyncio.to_thread(tier.backend.status)
+            scopes: list[Scope | None] = [scope for scope, kept in found.scopes.items() if name in ("", kept.label)]
+            if name and not scopes:
+                raise NotFound("stored model", name, "cachesvc storage lists those that there are")
+            objects = 0
+            for scope in scopes if name else [None]:
+                objects += await asyncio.to_thread(tier.backend.purge, scope)
+        for model in self._node.view().models():
+            if name in ("", model.name):
+                model.stored.written.clear()
+        events.event("storage_purged", model_name=name, objects=objects)
+        return storage_pb2.PurgeStorageResponse(objects=objects)
+
+    def _require(self) -> Tier:
+        tier = self._configured.tier
+        if tier is None:
+            raise Unavailable("no storage is configured; start the daemon with --storage")
+        return tier

@@ -1,0 +1,71 @@
+"""A thread that carries out what the ledger thread has no time for: names, checksums, calls to an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.telemetry import events
+
+CLOSE_SECONDS = 1.0
+
+
+class Carrier(Protocol):
+    """Carries out calls, later and in their order."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Carry it out."""
+
+    def close(self) -> None:
+        """Carry out nothing more. Idempotent."""
+
+
+class Courier:
+    """One thread. What it is given is bounded by whoever gives it."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._is_open = True
+        self._thread.start()
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Carry it out, behind what was given before."""
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Drop what waits, and wait a while for what runs. Idempotent."""
+        with self._changed:
+            self._is_open = False
+            self._calls.clear()
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        """Root of the thread."""
+        yield_to_callers()
+        while True:
+            with self._changed:
+                while not self._calls and self._is_open:
+                    self._changed.wait()
+                if not self._is_open:
+                    return
+                call = self._calls.popleft()
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next call is another's
+                events.failure("storage_call_broke")

@@ -1,0 +1,314 @@
+"""``mooncake``: host pages to a Mooncake Store and back, by threads that block in its client.
+
+A put is what it says only once the object exists: where another writer has died in the middle, the library answers 0 to
+every put of the same name until the master discards that writer's, and nothing is stored (30 s by its defaults, five by
+ours). Such an item is put again then, where its deadline lets us, and has FAILED otherwise.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cachesvc.model.errors import Unavailable
+from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.mooncake import native
+from cachesvc.storage.mooncake.account import Account
+from cachesvc.storage.mooncake.lane import BATCH_ITEMS, Carry, Lane, Task
+from cachesvc.storage.mooncake.options import MooncakeOptions
+from cachesvc.storage.mooncake.questions import Questions
+from cachesvc.storage.mooncake.registered import Registered
+from cachesvc.storage.seam import (
+    FORMAT,
+    Caps,
+    Check,
+    Checked,
+    Each,
+    Found,
+    Item,
+    ObjectName,
+    Outcome,
+    Part,
+    Scope,
+    StoreStatus,
+    Totals,
+)
+from cachesvc.telemetry import events
+
+RETRY_SECONDS = 2.0
+"""Between attempts to reach a master."""
+DISCARD_MARGIN_SECONDS = 0.5
+"""The hole after a dead writer was seen to last up to 0.3 s longer than the master's limit."""
+QUESTION_SECONDS = 30.0
+
+
+class MooncakeStorage:
+    """The engine."""
+
+    kind = "mooncake"
+
+    def __init__(self, options: MooncakeOptions, load: Callable[[], Any] = native.load) -> None:
+        """``load`` gives the library."""
+        self.caps = Caps(is_shared=True, survives="node", evicts_itself=True, needs_registration=True)
+        self._options = options
+        self._load = load
+        self._module: Any = None
+        self._library: native.Library | None = None
+        self._has_tried = threading.Event()
+        self._stopping = threading.Event()
+        self._registered = Registered()
+        self._account = Account()
+        self._leaving: set[ObjectName] = set()
+        self._left = threading.Condition()
+        self._readers = Lane("mooncake-read", options.readers, self._reader)
+        self._writers = Lane("mooncake-write", options.writers, self._writer)
+        self._questions = Questions()
+        self._connector = threading.Thread(target=self._connect, name="mooncake-connect", daemon=True)
+
+    def start(self) -> None:
+        """Raises Unavailable where the library cannot be loaded. A master that is not there is asked again."""
+        self._module = self._load()
+        self._connector.start()
+        self._questions.start()
+        self._readers.start()
+        self._writers.start()
+
+    def register(self, chunk: memoryview) -> None:
+        """With the library's client, as soon as there is one."""
+        self._registered.add(chunk)
+
+    def describe(self, scope: Scope, label: str) -> None:
+        """For this daemon's status alone."""
+        self._account.describe(scope, label)
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
+        """The master has to be asked."""
+        return None
+
+    def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
+        """What the master says: 1 for some seconds also for what a dead server had."""
+        texts = [name.text for name in names]
+
+        def ask() -> None:
+            library = self._library
+            codes = library.batch_is_exist(texts) if library is not None and time.monotonic() < deadline else []
+            found([code == 1 for code in codes] if len(codes) == len(texts) else [False] * len(texts))
+
+        if not self._questions.add(ask):
+            found([False] * len(texts))
+
+    def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """In batches, each piece to where it belongs."""
+        self._readers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
+
+    def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """In batches, each piece from where it is."""
+        self._writers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
+
+    def remove(self, names: Sequence[ObjectName]) -> None:
+        """Behind it; whoever asks meanwhile is told that they are gone."""
+        gone = list(names)
+        with self._left:
+            self._leaving.update(gone)
+        if not self._questions.add(lambda: self._remove(gone)):
+            self._forget(gone)
+
+    def purge(self, scope: Scope | None) -> int:
+        """All nodes' objects. Raises Unavailable."""
+        library = self._library
+        pattern = f"^{FORMAT}/" if scope is None else f"^{FORMAT}/{re.escape(scope.text)}/"
+        code = -1 if library is None else library.remove_by_regex(pattern, True)
+        if code < 0:
+            raise Unavailable(f"the Mooncake master at {self._options.master} did not purge (code {code}); try again")
+        self._account.purge(scope)
+        return code
+
+    def status(self) -> StoreStatus:
+        """What this daemon has put and not seen go; not what other nodes have."""
+        return self._account.status()
+
+    def totals(self) -> Totals:
+        """As ``status``."""
+        return self._account.totals()
+
+    def check_all(self, check: Check) -> Checked:
+        """What this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
+        library, found = self._library, Checked()
+        if library is None:
+            raise Unavailable(f"the Mooncake master at {self._options.master} was not found yet; try again")
+        for name in self._account.names():
+            content = library.get(name.text)
+            if not content:
+                found.missing += 1
+                self._account.drop(name)
+                continue
+            found.objects += 1
+            found.size_bytes += len(content)
+            if not check(name, memoryview(content)):
+                found.wrong += 1
+                with self._left:
+                    self._leaving.add(name)
+                self._remove([name])
+        return found
+
+    def close(self) -> None:
+        """Threads that hang in the library are left behind, with their memory and the client."""
+        self._stopping.set()
+        with self._left:
+            self._left.notify_all()
+        are_through = [lane.close() for lane in (self._readers, self._writers)]
+        if self._questions.close() and all(are_through) and not self._connector.is_alive():
+            library, self._library = self._library, None
+            self._registered.disconnect()
+            if library is not None:
+                library.close()
+
+    # -- on threads ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Root of the thread that finds the master; once found, the client finds it again by itself."""
+        while not self._stopping.is_set():
+            try:
+                native.probe(self._options)
+                library = native.connect(self._module, self._options)
+                self._registered.connect(library)
+                self._library = library
+                events.event("storage_connected", storage=self.kind, master=self._options.master)
+                return
+            except Unavailable as error:
+                events.event("storage_unreachable", storage=self.kind, reason=str(error))
+            finally:
+                self._has_tried.set()
+            self._stopping.wait(RETRY_SECONDS)
+
+    def _heads(self) -> list[memoryview]:
+        """A thread's own memory for headers, where bytes may come to."""
+        slab = memoryview(mmap.mmap(-1, HEADER_BYTES * BATCH_ITEMS))
+        self._registered.add(slab)
+        self._has_tried.wait()
+        return [slab[at : at + HEADER_BYTES] for at in range(0, len(slab), HEADER_BYTES)]
+
+    def _usable(self, batch: list[Task]) -> tuple[native.Library, list[Task]] | None:
+        """Tasks whose memory the client knows; the others have FAILED, and all have where there is no client."""
+        library = self._library
+        known = [task for task in batch if library is not None and self._registered.has(task.item.pages)]
+        if len(known) < len(batch):
+            here = set(map(id, known))
+            for task in batch:
+                if id(task) not in here:
+                    task.end(Outcome.FAILED)
+        return (library, known) if library is not None and known else None
+
+    def _reader(self) -> Carry:
+        heads = self._heads()
+        return lambda batch: self._read(batch, heads)
+
+    def _read(self, batch: list[Task], heads: list[memoryview]) -> None:
+        with self._left:
+            leaving = [task for task in batch if task.item.name in self._leaving]
+            batch = [task for task in batch if task.item.name not in self._leaving]
+        for task in leaving:
+            task.end(Outcome.MISS)
+        if (usable := self._usable(batch)) is None:
+            return
+        library, batch = usable
+        codes = self._call(library.batch_get_into_multi_buffers, batch, heads)
+        for task, head, code in zip(batch, heads, codes, strict=False):
+            outcome = self._of_read(library, task.item, code)
+            if outcome is Outcome.OK:
+                task.item.head[:HEADER_BYTES] = head
+            elif outcome is Outcome.WRONG:
+                self.remove([task.item.name])
+            elif outcome is Outcome.MISS:
+                self._account.drop(task.item.name)
+            task.end(outcome)
+
+    def _of_read(self, library: native.Library, item: Item, code: int) -> Outcome:
+        whole = HEADER_BYTES + item.payload_bytes
+        if code == whole:
+            return Outcome.OK
+        if code in native.ABSENT:
+            return Outcome.MISS
+        if code >= 0:
+            return Outcome.WRONG
+        if code in (native.INVALID, native.TRANSFER_FAILED):  # of another size, or not to be had
+            size_bytes = library.get_size(item.name.text)
+            return Outcome.WRONG if size_bytes >= 0 and size_bytes != whole else Outcome.FAILED
+        return Outcome.FAILED
+
+    def _writer(self) -> Carry:
+        heads = self._heads()
+        config = native.replication(self._module, self._options.replicas)
+        return lambda batch: self._write(batch, heads, config)
+
+    def _write(self, batch: list[Task], heads: list[memoryview], config: object) -> None:
+        self._wait_for_removals(batch)
+        if (usable := self._usable(batch)) is None:
+            return
+        library, batch = usable
+        new = []
+        for task, is_there in zip(batch, self._have(library, batch), strict=True):
+            if is_there:
+                task.end(Outcome.OK)
+            else:
+                new.append(task)
+        for task, head in zip(new, heads, strict=False):
+            head[:] = task.item.head[:HEADER_BYTES]
+        codes = self._call(library.batch_put_from_multi_buffers, new, heads, config)
+        are_there = self._have(library, new)
+        for task, code, is_there in zip(new, codes, are_there, strict=True):
+            self._settle(task, code, is_there=is_there)
+
+    def _settle(self, task: Task, code: int, *, is_there: bool) -> None:
+        """An answered put."""
+        again = time.monotonic() + self._options.discard + DISCARD_MARGIN_SECONDS
+        if code == native.OK and is_there:
+            self._account.add(task.item.name, HEADER_BYTES + task.item.payload_bytes)
+            task.end(Outcome.OK)
+        elif code == native.OK and not task.tries and again < task.deadline:
+            task.tries += 1
+            self._writers.put_off(task, again)
+        else:
+            task.end(Outcome.BUSY if code == native.NO_ROOM else Outcome.FAILED)
+
+    def _have(self, library: native.Library, batch: list[Task]) -> list[bool]:
+        if not batch:
+            return []
+        codes = library.batch_is_exist([task.item.name.text for task in batch])
+        return [code == 1 for code in codes] if len(codes) == len(batch) else [False] * len(batch)
+
+    @staticmethod
+    def _call(call: Callable[..., list[int]], batch: list[Task], heads: list[memoryview], *rest: object) -> list[int]:
+        if not batch:
+            return []
+        places = [native.addresses(head, task.item.pages) for task, head in zip(batch, heads, strict=False)]
+        names = [task.item.name.text for task in batch]
+        codes = call(names, [where for where, _ in places], [sizes for _, sizes in places], *rest)
+        return codes if len(codes) == len(batch) else [native.TRANSFER_FAILED] * len(batch)
+
+    def _remove(self, names: list[ObjectName]) -> None:
+        try:
+            library = self._library
+            if library is not None:
+                library.batch_remove([name.text for name in names], True)
+        finally:
+            self._forget(names)
+
+    def _forget(self, names: list[ObjectName]) -> None:
+        for name in names:
+            self._account.drop(name)
+        with self._left:
+            self._leaving.difference_update(names)
+            self._left.notify_all()
+
+    def _wait_for_removals(self, batch: list[Task]) -> None:
+        """What is being removed must be gone before it is put again."""
+        names = {task.item.name for task in batch}
+        until = min(time.monotonic() + QUESTION_SECONDS, *(task.deadline for task in batch))
+        with self._left:
+            while names & self._leaving and not self._stopping.is_set() and time.monotonic() < until:
+                self._left.wait(until - time.monotonic())

@@ -1,0 +1,223 @@
+"""Calls to a storage engine with headers, verification and deadlines: what comes out of here may be believed.
+
+A deadline ends the wait for a call: its items that have not come back are LATE, and whoever made the call keeps their
+memory in quarantine until ``back`` tells that no more bytes will land there. An item ends once: by its outcome, or by
+LATE and later by ``back``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+
+from cachesvc.storage.header import Digest, check, check_content, require_digest, write_header
+from cachesvc.storage.heads import Heads
+from cachesvc.storage.seam import Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
+
+FADING = 0.9
+"""What older calls count for in the bandwidth that was seen, at the end of each."""
+
+Back = Callable[[int], None]
+"""``(index)``: the item was LATE, and is back: its memory is nobody's any more."""
+
+
+class Way(Enum):
+    """What a call does."""
+
+    GET = "get"
+    PUT = "put"
+
+
+@dataclass(slots=True)
+class ObjectCounts:
+    """Since the start. ``items[way, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
+    was OK, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen."""
+
+    items: Counter[tuple[Way, Outcome]] = field(default_factory=Counter)
+    late_back: int = 0
+    size_bytes: Counter[Way] = field(default_factory=Counter)
+    busy_seconds: dict[Way, float] = field(default_factory=lambda: dict.fromkeys(Way, 0.0))
+
+
+class Call:
+    """One call under way. Made by ``ObjectStore``."""
+
+    def __init__(
+        self, store: ObjectStore, way: Way, items: list[Item], deadline: float, each: Each, back: Back
+    ) -> None:
+        self.way = way
+        self.deadline = deadline
+        self._store = store
+        self._items: list[Item | None] = list(items)
+        self._each = each
+        self._back = back
+        self._late: set[int] = set()
+        self.out = len(items)
+
+    def ended(self, index: int, outcome: Outcome) -> None:
+        """The engine is through with an item; from any thread."""
+        item = self._items[index]
+        if item is None:
+            return  # an engine that answers twice: the first answer stands
+        if outcome is Outcome.OK and self.way is Way.GET:
+            outcome = self._store.checked(item)
+        was_late = self._store.came_back(self, index, item, outcome)
+        if was_late is None:
+            return
+        self._store.heads.give_back(item.head)
+        if was_late:
+            self._back(index)
+        else:
+            self._each(index, outcome)
+
+    def take(self, index: int) -> bool | None:
+        """Under the store's lock: an item comes back; True where it was late, None where it was back before."""
+        if self._items[index] is None:
+            return None
+        self._items[index] = None
+        self.out -= 1
+        return index in self._late
+
+    def take_late(self) -> list[int]:
+        """Under the store's lock: the wait ends; what is out is late from now on."""
+        late = [at for at, item in enumerate(self._items) if item is not None and at not in self._late]
+        self._late.update(late)
+        return late
+
+    def tell_late(self, late: list[int]) -> None:
+        """Outside of the lock."""
+        for index in late:
+            self._each(index, Outcome.LATE)
+
+
+class ObjectStore:
+    """An engine whose objects are verified. ``clock``: monotonic seconds."""
+
+    def __init__(self, backend: StorageBackend, clock: Callable[[], float]) -> None:
+        self.backend = backend
+        self.counts = ObjectCounts()
+        self.heads = Heads(backend.caps.head_bytes)
+        self._clock = clock
+        self._digest: Digest | None = None
+        self._lock = threading.Lock()
+        self._calls: dict[Call, None] = {}
+        self._busy_since = dict.fromkeys(Way, 0.0)
+        self._moved_before = dict.fromkeys(Way, 0)
+        self._recent = dict.fromkeys(Way, (0.0, 0.0))
+        self._under_way = dict.fromkeys(Way, 0)
+
+    def start(self) -> None:
+        """Begin. Raises a CacheError that says what is missing."""
+        self._digest = require_digest()
+        self.backend.start()
+
+    def get(
+        self,
+        names: Sequence[ObjectName],
+        pages: Sequence[tuple[memoryview, ...]],
+        deadline: float,
+        each: Each,
+        back: Back,
+    ) -> None:
+        """Bring objects into ``pages``. ``each`` tells of every item once, OK only of what was verified; ``back``
+        follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
+        items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
+        call = self._begin(Way.GET, items, deadline, each, back)
+        self.backend.get(items, deadline, call.ended)
+
+    def put(
+        self,
+        names: Sequence[ObjectName],
+        pages: Sequence[tuple[memoryview, ...]],
+        deadline: float,
+        each: Each,
+        back: Back,
+    ) -> None:
+        """Keep objects. Reads all of ``pages`` before it returns, for their checksums: not on the loop."""
+        assert self._digest is not None, "it was started"
+        items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
+        for item in items:
+            write_header(self._digest, item.name, item.head, item.pages, item.payload_bytes)
+        call = self._begin(Way.PUT, items, deadline, each, back)
+        self.backend.put(items, deadline, call.ended)
+
+    def check_all(self) -> Checked:
+        """Read and verify every object that is known. Waits for it: not on the loop. Raises NotSupported."""
+        assert self._digest is not None, "it was started"
+        return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes))
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
+        """As the engine's."""
+        return self.backend.expects(scope, keys, parts)
+
+    def expire(self) -> int:
+        """End the waits whose deadlines have passed; how many items are late in all now."""
+        now = self._clock()
+        with self._lock:
+            told = [(call, call.take_late()) for call in self._calls if call.deadline <= now]
+            late = sum(call.out for call in self._calls if call.deadline <= now)
+        for call, items in told:
+            for _ in items:
+                self.counts.items[call.way, Outcome.LATE] += 1
+            call.tell_late(items)
+        return late
+
+    def bandwidth(self, way: Way) -> float:
+        """Bytes a second that were seen lately while something was under way; 0 before anything was."""
+        moved, seconds = self._recent[way]
+        return moved / seconds if seconds > 0 else 0.0
+
+    def out(self) -> int:
+        """Items whose memory is not back."""
+        with self._lock:
+            return sum(call.out for call in self._calls)
+
+    def checked(self, item: Item) -> Outcome:
+        """Is it what its name says? What is not is removed."""
+        assert self._digest is not None, "it was started"
+        outcome = check(self._digest, item.name, item.head, item.pages, item.payload_bytes)
+        if outcome is Outcome.WRONG:
+            self.backend.remove([item.name])
+        return outcome
+
+    def came_back(self, call: Call, index: int, item: Item, outcome: Outcome) -> bool | None:
+        """An item's memory is the caller's again; True where its wait had ended, None where it was back before."""
+        with self._lock:
+            was_late = call.take(index)
+            if was_late is None:
+                return None
+            self.counts.late_back += was_late
+            if not was_late:
+                self.counts.items[call.way, outcome] += 1
+            if outcome is Outcome.OK:
+                self.counts.size_bytes[call.way] += item.payload_bytes
+            if not call.out:
+                del self._calls[call]
+                self._ended(call.way)
+        return was_late
+
+    def _begin(self, way: Way, items: list[Item], deadline: float, each: Each, back: Back) -> Call:
+        call = Call(self, way, items, deadline, each, back)
+        if items:
+            with self._lock:
+                self._calls[call] = None
+                if not self._under_way[way]:
+                    self._busy_since[way] = self._clock()
+                self._under_way[way] += 1
+        return call
+
+    def _ended(self, way: Way) -> None:
+        self._under_way[way] -= 1
+        if not self._under_way[way]:
+            seconds = self._clock() - self._busy_since[way]
+            self.counts.busy_seconds[way] += seconds
+            moved = self.counts.size_bytes[way]
+            if moved > self._moved_before[way]:
+                of_bytes, of_seconds = self._recent[way]
+                of_bytes += moved - self._moved_before[way]
+                self._recent[way] = of_bytes * FADING, (of_seconds + seconds) * FADING
+            self._moved_before[way] = moved

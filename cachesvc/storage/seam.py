@@ -1,0 +1,213 @@
+"""The seam between the daemon and a storage engine. It moves host pages, never device memory.
+
+An object is what one block leaves in a group on one host rank, with a header that names it whole (``header.py``). No
+engine's "stored", "exists" or "healthy" is believed: whoever gets an object verifies it (``objects.py``).
+
+A deadline ends the wait for a call, not the call: an engine may write into an item's memory until it has answered for
+that item, and never after. So ``each`` is the item's end, and memory of an item without one is not used for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from cachesvc.model.keys import KEY_BYTES
+
+FORMAT = "cs1"
+LAYOUT_ID_BYTES = 8
+
+
+class Outcome(Enum):
+    """What became of one item of a call."""
+
+    OK = "ok"
+    MISS = "miss"  # there is no such object
+    WRONG = "wrong"  # there was something under its name, but not it: of another block, torn, or changed
+    BUSY = "busy"  # not begun: no place, no room, or its deadline had passed
+    FAILED = "failed"  # the engine answered with an error
+    LATE = "late"  # the wait has ended, the call has not: its memory is in quarantine
+
+
+class Part(NamedTuple):
+    """Which bytes of a block an object has: those of ``group`` on host rank ``rank`` of ``ranks``."""
+
+    group: int
+    rank: int
+    ranks: int
+
+
+WHOLE = 0xFFFF
+"""In place of a group: all groups without a window, on all host ranks, one after another."""
+
+
+class Scope(NamedTuple):
+    """Where keys live: 32 bytes of namespace and 8 of the layout's fingerprint."""
+
+    namespace: bytes
+    layout: bytes
+
+    @property
+    def text(self) -> str:
+        """As it is part of a name."""
+        return f"{self.namespace.hex()}/{self.layout.hex()}"
+
+
+class ObjectName(NamedTuple):
+    """What an object is. Equal names stand for equal bytes."""
+
+    scope: Scope
+    key: bytes
+    part: Part
+
+    @property
+    def text(self) -> str:
+        """For engines that know objects by texts."""
+        group = "w" if self.part.group == WHOLE else self.part.group
+        return f"{FORMAT}/{self.scope.text}/{self.key.hex()}/{group}.{self.part.rank}of{self.part.ranks}"
+
+
+class Item(NamedTuple):
+    """An object on its way: ``head`` takes or gives its header, ``pages`` its payload, one piece after another.
+
+    All of it is the caller's memory, of the engine from the call on until ``each`` was told of the item. ``head`` has
+    ``Caps.head_bytes``; ``pages`` lie within registered chunks.
+    """
+
+    name: ObjectName
+    head: memoryview
+    pages: tuple[memoryview, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(map(len, self.pages))
+
+
+Each = Callable[[int, Outcome], None]
+"""``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more."""
+Found = Callable[[Sequence[bool]], None]
+"""Told once which of some objects an engine believes to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What an engine is like. ``is_shared``: other nodes see its objects. ``survives``: ``daemon`` or ``node``.
+
+    ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 128. ``max_bytes``: of
+    an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
+    pages must lie in chunks that were registered.
+    """
+
+    is_shared: bool
+    survives: str
+    head_bytes: int = 128
+    max_bytes: int = 0
+    evicts_itself: bool = False
+    needs_registration: bool = False
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is kept of one scope: ``label`` is what it was described as. Ages in seconds; None where nobody knows."""
+
+    label: str
+    objects: int = 0
+    size_bytes: int = 0
+    oldest_seconds: float | None = None
+    newest_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class StoreStatus:
+    """What an engine says of itself; none of it is believed where bytes are at stake. ``capacity_bytes``: 0 where it
+    has none of its own. ``is_complete``: what was there at the start has been counted."""
+
+    objects: int = 0
+    size_bytes: int = 0
+    capacity_bytes: int = 0
+    evicted_objects: int = 0
+    is_complete: bool = True
+    scopes: dict[Scope, Kept] = field(default_factory=dict)
+
+
+Check = Callable[[ObjectName, memoryview], bool]
+"""``(name, content)``: whether content, header and all, is the object of that name."""
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found when every object was read."""
+
+    objects: int = 0
+    size_bytes: int = 0
+    wrong: int = 0
+    missing: int = 0
+    unreadable: int = 0
+
+
+class Totals(NamedTuple):
+    """How much an engine keeps, without looking; ``capacity_bytes`` 0: none of its own."""
+
+    objects: int
+    size_bytes: int
+    capacity_bytes: int
+    evicted_objects: int
+
+
+class StorageBackend(Protocol):
+    """A storage engine. Nothing runs before ``start``; every method but ``start`` and ``close`` returns at once and is
+    called on any thread."""
+
+    kind: str
+    caps: Caps
+
+    def start(self) -> None:
+        """Begin. Raises a CacheError that says what is missing. Finding what is there already goes on behind it."""
+
+    def register(self, chunk: memoryview) -> None:
+        """Pages may lie in this memory; it stays until ``close``."""
+
+    def describe(self, scope: Scope, label: str) -> None:
+        """How operators call a scope: a model's name."""
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
+        """Of how many of packed ``keys``, from the first on, it believes to have all ``parts``, without looking
+        anywhere but in memory: some 0.1 us a key. None: it has to be asked by ``exists``. A hint."""
+
+    def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
+        """Which objects it believes to have: a hint, never a hit. ``deadline``: monotonic seconds."""
+
+    def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """Bring objects into their items. OK says that bytes have come, and nothing of what they are. Items that are
+        not begun by ``deadline`` (monotonic seconds) are BUSY."""
+
+    def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
+        """Keep objects. One that is there under its name already may stay as it is."""
+
+    def remove(self, names: Sequence[ObjectName]) -> None:
+        """Forget objects: best effort. What is being read may still be read to its end."""
+
+    def purge(self, scope: Scope | None) -> int:
+        """Forget all objects of a scope, or (None) of all: how many were known. Waits for it: not on the loop."""
+
+    def status(self) -> StoreStatus:
+        """What it keeps, by its own account. May take milliseconds: not on the loop."""
+
+    def totals(self) -> Totals:
+        """The sums of ``status``, at once."""
+
+    def check_all(self, check: Check) -> Checked:
+        """Read every object that is known, and remove what ``check`` finds to be none. Waits for it: not on the loop.
+        Raises NotSupported where it cannot list what it keeps."""
+
+    def close(self) -> None:
+        """Take nothing more; what has not begun is BUSY. Returns within seconds even where calls hang: those have no
+        end, and their memory stays mapped as long as they do. Idempotent."""
+
+
+def key_at(keys: bytes, at: int) -> bytes:
+    """Key ``at`` of packed ones."""
+    return keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]

@@ -1,0 +1,280 @@
+"""The storage tier of a daemon: one engine, the breaker before it, the budget of writes, and news for the ledger.
+
+The ledger thread asks here and goes on; what takes time is done by two couriers and the engine's own threads. News
+comes back in batches, by ``post``, in the order in which it arose.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from cachesvc.model.errors import CacheError
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import NO_PAGE
+from cachesvc.storage.breaker import Breaker, State
+from cachesvc.storage.budget import WriteBudget
+from cachesvc.storage.canary import Canary
+from cachesvc.storage.courier import Carrier, Courier
+from cachesvc.storage.objects import ObjectStore, Way
+from cachesvc.storage.seam import ObjectName, Outcome, StorageBackend, key_at
+from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
+from cachesvc.storage.spec import TierOptions, WriteWhen
+
+UNDER_WAY_BYTES = 64 << 20
+"""Host blocks that are pinned for writing at a time."""
+TRY_ANYWAY = 64
+"""Where loading is slower than computing, one look-up in so many is fetched all the same: the store may have got
+faster."""
+BAD = {Outcome.OK: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
+"""What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
+no room is no fault."""
+
+View = Callable[[int, int, int, int], memoryview]
+"""``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError for one that is gone."""
+Post = Callable[[Callable[[], None]], None]
+"""Has something called on the ledger thread."""
+
+
+class News(NamedTuple):
+    """What has become of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
+
+    model: int
+    ticket: int
+    key: bytes
+    block: int
+    groups: tuple[int, ...]
+    outcome: Outcome | None  # None: it was LATE, and is back
+
+
+Tell = Callable[[int, int, bytes, list[News]], None]
+"""``(model, ticket, key, news)``: of one fetch or one written block. On the ledger thread."""
+
+
+class Tier:
+    """``tell`` is told what became of what was asked. ``clock``: monotonic seconds."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        options: TierOptions,
+        view: View,
+        post: Post,
+        clock: Callable[[], float],
+        carriers: Callable[[str], Carrier] = Courier,
+    ) -> None:
+        self.store = store
+        self.backend: StorageBackend = store.backend
+        self.options = options
+        self.wait_seconds = options.wait
+        self.keeps_all = options.write is WriteWhen.THROUGH
+        self.keeps_used = options.write is not WriteWhen.NEVER
+        self.breaker = Breaker()
+        self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
+        self.tell: Tell | None = None
+        self._view = view
+        self._post = post
+        self._clock = clock
+        self._getting, self._putting = carriers("storage-get"), carriers("storage-put")
+        self._canary = Canary(store)
+        self._shapes: dict[int, Shapes] = {}
+        self._passed_over = 0
+        self._last_news = float("-inf")
+        self._news: deque[News] = deque()
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin. Raises a CacheError that says what is missing."""
+        self.store.start()
+        self._getting.start()
+        self._putting.start()
+
+    def close(self) -> None:
+        """Take nothing more. Idempotent."""
+        self._getting.close()
+        self._putting.close()
+        self.backend.close()
+
+    # -- on the ledger thread ------------------------------------------------------------------------------------
+
+    def shapes(self, model: ModelFacts) -> Shapes:
+        """What the model's blocks are kept as."""
+        known = self._shapes.get(model.id)
+        if known is None:
+            known = self._shapes[model.id] = shapes_of(model)
+            self.backend.describe(known.scope, model.name)
+        return known
+
+    def expects(self, model: ModelFacts, keys: bytes) -> int:
+        """Of how many of packed ``keys`` it is worth while to ask for. What an engine must be asked for counts whole:
+        it is asked before anything is fetched."""
+        if not self.breaker.is_closed:
+            return 0
+        shapes = self.shapes(model)
+        if not self._is_fast_enough(model, shapes):
+            return 0
+        expected = self.store.expects(shapes.scope, keys, shapes.parts)
+        return len(keys) // KEY_BYTES if expected is None else expected
+
+    def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
+        rate, seen = self.options.recompute, self.store.bandwidth(Way.GET)
+        if not rate or not seen or shapes.block_bytes / seen <= model.layout.block_tokens / rate:
+            return True
+        self._passed_over += 1
+        return self._passed_over % TRY_ANYWAY == 0
+
+    def fetch(self, model: ModelFacts, ticket: int, keys: bytes, pages: Sequence[Sequence[int]]) -> list[int]:
+        """Bring blocks to host pages; returns of each how many objects come."""
+        shapes = self.shapes(model)
+        out = [len(shapes.full)] * (len(keys) // KEY_BYTES)
+        for shape in shapes.windows:
+            for block, page in enumerate(pages[shape.groups[0]]):
+                out[block] += page != NO_PAGE
+        self._getting.add(partial(self._fetch, model.id, shapes, ticket, keys, pages))
+        return out
+
+    def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int]) -> int:
+        """Write a block from its host pages; returns how many objects are on their way."""
+        shapes = self.shapes(model)
+        objects = [
+            shape for shape in (*shapes.full, *shapes.windows) if all(pages[group] != NO_PAGE for group in shape.groups)
+        ]
+        if objects:
+            self.budget.begin(shapes.block_bytes)
+            self._putting.add(partial(self._keep, model.id, shapes, objects, key, pages))
+        return len(objects)
+
+    def kept(self, model: ModelFacts) -> None:
+        """All objects of a block that was written have ended."""
+        self.budget.end(self.shapes(model).block_bytes)
+
+    def room(self) -> int:
+        """Bytes that may be written now."""
+        return self.budget.room(self._clock()) if self.breaker.is_closed else 0
+
+    def lagged(self) -> None:
+        """Somebody has waited for as long as calls wait, and nothing came for him. Where others got something
+        meanwhile it is slow, and not frozen."""
+        now = self._clock()
+        if now - self._last_news >= self.wait_seconds:
+            self.breaker.open(f"nothing came within {self.wait_seconds} s", now)
+
+    def tick(self) -> None:
+        """Now and then: waits end, and a canary is sent where one is due."""
+        now = self._clock()
+        self.store.expire()
+        if self.breaker.wants_probe(now):
+            deadline = now + max(self.wait_seconds, 0.05)
+            self._putting.add(partial(self._canary.fly, deadline, self._flown))
+
+    def _flown(self, is_good: bool) -> None:
+        self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good))
+
+    # -- on couriers ---------------------------------------------------------------------------------------------
+
+    def _fetch(self, model: int, shapes: Shapes, ticket: int, keys: bytes, pages: Sequence[Sequence[int]]) -> None:
+        wanted = [
+            (block, shape)
+            for block in range(len(keys) // KEY_BYTES)
+            for shape in (*shapes.full, *shapes.windows)
+            if all(pages[group][block] != NO_PAGE for group in shape.groups)
+        ]
+        ask = partial(self._get, model, shapes, ticket, keys, pages, wanted)
+        if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
+            ask()
+            return
+        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
+
+        def found(there: Sequence[bool]) -> None:
+            missing = (
+                block
+                for (block, shape), is_there in zip(wanted, there, strict=True)
+                if not is_there and shape in shapes.full
+            )
+            self._getting.add(partial(ask, next(missing, None)))
+
+        self.backend.exists(names, self._clock() + self.options.deadline, found)
+
+    def _get(
+        self,
+        model: int,
+        shapes: Shapes,
+        ticket: int,
+        keys: bytes,
+        pages: Sequence[Sequence[int]],
+        wanted: list[tuple[int, Shape]],
+        end: int | None = None,
+    ) -> None:
+        """Ask for what is ``wanted`` before block ``end``; the rest does not come."""
+        news = [News(model, ticket, b"", block, shape.groups, None) for block, shape in wanted]
+        asked = [at for at, (block, _) in enumerate(wanted) if end is None or block < end]
+        for each in news[len(asked) :]:  # never promised: nothing against the engine
+            self._tell_later(each._replace(outcome=Outcome.BUSY))
+        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted[: len(asked)]]
+        try:
+            views = [
+                tuple(self._view(model, group, rank, pages[group][block]) for group, rank in shape.pieces)
+                for block, shape in wanted[: len(asked)]
+            ]
+        except CacheError:  # the host pool is closed: the daemon ends
+            for at in asked:
+                self._tell_later(news[at]._replace(outcome=Outcome.BUSY))
+            return
+        self.store.get(
+            names,
+            views,
+            self._clock() + self.options.deadline,
+            lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
+            lambda index: self._tell_later(news[index]),
+        )
+
+    def _keep(self, model: int, shapes: Shapes, objects: list[Shape], key: bytes, pages: Sequence[int]) -> None:
+        news = [News(model, 0, key, 0, shape.groups, None) for shape in objects]
+        names = [ObjectName(shapes.scope, key, shape.part) for shape in objects]
+        try:
+            views = [tuple(self._view(model, group, rank, pages[group]) for group, rank in s.pieces) for s in objects]
+        except CacheError:  # as above
+            for each in news:
+                self._tell_later(each._replace(outcome=Outcome.BUSY))
+            return
+        self.store.put(
+            names,
+            views,
+            self._clock() + self.options.deadline,
+            lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
+            lambda index: self._tell_later(news[index]),
+        )
+
+    # -- news ----------------------------------------------------------------------------------------------------
+
+    def _tell_later(self, news: News) -> None:
+        """From any thread."""
+        with self._lock:
+            self._news.append(news)
+            is_first = len(self._news) == 1
+        if is_first:
+            self._post(self._deliver)
+
+    def _deliver(self) -> None:
+        """On the ledger thread."""
+        with self._lock:
+            news, self._news = self._news, deque()
+        now = self._clock()
+        for each in news:
+            if each.outcome is not Outcome.LATE:
+                self._last_news = now
+            if each.outcome is not None:
+                way = "get" if each.ticket else "put"
+                self.breaker.note(BAD.get(each.outcome, 1.0), f"{way}: {each.outcome.value}", now)
+        if self.tell is not None:
+            for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
+                self.tell(model, ticket, key, list(some))
+
+    @property
+    def state(self) -> State:
+        """Of the breaker."""
+        return self.breaker.state

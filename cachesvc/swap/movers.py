@@ -1,0 +1,216 @@
+"""The seam between the swap engine and what moves bytes: one job a rank goes in, its end comes back.
+
+A mover belongs to one device: it alone plans for it, copies on its link, and writes its timeline words. ``Inside`` is
+the mover of every device in the daemon's own process; processes of their own stand behind the same seam
+(``cachesvc.mover``).
+
+What holds on either side of it:
+
+* A job ends exactly once, in ``on_end``, after its timeline words have: ``word`` at the slot's end, and before it
+  ``failed_word``, where it failed.
+* Jobs of one device, direction and urgency are planned in the order in which they were submitted.
+* Pools are told apart by identity: the geometry of a pool and its table are never changed, only replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from cachesvc.memory.seam import Backend, CopyJob, DeviceMemory, Timeline
+from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
+from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
+from cachesvc.swap.planner_threads import Planning, ThreadPlanning
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """One rank's share of a ticket, in pages. ``layers_per_step``: after how many layers its word moves; 0: at its end
+    alone, None: as the link's costs choose."""
+
+    ticket: int
+    device: str
+    direction: Direction
+    urgency: Urgency
+    layers_per_step: int | None
+    slot: TimelineSlot
+    moves: tuple[GroupMove, ...]
+
+
+class RankEnd(NamedTuple):
+    """A job has ended. ``error``: what broke, or None when every byte has landed. ``began``: as ``Movers.began``."""
+
+    ticket: int
+    device: str
+    error: Exception | None
+    began: float | None
+
+
+OnEnd = Callable[[RankEnd], None]
+
+
+class Movers(Protocol):
+    """The movers of all devices. Calls return at once, but for ``stop``."""
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The memory whose pages are moved."""
+
+    def listen(self, on_end: OnEnd) -> None:
+        """Begin to take jobs; the memory has started. ``on_end`` is called from a mover's thread."""
+
+    def timeline(self, device: str) -> Timeline:
+        """The words of a device that works, or of one that worked last."""
+
+    def submit(self, job: RankJob) -> None:
+        """Have a job done. Raises nothing: a job that cannot be done ends, perhaps before this returns."""
+
+    def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
+        """Somebody waits for a ticket's jobs now. Nothing where they have ended."""
+
+    def began(self, device: str, ticket: int) -> float | None:
+        """When the first slice of a job that has not ended was started, in monotonic seconds; None: not yet."""
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Start no slice of BACKGROUND stores on the device for a while. Raises NotFound (device)."""
+
+    def forget(self, pools: Sequence[Pool]) -> None:
+        """No job names these pools any more."""
+
+    def stop(self) -> None:
+        """Plan nothing more and end what is not planned; the rest ends with the memory. Idempotent."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A job that has not ended."""
+
+    job: RankJob
+    urgency: Urgency
+    began: float | None = None
+
+
+class Inside:
+    """The movers of all devices in this process: planned on threads, copied by the backend's streams."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        costs: LinkCosts | None = None,
+        planning: Planning | None = None,
+        on_begin: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """``planning``: threads unless given. ``on_begin``: told a ticket and the time when a job's first slice is
+        started, under a lock."""
+        self._backend = backend
+        self._costs = costs or LinkCosts()
+        self._planning = planning or ThreadPlanning()
+        self._timelines: dict[str, Timeline] = {}
+        self._under_way: dict[tuple[str, int], _UnderWay] = {}
+        self._on_end: OnEnd | None = None
+        self._on_begin = on_begin
+
+    @property
+    def memory(self) -> Backend:
+        """The backend."""
+        return self._backend
+
+    def plan_by(self, costs: LinkCosts) -> None:
+        """Plan what is submitted from now on by these costs: those of links that were measured since."""
+        self._costs = costs
+
+    def listen(self, on_end: OnEnd) -> None:
+        """Start planning. The backend runs already, and its timelines are written by these movers alone."""
+        self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}
+        self._on_end = on_end
+        self._planning.start()
+
+    def timeline(self, device: str) -> Timeline:
+        """The words of a device."""
+        return self._timelines[device]
+
+    def submit(self, job: RankJob) -> None:
+        """Have a job planned, then copied."""
+        mine = self._under_way[job.device, job.ticket] = _UnderWay(job, job.urgency)
+        self._planning.submit(
+            job.direction, job.urgency, (job.device,), job.ticket, lambda error: self._launch(mine, error)
+        )
+
+    def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
+        """A ticket is awaited now, wherever its jobs stand."""
+        for device in devices:
+            if (mine := self._under_way.get((device, ticket))) is not None:
+                mine.urgency = Urgency.AWAITED
+        self._planning.expedite(direction, ticket)
+        for device in devices:
+            self._backend.expedite(device, ticket)
+
+    def began(self, device: str, ticket: int) -> float | None:
+        """When a job's first slice was started."""
+        mine = self._under_way.get((device, ticket))
+        return None if mine is None else mine.began
+
+    def pause_background(self, device: str, seconds: float) -> None:
+        """Hold back background stores for a while."""
+        self._backend.pause_background(device, seconds)
+
+    def forget(self, pools: Sequence[Pool]) -> None:
+        """Nothing is kept of pools here."""
+
+    def stop(self) -> None:
+        """Plan nothing more."""
+        self._planning.close()
+
+    def _launch(self, mine: _UnderWay, error: Exception | None) -> None:
+        """Plan and submit a job; one that cannot be ends here, with its waiters released."""
+        job = mine.job
+        try:
+            if error is not None:
+                raise error
+            self._hand_over(mine)
+        except Exception as failure:  # noqa: BLE001 - a thread's root: the ticket tells it
+            timeline = self._timelines[job.device]
+            timeline.write(job.slot.failed_word, job.slot.end)
+            timeline.write(job.slot.word, job.slot.end)
+            self._end(mine, failure)
+
+    def _hand_over(self, mine: _UnderWay) -> None:
+        job, slot = mine.job, mine.job.slot
+        steps = plan(
+            job.moves,
+            job.direction,
+            layers=slot.layers,
+            base=slot.base,
+            layers_per_step=job.layers_per_step,
+            costs=self._costs,
+        )
+        copies = CopyJob(
+            ticket=job.ticket,
+            steps=steps,
+            word=slot.word,
+            failed_word=slot.failed_word,
+            end_value=slot.end,
+            done=lambda error: self._end(mine, error),
+            urgency=mine.urgency,
+            begun=lambda now: self._begin(mine, now),
+            size_bytes=sum(len(move.device_pages) * move.page_bytes for move in job.moves),
+        )
+        is_load = job.direction is Direction.LOAD
+        stream = self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
+        stream.submit(copies)
+        if mine.urgency is not copies.urgency:  # expedited since the copies were made, perhaps before they were queued
+            self._backend.expedite(job.device, job.ticket)
+
+    def _begin(self, mine: _UnderWay, now: float) -> None:
+        mine.began = now
+        if self._on_begin is not None:
+            self._on_begin(mine.job.ticket, now)
+
+    def _end(self, mine: _UnderWay, error: Exception | None) -> None:
+        assert self._on_end is not None
+        job = mine.job
+        del self._under_way[job.device, job.ticket]
+        self._planning.ended(job.direction, job.ticket)
+        self._on_end(RankEnd(job.ticket, job.device, error, mine.began))

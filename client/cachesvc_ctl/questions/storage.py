@@ -1,0 +1,96 @@
+"""``cachesvc storage``: what outlives the daemon, whether it is used, and how its calls ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import Message
+from kvcache.v1 import storage_pb2
+
+from cachesvc_ctl.command import flag
+from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
+from cachesvc_ctl.text import describe_bytes, table
+
+LONG_SECONDS = 3600.0
+"""Reading a disk takes its time."""
+
+
+class Storage(Question[Message]):
+    """GetStorage, CheckStorage or PurgeStorage."""
+
+    name = "storage"
+    about = "what is kept on disk: of which model, how old, hits, errors"
+    epilog = "Exit code 1 where --verify finds what is wrong. A model is purged by its name, with all its layouts."
+    flags = (
+        flag("--verify", action="store_true", help="read every object; what is not what its name says is removed"),
+        flag("--purge", metavar="MODEL", help="remove all objects of a model"),
+        flag("--purge-all", action="store_true", help="remove all objects of every model"),
+    )
+
+    def ask(self, admin: Admin) -> Message:
+        """One of three calls."""
+        said = self.arguments
+        if said.verify:
+            return admin.CheckStorage(storage_pb2.CheckStorageRequest(), timeout=LONG_SECONDS)
+        if said.purge or said.purge_all:
+            request = storage_pb2.PurgeStorageRequest(model=said.purge or "")
+            return admin.PurgeStorage(request, timeout=LONG_SECONDS)
+        return admin.GetStorage(storage_pb2.GetStorageRequest(), timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: Message) -> str:
+        """The answer for people."""
+        if isinstance(answer, storage_pb2.CheckStorageResponse):
+            return _checked(answer)
+        if isinstance(answer, storage_pb2.PurgeStorageResponse):
+            return f"removed {answer.objects:,} objects" if answer.objects else "there was nothing to remove"
+        assert isinstance(answer, storage_pb2.GetStorageResponse)
+        return "\n".join(_status(answer)) if answer.storage else "no storage is configured; see cachesvcd --storage"
+
+    def code(self, answer: Message) -> int:
+        """1 where something is wrong."""
+        return int(isinstance(answer, storage_pb2.CheckStorageResponse) and bool(answer.wrong + answer.unreadable))
+
+
+def _checked(found: storage_pb2.CheckStorageResponse) -> str:
+    verdict = "ok" if not found.wrong + found.unreadable else "NOT ok"
+    read = f"{found.objects_checked:,} objects ({describe_bytes(found.size_bytes)}) read in {found.seconds:.1f} s"
+    return (
+        f"{verdict}: {read}; {found.wrong:,} were wrong and are removed, {found.unreadable:,} could not be read, "
+        f"{found.missing:,} had gone"
+    )
+
+
+def _status(found: storage_pb2.GetStorageResponse) -> Iterator[str]:
+    yield f"storage    {found.storage}"
+    used = {"closed": "used", "open": "NOT used", "probing": "NOT used, being tried"}[found.breaker]
+    why = f"; last: {found.breaker_reason}" if found.breaker_reason else ""
+    yield f"engine     {used}, given up {found.breaker_opened:,} times{why}"
+    of = f" of {describe_bytes(found.capacity_bytes)}" if found.capacity_bytes else ""
+    counted = "" if found.complete else ", still counting"
+    yield f"kept       {found.objects:,} objects, {describe_bytes(found.size_bytes)}{of}{counted}"
+    yield (
+        f"read       {found.fetched_blocks:,} blocks came to the host, {describe_bytes(found.read_bytes)}, "
+        f"lately {describe_bytes(found.read_bytes_per_second)}/s"
+    )
+    yield (
+        f"written    {found.kept_blocks:,} blocks, {describe_bytes(found.written_bytes)}; "
+        f"{found.not_kept_blocks:,} not kept, {found.waiting_blocks:,} wait"
+    )
+    yield f"under way  {found.items_under_way:,} items"
+    if found.outcomes:
+        yield ""
+        yield table(("call", "ended", "items"), [(o.way, o.outcome, f"{o.items:,}") for o in found.outcomes])
+    if found.scopes:
+        yield ""
+        rows = [
+            (
+                s.model or "-",
+                s.namespace_hex[:12] or "-",
+                f"{s.objects:,}",
+                describe_bytes(s.size_bytes),
+                f"{s.newest_seconds:,.0f} s",
+                f"{s.oldest_seconds:,.0f} s",
+            )
+            for s in found.scopes
+        ]
+        yield table(("model", "namespace", "objects", "bytes", "last use", "oldest use"), rows)

@@ -1,0 +1,125 @@
+"""What vLLM's own metrics say of the connector: hits by tier, loads, and its time in vLLM's scheduler thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTS = ("asked_tokens", "device_tokens", "host_tokens", "loads", "failed_loads")
+"""Of matched requests: their prompts' tokens, and those found in place and in the host pool; loads that have ended, and
+those of them whose blocks did not come."""
+
+STEP_SECONDS = "step_seconds"
+"""Of each iteration in which it did something: time in vLLM's scheduler thread."""
+
+BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
+
+
+def _nothing() -> dict[str, Any]:
+    return {**dict.fromkeys(COUNTS, 0), STEP_SECONDS: []}
+
+
+@dataclass
+class CacheStats(KVConnectorStats):  # type: ignore[misc]
+    """Since it was made or reset."""
+
+    data: dict[str, Any] = field(default_factory=_nothing)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data = _nothing()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """This one, with what another process of the engine saw, or a later moment."""
+        for name in COUNTS:
+            self.data[name] += other.data[name]
+        self.data[STEP_SECONDS] = [*self.data[STEP_SECONDS], *other.data[STEP_SECONDS]]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log: counts, and the time of an iteration at most and in the middle."""
+        told: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
+        if steps := self.data[STEP_SECONDS]:
+            told["step_ms_p50"] = round(float(np.percentile(steps, 50)) * 1e3, 3)
+            told["step_ms_max"] = round(max(steps) * 1e3, 3)
+        return told
+
+    def is_empty(self) -> bool:
+        """True where nothing was seen."""
+        return not any(self.data.values())
+
+
+class Stopwatch:
+    """``with`` it around what happens in an iteration; ``lap`` ends the iteration. Used from one thread; what is
+    entered while it runs counts once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._since_s = 0.0
+        self._total_s = 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._since_s = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._total_s += time.perf_counter() - self._since_s
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        seconds, self._total_s = self._total_s, 0.0
+        return seconds
+
+
+class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """``CacheStats`` as Prometheus metrics beside vLLM's own."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        tiers = metric_types[Counter](
+            "vllm:cachesvc_hit_tokens",
+            "Prompt tokens that the daemon had, by where it had them.",
+            labelnames=[*labelnames, "tier"],
+        )
+        loads = metric_types[Counter](
+            "vllm:cachesvc_loads", "Loads from the host pool that ended.", labelnames=[*labelnames, "outcome"]
+        )
+        asked = metric_types[Counter](
+            "vllm:cachesvc_asked_tokens", "Prompt tokens that the daemon was asked for.", labelnames=labelnames
+        )
+        steps = metric_types[Histogram](
+            "vllm:cachesvc_step_seconds",
+            "Time of the connector in an iteration of vLLM's scheduler.",
+            buckets=BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._tiers, self._loads, self._asked, self._steps = tiers, loads, asked, steps
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine tells."""
+        told, labels = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
+        self._tiers.labels(*labels, "device").inc(told["device_tokens"])
+        self._tiers.labels(*labels, "host").inc(told["host_tokens"])
+        self._loads.labels(*labels, "came").inc(told["loads"] - told["failed_loads"])
+        self._loads.labels(*labels, "failed").inc(told["failed_loads"])
+        self._asked.labels(*labels).inc(told["asked_tokens"])
+        for seconds in told[STEP_SECONDS]:
+            self._steps.labels(*labels).observe(seconds)

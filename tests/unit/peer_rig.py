@@ -1,0 +1,176 @@
+"""A node that lends and one that borrows in one process, with real sockets and no ledger."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+
+from cachesvc.model.errors import Unavailable
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.control import Loan
+from cachesvc.peer.desk import Desk, Lent, LentObject
+from cachesvc.peer.lender import Lender
+from cachesvc.peer.sources import Nowhere, Sources
+from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope, key_at
+from tests.contracts.storage_rig import PAGE_BYTES, content_of
+from tests.sim.sim_storage import SimStorage
+
+
+class LendingNode:
+    """Lends objects by their names, from memory of its own. ``quiet``: leases of which nothing is sent any more."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.quiet: list[int] = []
+        self.changed = threading.Condition()
+        self.desk = Desk(lambda: self.now, self._note_quiet)
+        self.lender = Lender(self.desk, "127.0.0.1", 0)
+        self.lender.start()
+        self.pages: dict[ObjectName, memoryview] = {}
+
+    def have(self, names: Sequence[ObjectName], size_bytes: int = PAGE_BYTES) -> None:
+        for name in names:
+            page = memoryview(mmap.mmap(-1, size_bytes))
+            page[:] = content_of(name, size_bytes)
+            self.pages[name] = page
+
+    def lend(self, names: Sequence[ObjectName], seconds: float = 30.0) -> Lent:
+        objects = [LentObject(name, (self.pages[name],)) if name in self.pages else None for name in names]
+        return self.desk.lend(objects, seconds)
+
+    def close(self) -> None:
+        self.lender.close()
+        self.desk.end_all()
+
+    def wait_quiet(self, lease: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: lease in self.quiet)
+
+    def _note_quiet(self, lease: int) -> None:
+        with self.changed:
+            self.quiet.append(lease)
+            self.changed.notify_all()
+
+
+class NearControl:
+    """The calls to a lending node, without a network. ``broken``: it does not answer. ``port``: of its bytes."""
+
+    def __init__(self, node: LendingNode, name: str = "near:1") -> None:
+        self.node = node
+        self.name = name
+        self.broken = False
+        self.asked = 0
+        self.beats: list[int] = []
+        self.given_back: list[int] = []
+        self.loans: list[Loan] = []
+        self.port = node.lender.port
+        self.epoch = 7
+
+    @property
+    def address(self) -> str:
+        return self.name
+
+    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
+        self.asked += 1
+        self._require()
+        names = [ObjectName(scope, key_at(keys, at), part) for at in range(len(keys) // KEY_BYTES) for part in parts]
+        if names[0] not in self.node.pages:
+            return None
+        lent = self.node.lend(names)
+        there = tuple(each is not None for each in lent.objects)
+        self.loans.append(Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there))
+        return self.loans[-1]
+
+    def beat(self, leases: Sequence[int], seconds: float) -> None:
+        self._require()
+        self.beats += [lease for lease in leases if self.node.desk.beat(lease, 30.0)]
+
+    def give_back(self, lease: int, seconds: float) -> None:
+        self._require()
+        self.given_back.append(lease)
+        self.node.desk.give_back(lease)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _require(self) -> None:
+        if self.broken:
+            raise Unavailable(f"{self.name}: it does not answer")
+
+
+class Reader:
+    """Asks a ``PeerStorage`` and waits."""
+
+    def __init__(self, storage: PeerStorage) -> None:
+        self.storage = storage
+
+    def exists(self, names: list[ObjectName], deadline: float = 1e9) -> list[bool]:
+        told: list[bool] = []
+        done = threading.Event()
+
+        def found(there: Sequence[bool]) -> None:
+            told.extend(there)
+            done.set()
+
+        self.storage.exists(names, deadline, found)
+        done.wait()
+        return told
+
+
+class Gathered:
+    """Ends of the items of a call, which can be waited for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.outcomes: dict[int, Outcome] = {}
+        self.changed = threading.Condition()
+
+    def each(self, index: int, outcome: Outcome) -> None:
+        with self.changed:
+            assert index not in self.outcomes, "an item ends once"
+            self.outcomes[index] = outcome
+            self.changed.notify_all()
+
+    def wait(self) -> list[Outcome]:
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.outcomes) == self.count)
+            return [self.outcomes[at] for at in range(self.count)]
+
+
+class Pulling:
+    """A borrower with its verification, in a time that the test sets where nothing waits for the network."""
+
+    def __init__(self, *controls: NearControl, store: SimStorage | None = None) -> None:
+        self.peers = PeerStorage(controls, time.monotonic)
+        self.store_engine = store or Nowhere()
+        self.sources = Sources(self.peers, self.store_engine)
+        self.store = ObjectStore(self.sources, time.monotonic)
+        self.store.start()
+        self.reader = Reader(self.peers)
+
+    def get(self, names: Sequence[ObjectName], seconds: float = 30.0) -> tuple[Gathered, list[memoryview]]:
+        gathered = Gathered(len(names))
+        pages = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in names]
+        deadline = time.monotonic() + seconds
+        self.store.get(names, [(page,) for page in pages], deadline, gathered.each, lambda _: None)
+        return gathered, pages
+
+    def fetch(self, names: Sequence[ObjectName], seconds: float = 30.0) -> list[Outcome]:
+        """Borrow, read, and look at every byte of what is OK."""
+        self.reader.exists(list(names))
+        gathered, pages = self.get(names, seconds)
+        if isinstance(self.store_engine, SimStorage):
+            while len(gathered.outcomes) < len(names):
+                self.store_engine.crank()
+        told = gathered.wait()
+        for name, page, outcome in zip(names, pages, told, strict=True):
+            if outcome is Outcome.OK:
+                assert page == content_of(name), "what is OK is right"
+        return told
+
+    def close(self) -> None:
+        self.sources.close()

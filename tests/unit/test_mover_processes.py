@@ -1,0 +1,390 @@
+"""Movers as processes die and come back: every ticket ends once, its waiters go on, nothing else is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cachesvc import __version__
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
+from cachesvc.model.transfer import PagePairs, Transfer, has_reached
+from cachesvc.mover.life import found
+from cachesvc.mover.processes import Processes
+from cachesvc.mover.server import Equipment, Server
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.engine import SwapEngine
+from tests.contracts.host_gpu import HostGpu
+from tests.unit.swap_rig import (
+    DEVICE_PAGES,
+    LOAD,
+    MODEL,
+    REPLICA,
+    STORE,
+    HostArray,
+    Rig,
+    attach_replica,
+    mixed_layout,
+    rig_of,
+)
+
+SECOND = 2
+
+
+class Heard(logging.Handler):
+    """Waits for what the daemon's side logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+        self._said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._changed:
+            self._said.append(record.getMessage())
+            self._changed.notify_all()
+
+    def wait(self, name: str, count: int = 1) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: sum(said.startswith(name) for said in self._said) >= count)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler, log = Heard(), logging.getLogger("cachesvc.mover.device")
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = rig_of("process", mixed_layout(2))
+    yield made
+    made.close()
+
+
+def movers_of(rig: Rig) -> Processes:
+    assert isinstance(rig.backend, Processes)
+    return rig.backend
+
+
+def kill(movers: Processes, device: str) -> None:
+    os.kill(movers.mover_pids()[device], signal.SIGKILL)
+
+
+def test_what_was_under_way_when_a_mover_is_killed_fails_with_its_waiters_released(rig: Rig, heard: Heard) -> None:
+    movers, lost = movers_of(rig), list[tuple[str, str]]()
+    movers.tell_losses(lambda device, why: lost.append((device, why)))
+    kept = [rig.device_page(1, 1, page) for page in range(DEVICE_PAGES)]
+    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)  # so that nothing ends before it dies
+    slots = [rig.move(LOAD, (0, [page], [page]), layered=True) for page in range(6)]
+    slots += [rig.move(STORE, (1, [page], [20 + page])) for page in range(6)]
+    kill(movers, "shm-0")
+    rig.settle(len(slots))
+    assert [ticket for ticket, _ in sorted(rig.ended)] == list(range(12))
+    for _, error in rig.ended:
+        assert isinstance(error, Unavailable)
+        assert "shm-0" in str(error)
+    for slot in slots:
+        for word, failed in rig.words(slot):
+            assert has_reached(word, slot.end)
+            assert failed == slot.end
+    heard.wait("mover_started")
+    assert [device for device, _ in lost] == ["shm-0"]
+    assert [rig.device_page(1, 1, page) for page in range(DEVICE_PAGES)] == kept
+
+
+def test_a_device_serves_again_with_the_same_host_memory_and_words(rig: Rig, heard: Heard) -> None:
+    movers = movers_of(rig)
+    rig.move(LOAD, (0, [1], [1]), layered=True)
+    rig.settle()
+    kill(movers, "shm-1")
+    heard.wait("mover_started")
+    assert movers.fault("shm-1") == ""
+    attach_replica(rig, REPLICA + 1)
+    pages, host = [3, 7, 8, 9], [5, 1, 2, 30]
+    before = {
+        (rank, group): [rig.host_page(rank, group, page) for page in host] for rank in range(2) for group in (0, 1)
+    }
+    for ticket in range(100, 140):  # all slots are used again: on both devices their words go on where they stood
+        pairs = (PagePairs(0, pages, host), PagePairs(1, pages, host))
+        slot = rig.engine.submit(Transfer(ticket, MODEL, REPLICA + 1, LOAD, pairs, layered=True))
+        rig.settle()
+        assert rig.ended[-1] == (ticket, None)
+        for word, failed in rig.words(slot):
+            assert word == slot.end
+            assert failed != slot.end
+    for (rank, group), content in before.items():
+        assert [rig.device_page(rank, group, page, REPLICA + 1) for page in pages] == content
+
+
+def test_a_mover_killed_again_and_again_comes_back_each_time(rig: Rig, heard: Heard) -> None:
+    movers = movers_of(rig)
+    for turn in range(1, 4):
+        rig.move(LOAD, (0, [turn], [turn]))
+        kill(movers, "shm-0")
+        rig.settle()
+        heard.wait("mover_started", turn)
+    attach_replica(rig, REPLICA + 1)
+    rig.engine.submit(Transfer(500, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
+    rig.settle()
+    assert rig.ended[-1] == (500, None)
+
+
+def test_a_mover_that_hangs_is_replaced(heard: Heard) -> None:
+    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
+    movers.start()
+    movers.listen(lambda _: None)
+    movers.probe()
+    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
+    movers.probe()
+    heard.wait("mover_started")
+    movers.create_slab("shm-0", 4096)
+    movers.close()
+
+
+def test_host_memory_that_comes_while_there_is_no_mover_is_there_for_the_next(rig: Rig, heard: Heard) -> None:
+    movers, held = movers_of(rig), threading.Event()
+
+    def hold(device: str, why: str) -> None:
+        held.wait()
+
+    movers.tell_losses(hold)
+    for device in movers.devices():
+        kill(movers, device)
+    heard.wait("mover_died", 2)
+    fd = sealed_memfd("late", 8192)
+    view = map_memfd(fd, 8192)
+    view[:] = bytes(range(256)) * 32
+    late = HostArray(rig.layout.page_bytes(0), 20, view, movers.register_host(view, fd), 20)
+    held.set()
+    heard.wait("mover_started", 2)
+    rig.engine.detach_model(MODEL)
+    rig.engine.attach_model(MODEL, rig.layout, [[late], *rig.hosts[1:]])
+    attach_replica(rig, REPLICA)
+    rig.move(LOAD, (0, [1, 2], [3, 17]))
+    rig.settle()
+    assert rig.ended[-1][1] is None
+    for rank in range(2):
+        assert [rig.device_page(rank, 0, page) for page in (1, 2)] == [bytes(view[late.page(at)]) for at in (3, 17)]
+    os.close(fd)
+
+
+def test_slabs_of_a_dead_mover_are_closed_without_it(rig: Rig, heard: Heard) -> None:
+    movers = movers_of(rig)
+    slab = movers.create_slab("shm-0", 4096)
+    free = movers.create_slab("shm-1", 4096)
+    kill(movers, "shm-0")
+    heard.wait("mover_started")
+    slab.close()
+    with pytest.raises(LedgerBroken):
+        slab.close()
+    free.close()
+    with pytest.raises(NotFound):
+        movers.read(slab.region, 0, 1)
+    movers.create_slab("shm-0", 1 << 20).close()  # all of the budget is there again
+
+
+def test_what_is_submitted_while_there_is_no_mover_ends_at_once(rig: Rig, heard: Heard) -> None:
+    movers, held = movers_of(rig), threading.Event()
+
+    def hold(device: str, why: str) -> None:
+        held.wait()  # there is no new one before this returns
+
+    movers.tell_losses(hold)
+    kill(movers, "shm-0")
+    heard.wait("mover_died")
+    assert "mover has ended" in movers.fault("shm-0")
+    with pytest.raises(Unavailable, match="shm-0"):
+        movers.create_slab("shm-0", 4096)
+    rig.move(LOAD, (0, [1], [1]))
+    rig.settle()
+    assert isinstance(rig.ended[-1][1], Unavailable)
+    held.set()
+    heard.wait("mover_started")
+
+
+def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> None:
+    attach_replica(rig, SECOND, turned=True)
+    rig.move(LOAD, (1, [4, 5, 6], [10, 11, 12]))
+    rig.settle()
+    pairs = (PagePairs(1, [0, 1, 2], [4, 5, 6]),)
+    rig.engine.submit(Transfer(900, MODEL, SECOND, LOAD, pairs, layered=False, source_replica=REPLICA))
+    rig.settle()
+    assert rig.ended[-1] == (900, None)
+    for rank in range(2):
+        assert [rig.device_page(rank, 1, page, SECOND) for page in range(3)] == [
+            rig.host_page(rank, 1, page) for page in (10, 11, 12)
+        ]
+
+
+def test_budgets_and_names_are_checked_before_a_mover_is_asked(rig: Rig) -> None:
+    movers = movers_of(rig)
+    with pytest.raises(PoolExhausted) as refused:
+        movers.create_slab("shm-0", 1 << 30)
+    assert refused.value.capacity == 1 << 20
+    calls: list[Callable[[str], object]] = [movers.timeline, movers.fault, movers.capacity_bytes]
+    for call in calls:
+        with pytest.raises(NotFound, match="device"):
+            call("nowhere")
+    with pytest.raises(NotFound):
+        movers.can_reach("shm-0", "nowhere")
+    with pytest.raises(InvalidRequest):
+        movers.read(1, -1, 4)
+
+
+def test_nothing_is_left_after_close() -> None:
+    def use() -> None:
+        made = rig_of("process", mixed_layout(2))
+        made.move(LOAD, (0, [1, 2], [3, 4]), layered=True)
+        made.settle()
+        pids = movers_of(made).mover_pids().values()
+        made.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    def collect() -> int:
+        for thread in threading.enumerate():
+            if thread.name.startswith("mover-"):
+                thread.join()  # those that see the processes end
+        gc.collect()  # a mapping keeps a descriptor of its own
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    use()  # whatever is loaded once, is loaded
+    before, threads = collect(), set(threading.enumerate())
+    use()
+    assert collect() == before
+    assert set(threading.enumerate()) <= threads
+
+
+def test_a_mover_of_another_version_is_refused() -> None:
+    movers = Processes([Settings("shm", "shm-0", 1 << 20)], "0.0.1")
+    with pytest.raises(Unavailable, match=f"version {__version__}"):
+        movers.start()
+    movers.close()
+
+
+def test_what_a_mover_refuses_is_what_the_start_says() -> None:
+    movers = Processes([Settings("tape", "t", 1 << 20)], __version__)
+    with pytest.raises(InvalidRequest, match="tape"):
+        movers.start()
+    movers.close()
+
+
+# -- movers in threads of this process, for what no real process shows -------------------------------------------------
+
+
+class InThreads:
+    """Begins movers as threads, on GPUs that ``gpus`` gives one after another."""
+
+    def __init__(self, gpus: list[HostGpu]) -> None:
+        self._gpus = iter(gpus)
+
+    def __call__(self) -> tuple[socket.socket, None]:
+        ours, theirs = socket.socketpair()
+        gpu = next(self._gpus)
+
+        def equip(settings: Settings) -> Equipment:
+            backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
+            return Equipment(backend, dict)
+
+        threading.Thread(target=Server(theirs, __version__, equip).serve, daemon=True).start()
+        return ours, None
+
+
+@contextlib.contextmanager
+def on_gpus(*gpus: HostGpu) -> Iterator[Rig]:
+    """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
+    layout = mixed_layout(1)
+    settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
+    movers = Processes([settings], __version__, begins=[InThreads(list(gpus))])
+    movers.start()
+    rig = Rig(layout, movers)
+    rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
+    rig.engine.start()
+    rig.add_hosts()
+    attach_replica(rig, REPLICA)
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+def test_a_gpu_is_driven_by_its_mover_alone() -> None:
+    gpu = HostGpu()
+    with on_gpus(gpu) as rig:
+        content = [rig.host_page(0, 1, page) for page in (3, 30)]
+        rig.move(LOAD, (1, [0, 9], [3, 30]), layered=True)
+        rig.settle()
+        assert [rig.device_page(0, 1, page) for page in (0, 9)] == content
+        rig.move(STORE, (1, [0, 9], [11, 12]))
+        rig.settle()
+        assert [rig.host_page(0, 1, page) for page in (11, 12)] == content
+        assert [error for _, error in rig.ended] == [None, None]
+    assert gpu.is_whole()
+
+
+def test_a_gpu_that_broke_gives_way_to_a_new_mover(heard: Heard) -> None:
+    broken, fresh = HostGpu(), HostGpu()
+    with on_gpus(broken, fresh) as rig:
+        broken.is_dead = True
+        rig.move(LOAD, (0, [1], [1]))
+        rig.settle()
+        assert rig.ended[-1][1] is not None
+        heard.wait("gpu_broken")
+        heard.wait("mover_started")
+        attach_replica(rig, REPLICA + 1)
+        rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
+        rig.settle()
+        assert rig.ended[-1] == (7, None)
+        assert rig.device_page(0, 0, 1, REPLICA + 1) == rig.host_page(0, 0, 1)
+
+
+def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
+    broken, fresh = HostGpu(), HostGpu()
+    with on_gpus(broken, fresh) as rig:
+        broken.is_dead = True
+        rig.backend.probe()
+        heard.wait("mover_started")
+        rig.backend.probe()
+        assert rig.backend.fault("GPU-host-0") == ""
+
+
+def test_a_mover_that_was_started_by_hand_is_found_by_its_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "mover.sock")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(path)
+    listening.listen(1)
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        Server(connection, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict)).serve()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    movers = Processes([Settings("cuda", "GPU-host-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+    movers.start()
+    movers.listen(lambda _: None)
+    slab = movers.create_slab("GPU-host-0", 4096)
+    assert movers.read(slab.region, 0, 8) == bytes(8)
+    movers.close()
+    thread.join()
+    listening.close()
+
+
+def test_who_is_not_there_is_said(tmp_path: Path) -> None:
+    path = str(tmp_path / "nobody.sock")
+    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+    with pytest.raises(Unavailable, match="no mover for shm-0"):
+        movers.start()
+    movers.close()

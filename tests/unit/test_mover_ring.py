@@ -1,0 +1,91 @@
+"""Records come through a ring whole and in order, around its end, in pieces, and however full it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachesvc.mover.ring import HEAD_BYTES, Reader, Ring, Writer
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring.make("ring", HEAD_BYTES)
+    yield made
+    made.close()
+
+
+def take(reader: Reader, count: int) -> list[bytes]:
+    """The next ``count`` records, waited for."""
+    found: list[bytes] = []
+    while len(found) < count:
+        reader.wait()
+        found += reader.take()
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 3 * HEAD_BYTES), max_size=30), seed=st.integers(0, 1 << 32))
+def test_records_of_any_size_come_whole_and_in_order(sizes: list[int], seed: int) -> None:
+    """Among them such as are larger than the whole ring: the reader frees it piece by piece."""
+    ring = Ring.make("ring", HEAD_BYTES)
+    rng = np.random.default_rng(seed)
+    contents = [rng.bytes(size) for size in sizes]
+    writer, reader = Writer(ring), Reader(ring)
+    for content in contents:
+        writer.put([content])
+    assert take(reader, len(contents)) == contents
+    assert reader.take() == []
+    ring.close()
+
+
+def test_parts_of_a_record_lie_one_after_another(ring: Ring) -> None:
+    Writer(ring).put([np.array([1, 2], np.int64), b"abc", np.array([3], np.int32)])
+    (record,) = take(Reader(ring), 1)
+    assert record == bytes([1, *[0] * 7, 2, *[0] * 7]) + b"abc" + bytes([3, 0, 0, 0])
+
+
+def test_many_writers_lose_nothing(ring: Ring) -> None:
+    writer, each = Writer(ring), 200
+
+    def write(number: int) -> None:
+        for count in range(each):
+            writer.put([np.array([number, count], np.int64), bytes(number * 7)])
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    found = take(Reader(ring), 4 * each)
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        mine = [record for record in found if record[0] == number]
+        assert [int.from_bytes(record[8:16], "little") for record in mine] == list(range(each))
+        assert {len(record) for record in mine} == {16 + number * 7}
+
+
+def test_who_comes_later_goes_on_where_the_words_stand(ring: Ring) -> None:
+    """The daemon writes the last record of a mover that has died behind what that one wrote."""
+    Writer(ring).put([b"first"])
+    reader = Reader(ring)
+    assert take(reader, 1) == [b"first"]
+    Writer(ring).put([b"second"])
+    Writer(ring).put([b"third"])
+    assert take(reader, 2) == [b"second", b"third"]
+
+
+def test_a_closed_writer_writes_no_more_and_waits_for_nobody(ring: Ring) -> None:
+    writer = Writer(ring)
+    for _ in range(3):
+        writer.put([bytes(HEAD_BYTES // 2)])
+    writer.close()
+    writer.close()
+    writer.put([b"late"])
+    found = Reader(ring).take()
+    assert all(record == bytes(HEAD_BYTES // 2) for record in found)
+    assert len(found) < 3
