@@ -214,7 +214,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("other nodes: what one has computed is a hit on another (docs/nodes.md)"))
     add("--peers", metavar="HOST:PORT,...", help="daemons that are asked for what this node lacks (default: none)")
     add("--peer-listen", metavar="HOST:PORT", help="lend host pages to other nodes (default: not)")
-    add("--peer-data-port", type=int, metavar="PORT", help="where their bytes come from (default: any)")
+    add("--peer-data-port", type=int, metavar="N", help="port where their bytes come from; 0: any (default 0)")
     add("--peer-tokens", metavar="FILE", help="tokens that nodes show each other, one a line")
     add("--peer-tls-certificate", metavar="FILE", help="this node's, for both ways")
     add("--peer-tls-key", metavar="FILE", help="its key")

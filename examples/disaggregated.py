@@ -225,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ports = free_ports(2)
     model = build_model(VARIANTS[options.variant])
     with (
-        DaemonProcess(node_flags(ports[0], ports[1])) as one,
-        DaemonProcess(node_flags(ports[1], ports[0])) as two,
+        DaemonProcess(node_flags(ports[0], ports[1]), whole=True) as one,
+        DaemonProcess(node_flags(ports[1], ports[0]), whole=True) as two,
         Pair(model, one.socket, two.socket) as pair,
     ):
         wrong = ask_all(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class HostPool:
         self._dirty: deque[tuple[HostSlab, HostExtent]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+        self._began = 0.0
         self._threads = [
             threading.Thread(target=self._fill, name=f"host-pool-{i}", daemon=True) for i in range(threads)
         ]
@@ -115,6 +117,7 @@ class HostPool:
                     f"host pool of {self.total_bytes} bytes, but {limit.source} leaves "
                     f"{limit.available_bytes}; ask for less host memory or raise the limit"
                 )
+        self._began = time.monotonic()
         for thread in self._threads:
             thread.start()
 
@@ -309,6 +312,9 @@ class HostPool:
                     news += [(tell, extent.run) for tell in slab.watchers if extent.is_ready]
                 if come:
                     slab.refresh()
+            is_whole = all(chunk.region is not None for chunk in self._chunks)
+        if is_whole:
+            log.info("host_pool_whole bytes=%d seconds=%.3f", self.total_bytes, time.monotonic() - self._began)
         self._tell(news)
         if self._on_ready is not None:
             self._on_ready(index)

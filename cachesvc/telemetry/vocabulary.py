@@ -69,6 +69,7 @@ VOCABULARY: dict[str, Event] = {
     "mover_serves": Event("info", "A mover that was started by hand serves a daemon.", ("pid",)),
     "serving": Event("info", "What health checks answer from now on.", ("ready", "live")),
     "copies_are_made_to_fail": Event("warning", "The flag for tests is on: this share of copies fails.", ("share",)),
+    "host_pool_whole": Event("info", "All of the host pool is there.", ("bytes", "seconds")),
     "host_pool_node": Event("info", "A NUMA node that gets its part of the host pool.", ("node", "gpus")),
     "numa_node_unreadable": Event("warning", "A NUMA node of the system could not be read.", ("node", "error")),
     "numa_not_applied": Event("info", "Memory was not bound to its NUMA node, and why.", ("node", "reason", "detail")),

@@ -23,9 +23,13 @@ class DaemonFailed(Exception):
 class DaemonProcess:
     """``with DaemonProcess(["--host-pool", "1GiB"]) as daemon: daemon.socket``. Its log goes to ``daemon.log``."""
 
-    def __init__(self, flags: Sequence[str], *, folder: str | None = None, under: Sequence[str] = ()) -> None:
-        """``under``: a command that runs it, such as ``prlimit``."""
+    def __init__(
+        self, flags: Sequence[str], *, folder: str | None = None, under: Sequence[str] = (), whole: bool = False
+    ) -> None:
+        """``under``: a command that runs it, such as ``prlimit``. ``whole``: it has started when all of its host pool is
+        there, not when it serves."""
         self._flags = list(flags)
+        self._is_awaited_whole = whole
         self._under = list(under)
         self._folder = folder
         self._made: tempfile.TemporaryDirectory[str] | None = None
@@ -62,11 +66,14 @@ class DaemonProcess:
             time.sleep(LOOK_SECONDS)  # the log is a file, so that a daemon never blocks on a pipe nobody reads
 
     def _is_ready(self, began: int) -> bool:
+        awaited = {"ready", "host_pool_whole"} if self._is_awaited_whole else {"ready"}
         for line in self.log.read_bytes()[began:].splitlines(keepends=True):
-            if line.endswith(b"\n") and b'"event": "ready"' in line:
-                self.seconds_to_ready = float(json.loads(line)["seconds"])
-                return True
-        return False
+            if line.endswith(b"\n") and line.startswith(b"{"):
+                said = json.loads(line)
+                awaited.discard(said["event"])
+                if said["event"] == "ready":
+                    self.seconds_to_ready = float(said["seconds"])
+        return not awaited
 
     def kill(self) -> None:
         """SIGKILL, and wait: ``start`` begins another one on the same socket."""

@@ -57,7 +57,7 @@ def guarded(folder: Path, text: str = PLAIN_FILE, *flags: str, under: Sequence[s
     """A daemon with that tokens' file."""
     write_tokens(folder / "tokens.toml", text)
     every = [*FLAGS, "--tokens", str(folder / "tokens.toml"), *flags]
-    with DaemonProcess(every, folder=str(folder), under=under) as daemon:
+    with DaemonProcess(every, folder=str(folder), under=under, whole=True) as daemon:
         yield daemon
 
 

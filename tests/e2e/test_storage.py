@@ -142,7 +142,10 @@ def test_a_frozen_disk_costs_one_bounded_wait_and_nothing_after_it(tmp_path: Pat
     under = [sys.executable, "-m", "benchmarks.storage_daemon"]
     spec = f"file:{tmp_path}/cache?capacity=64MiB&wait=200ms&deadline=1s&write=through"
     flags = [*FLAGS, "--storage", spec, "--write-policy", "write_through"]
-    with DaemonProcess(flags, under=under) as daemon, Engine(daemon.socket, device_pages=64, host_pages=256) as engine:
+    with (
+        DaemonProcess(flags, under=under, whole=True) as daemon,
+        Engine(daemon.socket, device_pages=64, host_pages=256) as engine,
+    ):
         began = time.monotonic()
         for seed in range(PROMPTS):
             served = engine.serve(prompt(seed, BLOCKS))
