@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.pins import Pin
+from cachesvc.ledger.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.windows import window_positions
 from cachesvc.model.errors import LedgerBroken
-from cachesvc.model.words import ABSENT, NO_PAGE, PageState
+from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
 
 class HeldPages(NamedTuple):
@@ -167,13 +167,31 @@ class Fetch:
 
 
 class Keep:
-    """A host block that is being written: its copy stays until all of its objects have ended. ``out``: how many."""
+    """A host block that is being written from ``pages``, of each group one or NO_PAGE: they stay its until all of its
+    objects have ended. ``out``: how many have not."""
 
-    def __init__(self, pin: Pin, out: int, size_bytes: int) -> None:
-        self.pin = pin
-        self.out = out
-        self.size_bytes = size_bytes
+    def __init__(self, blocks: BlockLedger, row: int) -> None:
+        host = blocks.host
+        self.pages = tuple(
+            pages[row] if states[row] == READY else NO_PAGE
+            for pages, states in zip(host.pages, host.states, strict=True)
+        )
+        self.out = 0
         self.is_good = True
+        self._pin = Pin(blocks, host, row)
+        self._windows = WindowPins(blocks, host)
+        for group in host.window_groups:
+            if self.pages[group] != NO_PAGE:
+                self._windows.hold(group, blocks.index.depth[row], row)
+
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin. For audits."""
+        yield from held_by(self._pin, self._windows)
+
+    def let_go(self) -> None:
+        """Nobody reads its pages any more."""
+        self._windows.let_go()
+        self._pin.let_go()
 
 
 @dataclass(slots=True)
@@ -193,13 +211,13 @@ class Stored:
         """True where nothing reads or writes host pages of the model."""
         return not self.fetches and not self.keeping
 
-    def pins(self) -> Iterator[Pin]:
-        """All pins that are held. For audits."""
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin that is held. For audits."""
         for fetch in self.fetches.values():
             if fetch.pin.row != NO_ROW:
-                yield fetch.pin
+                yield fetch.pin.place.number, None, fetch.pin.row
         for keep in self.keeping.values():
-            yield keep.pin
+            yield from keep.pins()
 
     def begin(self, fetch: Fetch) -> None:
         """Keys come with a fetch: others wait for it."""

@@ -97,13 +97,14 @@ def storing(
     *,
     layout: Layout | None = None,
     device: int = 16,
-    host: int = 16,
+    host: int | tuple[int, ...] = 16,
     policy: WritePolicy = WritePolicy.WRITE_BACK,
 ) -> StorageRig:
     """A rig whose storage believes to have ``prompt``."""
     layout = layout or one_group()
     groups = len(layout.groups)
-    rig = rig_of(layout, device=(device,) * groups, host=(host,) * groups, policy=policy)
+    hosts = (host,) * groups if isinstance(host, int) else host
+    rig = rig_of(layout, device=(device,) * groups, host=hosts, policy=policy)
     storage = RecordingStorage()
     keys = chain(*prompt)
     storage.has = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
