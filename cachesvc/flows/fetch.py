@@ -142,7 +142,7 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
         left = core.turns.landed
         while left > 0 and fetch.may_admit() and fetch.admit(core.ledger.stamp):
             left -= 1
-            model.stored.written[fetch.keys[fetch.admitted - 1]] = None
+            model.stored.wrote(fetch.keys[fetch.admitted - 1])
             core.count(Count.STORAGE_FETCHED_BLOCKS)
         if not left and fetch.may_admit():
             return False

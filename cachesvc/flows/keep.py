@@ -19,8 +19,6 @@ from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.stored import Keep
 from cachesvc.model.words import READY
 
-MOST_WRITTEN = 1 << 18
-"""Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
 KEPT_A_TURN = 8
 """Blocks whose writing begins in one turn, some 15 us each."""
 
@@ -92,9 +90,7 @@ def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
     keep.let_go()
     core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
     if keep.is_good:
-        stored.written[key] = None
-        while len(stored.written) > MOST_WRITTEN:
-            stored.written.popitem(last=False)
+        stored.wrote(key)
 
 
 def pump_all(core: Core) -> None:

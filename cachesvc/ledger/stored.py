@@ -24,6 +24,9 @@ from cachesvc.ledger.windows import window_positions
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
+MOST_WRITTEN = 1 << 18
+"""Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
+
 
 class HeldPages(NamedTuple):
     """Pages of one group that no block has. For audits."""
@@ -205,6 +208,7 @@ class Stored:
     wanted: dict[bytes, None] = field(default_factory=dict)
     written: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
+    most_written: int = MOST_WRITTEN
 
     @property
     def is_idle(self) -> bool:
@@ -218,6 +222,12 @@ class Stored:
                 yield fetch.pin.place.number, None, fetch.pin.row
         for keep in self.keeping.values():
             yield from keep.pins()
+
+    def wrote(self, key: bytes) -> None:
+        """Storage has the block: it was written, or came from there."""
+        self.written[key] = None
+        while len(self.written) > self.most_written:
+            self.written.popitem(last=False)
 
     def begin(self, fetch: Fetch) -> None:
         """Keys come with a fetch: others wait for it."""

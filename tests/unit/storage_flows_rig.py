@@ -106,8 +106,7 @@ def storing(
     hosts = (host,) * groups if isinstance(host, int) else host
     rig = rig_of(layout, device=(device,) * groups, host=hosts, policy=policy)
     storage = RecordingStorage()
-    keys = chain(*prompt)
-    storage.has = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+    storage.has = set(packed(prompt))
     rig.core.storage = storage
     rig.core.on_wanted = partial(begin_soon, rig.core)
     return StorageRig(rig, storage, rig.lease("a", 0))
@@ -125,8 +124,26 @@ def waits(answer: object) -> Wait:
     return answer
 
 
+def packed(prompt: str) -> list[bytes]:
+    """Its keys, one by one."""
+    keys = chain(*prompt)
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
 def keys_of(requests: Sequence[KeepRequest]) -> list[bytes]:
     return [request.key for request in requests]
 
 
-__all__ = ["BACK", "GONE", "LATE", "WHOLE", "RecordingStorage", "StorageRig", "hit", "keys_of", "storing", "waits"]
+__all__ = [
+    "BACK",
+    "GONE",
+    "LATE",
+    "WHOLE",
+    "RecordingStorage",
+    "StorageRig",
+    "hit",
+    "keys_of",
+    "packed",
+    "storing",
+    "waits",
+]

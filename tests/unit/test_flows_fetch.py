@@ -19,7 +19,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, hit, storing, waits
+from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, hit, packed, storing, waits
 
 IN_FLIGHT, QUARANTINED, SEALED = PageState.IN_FLIGHT, PageState.QUARANTINED, PageState.SEALED
 
@@ -39,6 +39,16 @@ def test_what_storage_has_comes_to_the_host_and_is_a_hit_from_storage() -> None:
     assert len(at.storage.fetches) == 1
     at.rig.run(release, at.lease, 1)
     assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the second time it is a hit on the host"
+
+
+def test_what_is_remembered_as_stored_is_bounded_however_it_came() -> None:
+    at = storing("abcde")
+    at.rig.model.stored.most_written = 3
+    at.storage.keeps_all = at.storage.keeps_used = False
+    waits(at.ask("abcde", 1)())
+    at.tell(range(5), WHOLE)
+    assert len(at.rig.host_keys()) == 5
+    assert list(at.rig.model.stored.written) == packed("abcde")[2:]
 
 
 def test_a_hit_goes_on_where_memory_ends() -> None:

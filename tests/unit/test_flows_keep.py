@@ -10,17 +10,11 @@ from cachesvc.flows.match import match
 from cachesvc.flows.swap import swap_out
 from cachesvc.flows.wanting import want
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, WritePolicy
-from tests.unit.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, StorageRig, keys_of, storing
+from tests.unit.ledger_rig import prefill, serve, windowed
+from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, StorageRig, keys_of, packed, storing
 
 THROUGH = WritePolicy.WRITE_THROUGH
-
-
-def packed(prompt: str) -> list[bytes]:
-    keys = chain(*prompt)
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def end_all(at: StorageRig) -> None:
