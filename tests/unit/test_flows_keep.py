@@ -63,6 +63,33 @@ def test_ancestors_that_are_on_a_device_alone_are_backed_up_for_it() -> None:
     assert set(keys_of(at.storage.keeps)) == set(packed("abcd"))
 
 
+def test_what_does_not_come_to_the_host_is_wanted_no_more() -> None:
+    at = storing(policy=WritePolicy.WRITE_BACK)
+    at.storage.keeps_all = False
+    serve(at.rig, at.lease, 1, "abcd")
+    model = at.rig.model
+    tip = model.blocks.index.rows[packed("abcd")[3]]
+    want(at.rig.core, model, [tip])
+    at.settle()
+    [ticket] = at.rig.mover.transfers
+    assert model.stored.coming == set(packed("abcd"))
+    at.rig.land(ticket, "the link broke")
+    assert model.stored.coming == set()
+    assert at.rig.core.counters["storage_not_kept_blocks"] == 4
+    at.rig.mover.refusing = True
+    want(at.rig.core, model, [tip])
+    at.settle()
+    assert model.stored.coming == set()
+    at.rig.mover.refusing = False
+    at.storage.keeps_all = True
+    want(at.rig.core, model, [tip])
+    at.settle()
+    at.rig.settle()
+    at.settle()
+    assert model.stored.coming == set()
+    assert keys_of(at.storage.keeps) == packed("abcd"), "and may be wanted again"
+
+
 def test_a_block_is_kept_while_it_is_written_and_not_longer() -> None:
     at = storing(policy=THROUGH)
     serve(at.rig, at.lease, 1, "ab")
