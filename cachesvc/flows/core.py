@@ -41,6 +41,7 @@ class Fetched(Enum):
     """What became of an object of a fetch, or of a write."""
 
     WHOLE = "whole"  # verified; or kept
+    LENT = "lent"  # verified; another node lent it, and the storage need not have it
     GONE = "gone"  # it does not come: missing, wrong, refused, failed
     LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
     BACK = "back"  # it was late: its memory is nobody's now

@@ -41,7 +41,7 @@ class Fetch:
 
     ``keys``: theirs; the first comes under ``pin``'s row. ``out``: of each block, how many of its objects may still
     write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed groups that do not come
-    with a block, as (block, group).
+    with a block, as (block, group). ``lent``: blocks of which another node lent some.
     """
 
     def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
@@ -53,6 +53,7 @@ class Fetch:
         self.out = [0] * len(keys)
         self.end = len(keys)
         self.admitted = 0
+        self.lent: set[int] = set()
         self.has_begun = False
         self.is_over = False
         self._blocks = blocks

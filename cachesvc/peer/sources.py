@@ -74,14 +74,16 @@ class Sources:
         self.peers.exists(names, deadline, lent)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """What is borrowed from its peer, or else from the store."""
-        lent = [index for index, item in enumerate(items) if self.peers.holds(item.name)]
-        mine = [index for index in range(len(items)) if index not in set(lent)] if lent else list(range(len(items)))
+        """What is borrowed from its peer (LENT), or else from the store."""
+        lent: list[int] = []
+        mine: list[int] = []
+        for index, item in enumerate(items):
+            (lent if self.peers.holds(item.name) else mine).append(index)
 
         def from_peer(at: int, outcome: Outcome) -> None:
             index = lent[at]
             if outcome is Outcome.OK:
-                each(index, outcome)
+                each(index, Outcome.LENT)
             else:
                 self._get_stored([index], items, deadline, each)
 

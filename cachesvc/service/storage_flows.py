@@ -65,4 +65,6 @@ def _as_fetched(outcome: Outcome | None) -> Fetched:
         return Fetched.BACK
     if outcome is Outcome.LATE:
         return Fetched.LATE
+    if outcome is Outcome.LENT:
+        return Fetched.LENT
     return Fetched.WHOLE if outcome is Outcome.OK else Fetched.GONE

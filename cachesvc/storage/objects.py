@@ -16,7 +16,7 @@ from functools import partial
 
 from cachesvc.storage.header import Digest, check, check_content, require_digest, write_header
 from cachesvc.storage.heads import Heads
-from cachesvc.storage.seam import Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
+from cachesvc.storage.seam import CAME, Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
 
 FADING = 0.9
 """What older calls count for in the bandwidth that was seen, at the end of each."""
@@ -35,7 +35,7 @@ class Way(Enum):
 @dataclass(slots=True)
 class ObjectCounts:
     """Since the start. ``items[way, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
-    was OK, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen."""
+    came, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen."""
 
     items: Counter[tuple[Way, Outcome]] = field(default_factory=Counter)
     late_back: int = 0
@@ -63,8 +63,8 @@ class Call:
         item = self._items[index]
         if item is None:
             return  # an engine that answers twice: the first answer stands
-        if outcome is Outcome.OK and self.way is Way.GET:
-            outcome = self._store.checked(item)
+        if outcome in CAME and self.way is Way.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
+            outcome = verdict
         was_late = self._store.came_back(self, index, item, outcome)
         if was_late is None:
             return
@@ -123,8 +123,8 @@ class ObjectStore:
         each: Each,
         back: Back,
     ) -> None:
-        """Bring objects into ``pages``. ``each`` tells of every item once, OK only of what was verified; ``back``
-        follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
+        """Bring objects into ``pages``. ``each`` tells of every item once, OK or LENT only of what was verified;
+        ``back`` follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
         items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
         call = self._begin(Way.GET, items, deadline, each, back)
         self.backend.get(items, deadline, call.ended)
@@ -193,7 +193,7 @@ class ObjectStore:
             self.counts.late_back += was_late
             if not was_late:
                 self.counts.items[call.way, outcome] += 1
-            if outcome is Outcome.OK:
+            if outcome in CAME:
                 self.counts.size_bytes[call.way] += item.payload_bytes
             if not call.out:
                 del self._calls[call]

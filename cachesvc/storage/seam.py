@@ -24,11 +24,16 @@ class Outcome(Enum):
     """What became of one item of a call."""
 
     OK = "ok"
+    LENT = "lent"  # as good as OK, but it came from another node: what we store ourselves may not have it
     MISS = "miss"  # there is no such object
     WRONG = "wrong"  # there was something under its name, but not it: of another block, torn, or changed
     BUSY = "busy"  # not begun: no place, no room, or its deadline had passed
     FAILED = "failed"  # the engine answered with an error
     LATE = "late"  # the wait has ended, the call has not: its memory is in quarantine
+
+
+CAME = frozenset((Outcome.OK, Outcome.LENT))
+"""The item is what it was asked for."""
 
 
 class Part(NamedTuple):

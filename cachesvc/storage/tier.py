@@ -30,7 +30,7 @@ UNDER_WAY_BYTES = 64 << 20
 TRY_ANYWAY = 64
 """Where loading is slower than computing, one look-up in so many is fetched all the same: the store may have got
 faster."""
-BAD = {Outcome.OK: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
+BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
 """What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
 no room is no fault."""
 

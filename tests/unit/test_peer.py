@@ -15,7 +15,7 @@ from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
 from tests.unit.peer_rig import LendingNode, NearControl, Pulling, Reader
 
-OK, MISS, WRONG, BUSY, FAILED = Outcome.OK, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
+LENT, MISS, WRONG, BUSY, FAILED = Outcome.LENT, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
 NAMES = [name_of(key) for key in "abcd"]
 
 
@@ -40,7 +40,7 @@ def pulling(control: NearControl) -> Iterator[Pulling]:
 
 def test_what_is_lent_comes_and_is_given_back(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
     node.have(NAMES)
-    assert pulling.fetch(NAMES) == [OK] * 4
+    assert pulling.fetch(NAMES) == [LENT] * 4
     node.wait_quiet(control.loans[0].lease)
     assert control.given_back == [control.loans[0].lease]
     assert node.lender.sent_bytes == pulling.peers.read_bytes == 4 * PAGE_BYTES
@@ -50,13 +50,13 @@ def test_what_it_has_of_a_prefix_comes(node: LendingNode, pulling: Pulling) -> N
     node.have(NAMES[:2])
     assert pulling.reader.exists(NAMES) == [True, True, False, False]
     gathered, _ = pulling.get(NAMES)
-    assert gathered.wait() == [OK, OK, MISS, MISS]
+    assert gathered.wait() == [LENT, LENT, MISS, MISS]
 
 
 def test_parts_of_a_block_are_told_apart(node: LendingNode, pulling: Pulling) -> None:
     ranks = [name_of(key, Part(0, rank, 2)) for key in "ab" for rank in range(2)]
     node.have(ranks)
-    assert pulling.fetch(ranks) == [OK] * 4
+    assert pulling.fetch(ranks) == [LENT] * 4
 
 
 def test_a_secret_is_good_for_one_stream(node: LendingNode) -> None:
@@ -136,11 +136,11 @@ def test_the_next_peer_is_asked(node: LendingNode, control: NearControl) -> None
     pulling = Pulling(control, NearControl(other, "near:2"))
     try:
         other.have(NAMES)
-        assert pulling.fetch(NAMES) == [OK] * 4
+        assert pulling.fetch(NAMES) == [LENT] * 4
         control.broken = True
         more = [name_of(key) for key in "xyz"]
         other.have(more)
-        assert pulling.fetch(more) == [OK] * 3
+        assert pulling.fetch(more) == [LENT] * 3
         assert node.lender.sent_bytes == 0
     finally:
         pulling.close()
