@@ -107,8 +107,16 @@ class PeerStorage:
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Borrows them of the first peer that has the first of them."""
         asked = list(names)
-        nothing = partial(found, [False] * len(asked))
-        self._add(Job(lambda: found(self._borrow(asked)), nothing, deadline))
+        nothing = [False] * len(asked)
+
+        def ask() -> None:
+            there = nothing
+            try:
+                there = self._borrow(asked)
+            finally:
+                found(there)
+
+        self._add(Job(ask, partial(found, nothing), deadline))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """What was borrowed. All else is a MISS."""

@@ -125,9 +125,7 @@ class ObjectStore:
     ) -> None:
         """Bring objects into ``pages``. ``each`` tells of every item once, OK or LENT only of what was verified;
         ``back`` follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
-        items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
-        call = self._begin(Way.GET, items, deadline, each, back)
-        self.backend.get(items, deadline, call.ended)
+        self.prepare(Way.GET, names, pages, deadline, each, back)()
 
     def put(
         self,
@@ -138,12 +136,27 @@ class ObjectStore:
         back: Back,
     ) -> None:
         """Keep objects. Reads all of ``pages`` before it returns, for their checksums: not on the loop."""
+        self.prepare(Way.PUT, names, pages, deadline, each, back)()
+
+    def prepare(
+        self,
+        way: Way,
+        names: Sequence[ObjectName],
+        pages: Sequence[tuple[memoryview, ...]],
+        deadline: float,
+        each: Each,
+        back: Back,
+    ) -> Callable[[], None]:
+        """As ``get`` or ``put``; what is returned begins it, and is called once. Where this raises, nothing is told of
+        any item; once it has returned, of all: what the engine is given and does not answer is LATE."""
         assert self._digest is not None, "it was started"
         items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
-        for item in items:
-            write_header(self._digest, item.name, item.head, item.pages, item.payload_bytes)
-        call = self._begin(Way.PUT, items, deadline, each, back)
-        self.backend.put(items, deadline, call.ended)
+        if way is Way.PUT:
+            for item in items:
+                write_header(self._digest, item.name, item.head, item.pages, item.payload_bytes)
+        call = self._begin(way, items, deadline, each, back)
+        begin = self.backend.get if way is Way.GET else self.backend.put
+        return partial(begin, items, deadline, call.ended)
 
     def check_all(self) -> Checked:
         """Read and verify every object that is known. Waits for it: not on the loop. Raises NotSupported."""

@@ -183,7 +183,8 @@ class StorageBackend(Protocol):
         anywhere but in memory: some 0.1 us a key. None: it has to be asked by ``exists``. A hint."""
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """Which objects it believes to have: a hint, never a hit. ``deadline``: monotonic seconds."""
+        """Which objects it believes to have: a hint, never a hit. ``deadline``: monotonic seconds. Told once, or never
+        where it hangs: no memory waits for it."""
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Bring objects into their items. OK says that bytes have come, and nothing of what they are. Items that are

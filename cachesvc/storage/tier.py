@@ -16,12 +16,13 @@ from typing import NamedTuple
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
+from cachesvc.storage.asked import Asked
 from cachesvc.storage.breaker import Breaker, State
 from cachesvc.storage.budget import WriteBudget
 from cachesvc.storage.canary import Canary
 from cachesvc.storage.courier import Carrier, Courier
 from cachesvc.storage.objects import ObjectStore, Way
-from cachesvc.storage.seam import ObjectName, Outcome, StorageBackend, key_at
+from cachesvc.storage.seam import ObjectName, Outcome, Scope, StorageBackend, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
 
@@ -33,6 +34,9 @@ faster."""
 BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
 """What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
 no room is no fault."""
+
+LOST_SECONDS = 1.0
+"""A canary that has said nothing so long after its deadline is lost."""
 
 View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError for one that is gone."""
@@ -49,6 +53,29 @@ class News(NamedTuple):
     block: int
     groups: tuple[int, ...]
     outcome: Outcome | None  # None: it was LATE, and is back
+
+
+class Coming(NamedTuple):
+    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE."""
+
+    model: int
+    shapes: Shapes
+    ticket: int
+    keys: bytes
+    pages: Sequence[Sequence[int]]
+
+    def wanted(self) -> list[tuple[int, Shape]]:
+        """Its objects, by block."""
+        return [
+            (block, shape)
+            for block in range(len(self.keys) // KEY_BYTES)
+            for shape in (*self.shapes.full, *self.shapes.windows)
+            if all(self.pages[group][block] != NO_PAGE for group in shape.groups)
+        ]
+
+    def news(self) -> list[News]:
+        """Of each, without an outcome."""
+        return [News(self.model, self.ticket, b"", block, shape.groups, None) for block, shape in self.wanted()]
 
 
 Tell = Callable[[int, int, bytes, list[News]], None]
@@ -81,6 +108,8 @@ class Tier:
         self._clock = clock
         self._getting, self._putting = carriers("storage-get"), carriers("storage-put")
         self._canary = Canary(store)
+        self._canary_until = 0.0
+        self._asked: deque[Asked] = deque()
         self._shapes: dict[int, Shapes] = {}
         self._passed_over = 0
         self._last_news = float("-inf")
@@ -134,7 +163,9 @@ class Tier:
         for shape in shapes.windows:
             for block, page in enumerate(pages[shape.groups[0]]):
                 out[block] += page != NO_PAGE
-        self._getting.add(partial(self._fetch, model.id, shapes, ticket, keys, pages))
+        coming = Coming(model.id, shapes, ticket, keys, pages)
+        asked = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
+        self._getting.add(partial(self._fetch, asked, coming), asked.fail)
         return out
 
     def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int]) -> int:
@@ -145,8 +176,15 @@ class Tier:
         ]
         if objects:
             self.budget.begin(shapes.block_bytes)
-            self._putting.add(partial(self._keep, model.id, shapes, objects, key, pages))
+            news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
+            asked = self._ask(partial(self._refuse, news))
+            self._putting.add(partial(self._keep, asked, news, shapes.scope, objects, pages), asked.fail)
         return len(objects)
+
+    def _ask(self, refuse: Callable[[Outcome], None]) -> Asked:
+        asked = Asked(self._clock() + self.options.deadline, refuse)
+        self._asked.append(asked)
+        return asked
 
     def kept(self, model: ModelFacts) -> None:
         """All objects of a block that was written have ended."""
@@ -166,27 +204,29 @@ class Tier:
     def tick(self) -> None:
         """Now and then: waits end, and a canary is sent where one is due."""
         now = self._clock()
+        while self._asked and (self._asked[0].is_settled or self._asked[0].deadline <= now):
+            self._asked.popleft().expire()
         self.store.expire()
+        if self.breaker.state is State.PROBING and now >= self._canary_until:
+            self.breaker.probed(now, is_good=False)
         if self.breaker.wants_probe(now):
             deadline = now + max(self.wait_seconds, 0.05)
-            self._putting.add(partial(self._canary.fly, deadline, self._flown))
+            self._canary_until = deadline + LOST_SECONDS
+            self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
 
     def _flown(self, is_good: bool) -> None:
         self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good))
 
     # -- on couriers ---------------------------------------------------------------------------------------------
 
-    def _fetch(self, model: int, shapes: Shapes, ticket: int, keys: bytes, pages: Sequence[Sequence[int]]) -> None:
-        wanted = [
-            (block, shape)
-            for block in range(len(keys) // KEY_BYTES)
-            for shape in (*shapes.full, *shapes.windows)
-            if all(pages[group][block] != NO_PAGE for group in shape.groups)
-        ]
-        ask = partial(self._get, model, shapes, ticket, keys, pages, wanted)
-        if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
-            ask()
+    def _fetch(self, asked: Asked, coming: Coming) -> None:
+        shapes, keys = coming.shapes, coming.keys
+        if asked.is_settled:
             return
+        if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
+            self._get(asked, coming)
+            return
+        wanted = coming.wanted()
         names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
         def found(there: Sequence[bool]) -> None:
@@ -195,53 +235,52 @@ class Tier:
                 for (block, shape), is_there in zip(wanted, there, strict=True)
                 if not is_there and shape in shapes.full
             )
-            self._getting.add(partial(ask, next(missing, None)))
+            self._getting.add(partial(self._get, asked, coming, next(missing, None)), asked.fail)
 
-        self.backend.exists(names, self._clock() + self.options.deadline, found)
+        asked.put_to_engine()
+        self.backend.exists(names, asked.deadline, found)
 
-    def _get(
-        self,
-        model: int,
-        shapes: Shapes,
-        ticket: int,
-        keys: bytes,
-        pages: Sequence[Sequence[int]],
-        wanted: list[tuple[int, Shape]],
-        end: int | None = None,
-    ) -> None:
-        """Ask for what is ``wanted`` before block ``end``; the rest does not come."""
-        news = [News(model, ticket, b"", block, shape.groups, None) for block, shape in wanted]
-        asked = [at for at, (block, _) in enumerate(wanted) if end is None or block < end]
-        for each in news[len(asked) :]:  # never promised: nothing against the engine
-            self._tell_later(each._replace(outcome=Outcome.BUSY))
-        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted[: len(asked)]]
+    def _get(self, asked: Asked, coming: Coming, end: int | None = None) -> None:
+        """Ask for the blocks before ``end``; the rest does not come."""
+        if not asked.claim():
+            return
+        news, shapes = coming.news(), coming.shapes
+        wanted = [(block, shape) for block, shape in coming.wanted() if end is None or block < end]
+        names = [ObjectName(shapes.scope, key_at(coming.keys, block), shape.part) for block, shape in wanted]
         try:
             views = [
-                tuple(self._view(model, group, rank, pages[group][block]) for group, rank in shape.pieces)
-                for block, shape in wanted[: len(asked)]
+                tuple(self._view(coming.model, group, rank, coming.pages[group][block]) for group, rank in shape.pieces)
+                for block, shape in wanted
             ]
         except CacheError:  # the host pool is closed: the daemon ends
-            for at in asked:
-                self._tell_later(news[at]._replace(outcome=Outcome.BUSY))
+            asked.begun()
+            self._refuse(news, Outcome.BUSY)
             return
-        self.store.get(
-            names,
-            views,
-            self._clock() + self.options.deadline,
-            lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
-            lambda index: self._tell_later(news[index]),
-        )
+        begin = self._prepare(Way.GET, names, views, news)
+        asked.begun()
+        self._refuse(news[len(wanted) :], Outcome.BUSY)  # never promised: nothing against the engine
+        begin()
 
-    def _keep(self, model: int, shapes: Shapes, objects: list[Shape], key: bytes, pages: Sequence[int]) -> None:
-        news = [News(model, 0, key, 0, shape.groups, None) for shape in objects]
-        names = [ObjectName(shapes.scope, key, shape.part) for shape in objects]
+    def _keep(self, asked: Asked, news: list[News], scope: Scope, objects: list[Shape], pages: Sequence[int]) -> None:
+        if not asked.claim():
+            return
+        model = news[0].model
+        names = [ObjectName(scope, news[0].key, shape.part) for shape in objects]
         try:
             views = [tuple(self._view(model, group, rank, pages[group]) for group, rank in s.pieces) for s in objects]
         except CacheError:  # as above
-            for each in news:
-                self._tell_later(each._replace(outcome=Outcome.BUSY))
+            asked.begun()
+            self._refuse(news, Outcome.BUSY)
             return
-        self.store.put(
+        begin = self._prepare(Way.PUT, names, views, news)
+        asked.begun()
+        begin()
+
+    def _prepare(
+        self, way: Way, names: list[ObjectName], views: list[tuple[memoryview, ...]], news: list[News]
+    ) -> Callable[[], None]:
+        return self.store.prepare(
+            way,
             names,
             views,
             self._clock() + self.options.deadline,
@@ -250,6 +289,11 @@ class Tier:
         )
 
     # -- news ----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, news: Sequence[News], outcome: Outcome) -> None:
+        """Objects have ended, and were never begun."""
+        for each in news:
+            self._tell_later(each._replace(outcome=outcome))
 
     def _tell_later(self, news: News) -> None:
         """From any thread."""

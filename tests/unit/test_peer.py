@@ -59,6 +59,11 @@ def test_parts_of_a_block_are_told_apart(node: LendingNode, pulling: Pulling) ->
     assert pulling.fetch(ranks) == [LENT] * 4
 
 
+def test_an_answer_that_cannot_be_read_is_none(control: NearControl, pulling: Pulling) -> None:
+    control.borrow = lambda *_: "no loan"  # type: ignore[method-assign, assignment]
+    assert pulling.reader.exists(NAMES) == [False] * 4, "whoever asked is told all the same"
+
+
 def test_a_secret_is_good_for_one_stream(node: LendingNode) -> None:
     node.have(NAMES)
     lent = node.lend(NAMES)

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from cachesvc.model.errors import Unavailable
@@ -93,13 +94,14 @@ class MooncakeStorage:
         """What the master says: 1 for some seconds also for what a dead server had."""
         texts = [name.text for name in names]
 
+        nothing = [False] * len(texts)
+
         def ask() -> None:
             library = self._library
             codes = library.batch_is_exist(texts) if library is not None and time.monotonic() < deadline else []
-            found([code == 1 for code in codes] if len(codes) == len(texts) else [False] * len(texts))
+            found([code == 1 for code in codes] if len(codes) == len(texts) else nothing)
 
-        if not self._questions.add(ask):
-            found([False] * len(texts))
+        self._questions.add(ask, partial(found, nothing))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """In batches, each piece to where it belongs."""
@@ -114,8 +116,7 @@ class MooncakeStorage:
         gone = list(names)
         with self._left:
             self._leaving.update(gone)
-        if not self._questions.add(lambda: self._remove(gone)):
-            self._forget(gone)
+        self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
 
     def purge(self, scope: Scope | None) -> int:
         """All nodes' objects. Raises Unavailable."""
