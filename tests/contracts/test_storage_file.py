@@ -133,6 +133,16 @@ def test_what_is_not_used_for_long_goes(tmp_path: Path) -> None:
     assert [name for name in names if name in catalogue] == names[-4:]
 
 
+def test_what_was_read_before_it_was_known_can_go_afterwards() -> None:
+    """Another daemon's object, of a scope that this one had nothing of."""
+    catalogue, name = Catalogue(), name_of("a")
+    catalogue.begin_read(name)
+    catalogue.add(name, 4096, used=1)
+    assert catalogue.take_oldest(1, 0) == [], "it is being read"
+    catalogue.end_read(name)
+    assert [entry.name for entry in catalogue.take_oldest(1, 0)] == [name]
+
+
 def test_after_a_restart_the_order_of_use_is_that_of_before(tmp_path: Path) -> None:
     with opened(tmp_path / "cache") as bench:
         names = [name_of(f"{at}") for at in range(8)]

@@ -96,8 +96,9 @@ class Catalogue:
             return value & _SECONDS
 
     def begin_read(self, name: ObjectName) -> None:
-        """Nobody is to write over it for a while."""
+        """Nobody is to write over it for a while, known or not: it may be found meanwhile."""
         with self._lock:
+            self._of(name.scope)
             self._reading[self._packed(name)] += 1
 
     def end_read(self, name: ObjectName) -> None:
