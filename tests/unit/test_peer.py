@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,6 +14,7 @@ import pytest
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import UNUSED_SECONDS, PeerStorage
 from cachesvc.peer.desk import LentObject
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
 from tests.unit.peer_rig import LendingNode, NearControl, Pulling, Reader
@@ -77,6 +81,65 @@ def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
     node.lend(NAMES)
     assert not answers(greet(node, bytes(wire.SECRET_BYTES)))
     assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
+
+
+def test_one_node_does_not_take_all_places(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    address = ("127.0.0.1", node.lender.port)
+    streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
+    with socket.create_connection(address) as refused:
+        assert not refused.recv(1)
+        assert node.lender.refused == 1, "it is closed at once"
+    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+    other.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(other), "another one has a place"
+    for stream in streams:
+        stream.close()
+
+
+def test_without_descriptors_it_waits_for_some(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stream = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (stream.fileno() + 1, before[1]))
+    try:
+        spare: list[socket.socket] = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(socket.socket())
+        stream.connect(("127.0.0.1", node.lender.port))
+        acceptor = next(each for each in threading.enumerate() if each.name == "peer-accept")
+        clock = time.pthread_getcpuclockid(acceptor.ident or 0)
+        began, busy = time.monotonic(), time.clock_gettime(clock)
+        while time.monotonic() < began + 0.3:
+            threading.Event().wait(0.05)
+        assert time.clock_gettime(clock) - busy < 0.05, "it does not spin"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in spare:
+            each.close()
+    stream.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(stream)
+
+
+def test_the_end_waits_for_no_peer_longer_than_for_one(node: LendingNode, control: NearControl) -> None:
+    """Loans that were never read are given back by the thread that beats, and not by whoever ends."""
+    node.have(NAMES)
+    told: list[str] = []
+    pulling = Pulling(control)
+    give_back = control.give_back
+
+    def tell(lease: int, seconds: float) -> None:
+        told.append(threading.current_thread().name)
+        give_back(lease, seconds)
+
+    control.give_back = tell  # type: ignore[method-assign]
+    pulling.reader.exists(NAMES)
+    gathered, _ = pulling.get(NAMES, seconds=-1.0)
+    assert gathered.wait() == [MISS] * 4, "their time has passed, and there is no store"
+    pulling.close()
+    assert told == ["peer-beat"]
+    node.wait_quiet(control.loans[0].lease)
 
 
 def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
