@@ -63,6 +63,10 @@ class Call:
         item = self._items[index]
         if item is None:
             return  # an engine that answers twice: the first answer stands
+        if outcome is Outcome.LATE:
+            if self._store.gave_up(self, index):
+                self._each(index, outcome)
+            return
         if outcome in CAME and self.way is Way.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
             outcome = verdict
         was_late = self._store.came_back(self, index, item, outcome)
@@ -81,6 +85,13 @@ class Call:
         self._items[index] = None
         self.out -= 1
         return index in self._late
+
+    def take_late_one(self, index: int) -> bool:
+        """Under the store's lock: the wait for an item ends. False where it had ended, or the item is back."""
+        is_out = self._items[index] is not None and index not in self._late
+        if is_out:
+            self._late.add(index)
+        return is_out
 
     def take_late(self) -> list[int]:
         """Under the store's lock: the wait ends; what is out is late from now on."""
@@ -196,6 +207,13 @@ class ObjectStore:
         if outcome is Outcome.WRONG:
             self.backend.remove([item.name])
         return outcome
+
+    def gave_up(self, call: Call, index: int) -> bool:
+        """The engine itself waits for an item no more, and answers later whether its memory is nobody's."""
+        with self._lock:
+            is_late = call.take_late_one(index)
+            self.counts.items[call.way, Outcome.LATE] += is_late
+        return is_late
 
     def came_back(self, call: Call, index: int, item: Item, outcome: Outcome) -> bool | None:
         """An item's memory is the caller's again; True where its wait had ended, None where it was back before."""

@@ -5,6 +5,7 @@ engine's "stored", "exists" or "healthy" is believed: whoever gets an object ver
 
 A deadline ends the wait for a call, not the call: an engine may write into an item's memory until it has answered for
 that item, and never after. So ``each`` is the item's end, and memory of an item without one is not used for anything.
+An engine that has given an item up, and cannot say whether bytes of it still move, answers LATE first.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Item(NamedTuple):
 
 
 Each = Callable[[int, Outcome], None]
-"""``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more."""
+"""``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more. LATE
+alone is no end: another outcome follows it."""
 Found = Callable[[Sequence[bool]], None]
 """Told once which of some objects an engine believes to have."""
 

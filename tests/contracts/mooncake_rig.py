@@ -236,9 +236,13 @@ class Counted:
             self._changed.wait_for(lambda: not self._out)
 
     def _counting(self, each: Each) -> Each:
+        ended: set[int] = set()
+
         def told(index: int, outcome: Outcome) -> None:
             each(index, outcome)
-            self._end()
+            if index not in ended:  # what has failed on its way is told twice
+                ended.add(index)
+                self._end()
 
         return told
 
