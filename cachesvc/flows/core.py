@@ -84,6 +84,9 @@ class Storage(Protocol):
     def expects(self, model: Model, keys: bytes) -> int:
         """Of how many of packed ``keys`` from the first on it is worth while to ask for; 0 while nothing is asked."""
 
+    def has(self, model: Model, key: bytes) -> bool:
+        """True where it believes to have a block, as far as it knows without asking anybody."""
+
     def fetch(self, request: FetchRequest) -> list[int]:
         """Begin; returns of each block how many objects come. Each is told of once, or LATE and then BACK."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from cachesvc.flows.believed import note_stored, note_unstored
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core, Fetched, FetchedObject, FetchRequest
 from cachesvc.flows.counters import Count
@@ -133,7 +134,7 @@ def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
     full = model.blocks.host.full_groups
     if outcome is Fetched.LATE or any(group in full for group in groups):
         fetch.cut(block)
-        model.stored.written.pop(fetch.keys[block], None)
+        note_unstored(model, fetch.keys[block])
     else:
         for group in groups:
             fetch.lose(block, group)
@@ -167,6 +168,6 @@ def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:
     """The block that a fetch brought last: the storage has it, unless another node lent it."""
     at = fetch.admitted - 1
     if at not in fetch.lent:
-        model.stored.wrote(fetch.keys[at])
+        note_stored(model, fetch.keys[at])
         return
     came_to_host(core, model, [fetch.pin.row])

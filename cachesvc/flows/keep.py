@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 
 from cachesvc.flows.backup import back_up
+from cachesvc.flows.believed import note_stored
 from cachesvc.flows.core import Core, Fetched, KeepRequest
 from cachesvc.flows.counters import Count
 from cachesvc.flows.turns import Chore
@@ -90,7 +91,7 @@ def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
     keep.let_go()
     core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
     if keep.is_good:
-        stored.wrote(key)
+        note_stored(model, key)
 
 
 def pump_all(core: Core) -> None:

@@ -201,13 +201,14 @@ class Keep:
 @dataclass(slots=True)
 class Stored:
     """One model's. ``fetching``: which fetch brings a key; ``wanted``: keys to write, in their order, once somebody has
-    time; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last."""
+    time; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last, and
+    when."""
 
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
     keeping: dict[bytes, Keep] = field(default_factory=dict)
     wanted: dict[bytes, None] = field(default_factory=dict)
-    written: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
     most_written: int = MOST_WRITTEN
 
@@ -224,9 +225,9 @@ class Stored:
         for keep in self.keeping.values():
             yield from keep.pins()
 
-    def wrote(self, key: bytes) -> None:
+    def wrote(self, key: bytes, seconds: float) -> None:
         """Storage has the block: it was written, or came from there."""
-        self.written[key] = None
+        self.written[key] = seconds
         while len(self.written) > self.most_written:
             self.written.popitem(last=False)
 

@@ -17,6 +17,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -49,6 +50,10 @@ class Sources:
     def describe(self, scope: Scope, label: str) -> None:
         """To the store."""
         self.store.describe(scope, label)
+
+    def watch(self, gone: Gone) -> None:
+        """The store's."""
+        self.store.watch(gone)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """None while a peer can be asked, else what the store says."""
@@ -150,6 +155,9 @@ class Nowhere:
 
     def describe(self, scope: Scope, label: str) -> None:
         """Nobody asks."""
+
+    def watch(self, gone: Gone) -> None:
+        """Nothing is kept."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """Nothing."""

@@ -99,6 +99,10 @@ Found = Callable[[Sequence[bool]], None]
 """Told once which of some objects an engine believes to have."""
 
 
+Gone = Callable[[Sequence[ObjectName]], None]
+"""Told of objects that an engine has let go of by itself, from any thread; it returns at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caps:
     """What an engine is like. ``is_shared``: other nodes see its objects. ``survives``: ``daemon`` or ``node``.
@@ -179,6 +183,9 @@ class StorageBackend(Protocol):
 
     def describe(self, scope: Scope, label: str) -> None:
         """How operators call a scope: a model's name."""
+
+    def watch(self, gone: Gone) -> None:
+        """Have ``gone`` told from ``start`` on, as far as the engine knows what it lets go of."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Of how many of packed ``keys``, from the first on, it believes to have all ``parts``, without looking

@@ -35,6 +35,8 @@ BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25
 """What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
 no room is no fault."""
 
+MOST_GONE = 1 << 16
+"""Blocks of which it is yet to be told that they have gone; more are passed over."""
 LOST_SECONDS = 1.0
 """A canary that has said nothing so long after its deadline is lost."""
 
@@ -82,6 +84,10 @@ Tell = Callable[[int, int, bytes, list[News]], None]
 """``(model, ticket, key, news)``: of one fetch or one written block. On the ledger thread."""
 
 
+TellGone = Callable[[int, list[bytes]], None]
+"""``(model, keys)``: of blocks that the engine has let go of. On the ledger thread."""
+
+
 class Tier:
     """``tell`` is told what became of what was asked. ``clock``: monotonic seconds."""
 
@@ -103,6 +109,7 @@ class Tier:
         self.breaker = Breaker()
         self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
         self.tell: Tell | None = None
+        self.tell_gone: TellGone | None = None
         self._view = view
         self._post = post
         self._clock = clock
@@ -114,10 +121,12 @@ class Tier:
         self._passed_over = 0
         self._last_news = float("-inf")
         self._news: deque[News] = deque()
+        self._gone: dict[tuple[Scope, bytes], None] = {}
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
+        self.backend.watch(self._let_go)
         self.store.start()
         self._getting.start()
         self._putting.start()
@@ -148,6 +157,11 @@ class Tier:
             return 0
         expected = self.store.expects(shapes.scope, keys, shapes.parts)
         return len(keys) // KEY_BYTES if expected is None else expected
+
+    def has(self, model: ModelFacts, key: bytes) -> bool:
+        """True where the engine believes to have all of a block, as far as it knows without asking."""
+        shapes = self.shapes(model)
+        return bool(self.store.expects(shapes.scope, key, shapes.parts))
 
     def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
         rate, seen = self.options.recompute, self.store.bandwidth(Way.GET)
@@ -317,6 +331,25 @@ class Tier:
         if self.tell is not None:
             for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
                 self.tell(model, ticket, key, list(some))
+
+    def _let_go(self, names: Sequence[ObjectName]) -> None:
+        """From any thread: an object less is a block less."""
+        with self._lock:
+            is_first = not self._gone
+            room = MOST_GONE - len(self._gone)
+            self._gone |= dict.fromkeys((name.scope, name.key) for name in names[: max(0, room)])
+            is_due = is_first and bool(self._gone)
+        if is_due:
+            self._post(self._deliver_gone)
+
+    def _deliver_gone(self) -> None:
+        """On the ledger thread."""
+        with self._lock:
+            gone, self._gone = self._gone, {}
+        models = {shapes.scope: model for model, shapes in self._shapes.items()}
+        for scope, some in groupby(gone, key=lambda each: each[0]):
+            if scope in models and self.tell_gone is not None:
+                self.tell_gone(models[scope], [key for _, key in some])
 
     @property
     def state(self) -> State:

@@ -26,6 +26,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -191,6 +192,9 @@ class Counted:
 
     def describe(self, scope: Scope, label: str) -> None:
         self.engine.describe(scope, label)
+
+    def watch(self, gone: Gone) -> None:
+        self.engine.watch(gone)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return self.engine.expects(scope, keys, parts)

@@ -22,7 +22,7 @@ from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.options import FileOptions, file_options
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import BATCH, Space
-from cachesvc.storage.seam import Outcome, Part
+from cachesvc.storage.seam import ObjectName, Outcome, Part
 from cachesvc.storage.spec import parse_storage
 from tests.contracts.storage_rig import FAR, OTHER, PAGE_BYTES, SCOPE, Asked, Bench, FileTurning, name_of
 
@@ -131,6 +131,17 @@ def test_what_is_not_used_for_long_goes(tmp_path: Path) -> None:
     assert space.shrink(before=BATCH + 4) == 4
     assert space.shrink(before=BATCH + 4) == 0
     assert [name for name in names if name in catalogue] == names[-4:]
+
+
+def test_what_it_evicts_is_told(tmp_path: Path) -> None:
+    gone: list[ObjectName] = []
+    with opened(tmp_path / "cache", capacity=4 * MIB) as bench:
+        bench.turning.backend.watch(gone.extend)
+        names = [name_of(f"{at}") for at in range(8)]
+        for name in names:
+            assert bench.keep([name], (MIB,)) == [OK]
+        there = [name for name in names if bench.fetch([name], (MIB,)) == [OK]]
+        assert gone == [name for name in names if name not in there]
 
 
 def test_what_was_read_before_it_was_known_can_go_afterwards() -> None:

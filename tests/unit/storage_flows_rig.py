@@ -23,13 +23,13 @@ WHOLE, LENT, GONE, LATE, BACK = Fetched
 
 
 class RecordingStorage:
-    """Believes to have what ``has`` says; an object for each group of a block."""
+    """Believes to have what ``there`` says; an object for each group of a block."""
 
     def __init__(self) -> None:
         self.wait_seconds = 0.25
         self.keeps_all = True
         self.keeps_used = True
-        self.has: set[bytes] = set()
+        self.there: set[bytes] = set()
         self.fetches: list[FetchRequest] = []
         self.keeps: list[KeepRequest] = []
         self.lags = 0
@@ -37,9 +37,12 @@ class RecordingStorage:
 
     def expects(self, model: Model, keys: bytes) -> int:
         count = 0
-        while keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in self.has:
+        while keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in self.there:
             count += 1
         return count
+
+    def has(self, model: Model, key: bytes) -> bool:
+        return key in self.there
 
     def fetch(self, request: FetchRequest) -> list[int]:
         self.fetches.append(request)
@@ -106,7 +109,7 @@ def storing(
     hosts = (host,) * groups if isinstance(host, int) else host
     rig = rig_of(layout, device=(device,) * groups, host=hosts, policy=policy)
     storage = RecordingStorage()
-    storage.has = set(packed(prompt))
+    storage.there = set(packed(prompt))
     rig.core.storage = storage
     rig.core.on_wanted = partial(begin_soon, rig.core)
     return StorageRig(rig, storage, rig.lease("a", 0))

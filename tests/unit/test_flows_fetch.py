@@ -36,7 +36,7 @@ def test_what_storage_has_comes_to_the_host_and_is_a_hit_from_storage() -> None:
     assert hit(ask()) == (0, 4, 4)
     assert at.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 4}
     causes = {event.cause for event in at.rig.model.blocks.journal.read(1, 100)}
-    assert causes == {Cause.FETCHED}
+    assert causes == {Cause.FETCHED, Cause.STORED}
     assert len(at.storage.fetches) == 1
     at.rig.run(release, at.lease, 1)
     assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the second time it is a hit on the host"

@@ -33,6 +33,22 @@ def test_what_was_kept_is_expected_and_comes_to_other_pages() -> None:
     assert [bytes(rig.view(1, 0, 0, 10 + at)) for at in range(3)] == [b"a" * 8, b"b" * 8, b"c" * 8]
 
 
+def test_what_an_engine_lets_go_of_is_told_by_model_and_block() -> None:
+    rig = TierRig()
+    rig.keep("abc")
+    told: list[tuple[int, list[bytes]]] = []
+    rig.tier.tell_gone = lambda model, keys: told.append((model, keys))
+    names = list(rig.engine.objects)
+    foreign = names[0]._replace(scope=names[0].scope._replace(namespace=bytes(32)))
+    rig.engine.evict([names[0], foreign, names[0]._replace(part=(1, 0, 1)), names[2]])  # type: ignore[arg-type]
+    assert told == [], "whoever evicts has no time for it"
+    rig.settle()
+    assert [key for _, keys in told for key in keys] == [names[0].key, names[2].key]
+    assert {model for model, _ in told} == {1}, "of others' models nothing is known here"
+    assert rig.tier.has(rig.model, names[1].key)
+    assert not rig.tier.has(rig.model, names[0].key)
+
+
 def test_an_engine_that_has_to_be_asked_is_asked_before_it_is_read() -> None:
     rig = TierRig(engine=SimStorage(knows=False))
     rig.keep("ab")

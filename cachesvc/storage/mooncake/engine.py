@@ -31,6 +31,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -98,6 +99,9 @@ class MooncakeStorage:
     def describe(self, scope: Scope, label: str) -> None:
         """For this daemon's status alone."""
         self._account.describe(scope, label)
+
+    def watch(self, gone: Gone) -> None:
+        """The store tells nobody what it evicts."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """The master has to be asked."""
