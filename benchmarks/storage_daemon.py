@@ -16,6 +16,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Part,
@@ -44,6 +45,9 @@ class FrozenStorage:
 
     def describe(self, scope: Scope, label: str) -> None:
         """It is not written down."""
+
+    def watch(self, gone: Gone) -> None:
+        """Nothing goes."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return len(keys) // KEY_BYTES

@@ -148,8 +148,17 @@ def _pins(ledger: Ledger, model: Model) -> Iterator[str]:
     for ticket in ledger.tickets.running.values():
         if ticket.model == model.id and ticket.source is not None:
             pins[ticket.source[0] + 1, ticket.source[1]] += 1
-    for pin in model.stored.pins():
-        pins[pin.place.number, pin.row] += 1
+    for fetch in model.stored.fetches.values():
+        if fetch.pin.row != NO_ROW:
+            pins[fetch.pin.place.number, fetch.pin.row] += 1
+    for key, keep in model.stored.keeping.items():
+        row = model.blocks.index.rows.get(key, NO_ROW)
+        pins[0, row] += 1
+        windows.update((0, group, row) for group in model.blocks.host.window_groups if keep.pages[group] != NO_PAGE)
+        if row == NO_ROW or any(
+            page not in (NO_PAGE, model.blocks.host.pages[group][row]) for group, page in enumerate(keep.pages)
+        ):
+            yield f"model {model.id} row {row}: it is being written from pages that are not its own any more"
     for lent in model.lent:
         for number, group, row in lent.pins():
             if group is None:

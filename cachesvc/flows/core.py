@@ -41,6 +41,7 @@ class Fetched(Enum):
     """What became of an object of a fetch, or of a write."""
 
     WHOLE = "whole"  # verified; or kept
+    LENT = "lent"  # verified; another node lent it, and the storage need not have it
     GONE = "gone"  # it does not come: missing, wrong, refused, failed
     LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
     BACK = "back"  # it was late: its memory is nobody's now
@@ -82,6 +83,9 @@ class Storage(Protocol):
 
     def expects(self, model: Model, keys: bytes) -> int:
         """Of how many of packed ``keys`` from the first on it is worth while to ask for; 0 while nothing is asked."""
+
+    def has(self, model: Model, key: bytes) -> bool:
+        """True where it believes to have a block, as far as it knows without asking anybody."""
 
     def fetch(self, request: FetchRequest) -> list[int]:
         """Begin; returns of each block how many objects come. Each is told of once, or LATE and then BACK."""

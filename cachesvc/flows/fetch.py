@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from cachesvc.flows.believed import note_stored, note_unstored
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core, Fetched, FetchedObject, FetchRequest
 from cachesvc.flows.counters import Count
@@ -15,6 +16,7 @@ from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.peers import Sharing
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import TURN, begin
+from cachesvc.flows.wanting import came_to_host
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pins import Keep, Pin, kept
@@ -125,12 +127,14 @@ def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
     if outcome is not Fetched.LATE:
         fetch.has_begun = True
         fetch.came_back(block)
-    if outcome in (Fetched.WHOLE, Fetched.BACK) or fetch.is_over:
+    if outcome is Fetched.LENT:
+        fetch.lent.add(block)
+    if outcome in (Fetched.WHOLE, Fetched.LENT, Fetched.BACK) or fetch.is_over:
         return
     full = model.blocks.host.full_groups
     if outcome is Fetched.LATE or any(group in full for group in groups):
         fetch.cut(block)
-        model.stored.written.pop(fetch.keys[block], None)
+        note_unstored(model, fetch.keys[block])
     else:
         for group in groups:
             fetch.lose(block, group)
@@ -142,7 +146,7 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
         left = core.turns.landed
         while left > 0 and fetch.may_admit() and fetch.admit(core.ledger.stamp):
             left -= 1
-            model.stored.written[fetch.keys[fetch.admitted - 1]] = None
+            _note_admitted(core, model, fetch)
             core.count(Count.STORAGE_FETCHED_BLOCKS)
         if not left and fetch.may_admit():
             return False
@@ -158,3 +162,12 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
     elif fetch.is_done:
         model.stored.fetches.pop(fetch.ticket, None)
     return True
+
+
+def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:
+    """The block that a fetch brought last: the storage has it, unless another node lent it."""
+    at = fetch.admitted - 1
+    if at not in fetch.lent:
+        note_stored(model, fetch.keys[at])
+        return
+    came_to_host(core, model, [fetch.pin.row])

@@ -11,17 +11,15 @@ from functools import partial
 from itertools import islice
 
 from cachesvc.flows.backup import back_up
+from cachesvc.flows.believed import note_stored
 from cachesvc.flows.core import Core, Fetched, KeepRequest
 from cachesvc.flows.counters import Count
 from cachesvc.flows.turns import Chore
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.pins import Pin
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.stored import Keep
-from cachesvc.model.words import NO_PAGE, READY
+from cachesvc.model.words import READY
 
-MOST_WRITTEN = 1 << 18
-"""Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
 KEPT_A_TURN = 8
 """Blocks whose writing begins in one turn, some 15 us each."""
 
@@ -48,17 +46,15 @@ def pump(core: Core, model: Model) -> bool:
             return True
         room -= size_bytes
         del stored.wanted[key]
-        _begin(core, model, key, row, size_bytes)
+        _begin(core, model, key, row)
     _save(core, model, unsaved)
     return not stored.wanted
 
 
-def _begin(core: Core, model: Model, key: bytes, row: int, size_bytes: int) -> None:
+def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
     assert core.storage is not None
-    host = model.blocks.host
-    pages = tuple(host.pages[g][row] if host.states[g][row] == READY else NO_PAGE for g in range(len(host.pools)))
-    keep = model.stored.keeping[key] = Keep(Pin(model.blocks, host, row), 0, size_bytes)
-    keep.out = core.storage.keep(KeepRequest(model, key, pages))
+    keep = model.stored.keeping[key] = Keep(model.blocks, row)
+    keep.out = core.storage.keep(KeepRequest(model, key, keep.pages))
     if not keep.out:
         _end(core, model, key, keep)
 
@@ -73,7 +69,7 @@ def _save(core: Core, model: Model, rows: array[int]) -> None:
 
 def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> bool:
     """Objects of a block that is being written have ended, or their waits have. True where that was the last one: its
-    host page is nobody's but the ledger's again."""
+    host pages are nobody's but the ledger's again."""
     model = core.ledger.models.get(model_id)
     keep = None if model is None else model.stored.keeping.get(key)
     if model is None or keep is None:
@@ -92,12 +88,10 @@ def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> 
 def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
     stored = model.stored
     del stored.keeping[key]
-    keep.pin.let_go()
+    keep.let_go()
     core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
     if keep.is_good:
-        stored.written[key] = None
-        while len(stored.written) > MOST_WRITTEN:
-            stored.written.popitem(last=False)
+        note_stored(model, key)
 
 
 def pump_all(core: Core) -> None:

@@ -14,7 +14,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
 from cachesvc.flows.turns import begin
-from cachesvc.flows.wanting import came_to_host, was_used
+from cachesvc.flows.wanting import came_to_host, did_not_come, was_used
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import Place
@@ -172,6 +172,8 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     if rows := ticket.take_rows(max(1, int(left * core.turns.landed))):
         left -= len(rows) / core.turns.landed
         place = replica.place if ticket.direction is Direction.LOAD else model.blocks.host
+        if ticket.direction is Direction.STORE and not arrived:
+            did_not_come(core, model, rows)
         for row in rows:
             model.blocks.finish_fill(place, row, arrived=arrived)
         if ticket.direction is Direction.LOAD:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cachesvc.flows.core import Core
+from cachesvc.flows.counters import Count
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.walk import walk_of
@@ -24,12 +25,27 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
     """Host copies have come, and are whole."""
     if core.storage is None:
         return
-    coming, keys = model.stored.coming, model.blocks.index.keys
+    awaited = _awaited(model, rows)
     if core.storage.keeps_all:
         want(core, model, rows)
-    elif coming and (awaited := [row for row in rows if keys[row] in coming]):
-        coming.difference_update(key for row in awaited if (key := keys[row]) is not None)
+    elif awaited:
         want(core, model, awaited)
+
+
+def did_not_come(core: Core, model: Model, rows: Iterable[int]) -> None:
+    """Host copies do not come: who wanted them written wants no more."""
+    if given_up := len(_awaited(model, rows)):
+        core.count(Count.STORAGE_NOT_KEPT_BLOCKS, given_up)
+
+
+def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
+    """Of the rows those that came to the host to be written; nobody waits for them from now on."""
+    coming, keys = model.stored.coming, model.blocks.index.keys
+    if not coming:
+        return []
+    awaited = [row for row in rows if keys[row] in coming]
+    coming.difference_update(key for row in awaited if (key := keys[row]) is not None)
+    return awaited
 
 
 def was_used(core: Core, model: Model, rows: Iterable[int]) -> None:

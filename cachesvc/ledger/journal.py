@@ -15,6 +15,8 @@ from cachesvc.model.errors import EventsForgotten
 
 NO_ROW = -1
 KEEP_EVENTS = 65_536
+STORAGE = (1 << 15) - 1
+"""In place of a place's number. What is told of it is a hint, as all that is known of storage."""
 
 
 class Cause(IntEnum):
@@ -30,6 +32,8 @@ class Cause(IntEnum):
     OPERATOR = 7
     FETCHED = 8
     LOST = 9
+    STORED = 10
+    UNSTORED = 11
 
 
 class Kind(IntEnum):
@@ -42,7 +46,8 @@ class Kind(IntEnum):
 
 
 class Event(NamedTuple):
-    """One change. ``place``: 0 is the host, n the replica n - 1. ``parent``: empty for the root, and where it went."""
+    """One change. ``place``: 0 is the host, n the replica n - 1, or STORAGE. ``parent``: empty for the root, and where
+    it went. ``row``: NO_ROW where the block need not be in the index."""
 
     number: int
     seconds: float
@@ -106,6 +111,11 @@ class Journal:
         """Number of the oldest change that is still known; one more than ``last`` while there is none."""
         return self.last - len(self._keys) + 1
 
+    @property
+    def now(self) -> float:
+        """The time that changes happen at."""
+        return self._moment.seconds
+
     def note(self, code: int, row: int) -> None:
         """Write a change down, as ``packed``. Its block is still in the index."""
         index_keys = self._index_keys
@@ -116,6 +126,13 @@ class Journal:
             above = self._index_parents[row]
             if above >= 0:
                 parent = index_keys[above] or b""
+        self._write(code, row, key, parent)
+
+    def note_gone(self, code: int, key: bytes) -> None:
+        """Write down a change of a block that need not be in the index."""
+        self._write(code, NO_ROW, key, b"")
+
+    def _write(self, code: int, row: int, key: bytes, parent: bytes) -> None:
         at = self.last
         self.last = at + 1
         if at < self.keep:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 
 from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.pins import Pin, WindowPins
+from cachesvc.ledger.pins import Pin, WindowPins, held_by
 
 
 class LentBlocks:
@@ -24,11 +24,7 @@ class LentBlocks:
 
     def pins(self) -> Iterator[tuple[int, int | None, int]]:
         """Place, group (None: the block's own) and row of each pin. For audits."""
-        place = self._pin.place.number
-        yield place, None, self._pin.row
-        for group, held in self._windows.rows.items():
-            for row in held.values():
-                yield place, group, row
+        yield from held_by(self._pin, self._windows)
 
     def let_go(self) -> None:
         """Nobody reads them any more."""

@@ -91,6 +91,14 @@ class WindowPins:
         return not any(self.rows.values())
 
 
+def held_by(pin: Pin, windows: WindowPins) -> Iterator[tuple[int, int | None, int]]:
+    """Place, group (None: the block's own) and row of each pin of an owner that holds ``pin.row``. For audits."""
+    yield pin.place.number, None, pin.row
+    for group, held in windows.rows.items():
+        for row in held.values():
+            yield windows.place.number, group, row
+
+
 class Keep(NamedTuple):
     """What must stay while room is made: a row of a place with all above it, and windowed copies as (group, row)."""
 

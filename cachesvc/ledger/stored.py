@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.pins import Pin
+from cachesvc.ledger.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.windows import window_positions
 from cachesvc.model.errors import LedgerBroken
-from cachesvc.model.words import ABSENT, NO_PAGE, PageState
+from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+
+MOST_WRITTEN = 1 << 18
+"""Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
 
 
 class HeldPages(NamedTuple):
@@ -38,7 +41,7 @@ class Fetch:
 
     ``keys``: theirs; the first comes under ``pin``'s row. ``out``: of each block, how many of its objects may still
     write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed groups that do not come
-    with a block, as (block, group).
+    with a block, as (block, group). ``lent``: blocks of which another node lent some.
     """
 
     def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
@@ -50,6 +53,7 @@ class Fetch:
         self.out = [0] * len(keys)
         self.end = len(keys)
         self.admitted = 0
+        self.lent: set[int] = set()
         self.has_begun = False
         self.is_over = False
         self._blocks = blocks
@@ -167,39 +171,65 @@ class Fetch:
 
 
 class Keep:
-    """A host block that is being written: its copy stays until all of its objects have ended. ``out``: how many."""
+    """A host block that is being written from ``pages``, of each group one or NO_PAGE: they stay its until all of its
+    objects have ended. ``out``: how many have not."""
 
-    def __init__(self, pin: Pin, out: int, size_bytes: int) -> None:
-        self.pin = pin
-        self.out = out
-        self.size_bytes = size_bytes
+    def __init__(self, blocks: BlockLedger, row: int) -> None:
+        host = blocks.host
+        self.pages = tuple(
+            pages[row] if states[row] == READY else NO_PAGE
+            for pages, states in zip(host.pages, host.states, strict=True)
+        )
+        self.out = 0
         self.is_good = True
+        self._pin = Pin(blocks, host, row)
+        self._windows = WindowPins(blocks, host)
+        for group in host.window_groups:
+            if self.pages[group] != NO_PAGE:
+                self._windows.hold(group, blocks.index.depth[row], row)
+
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin. For audits."""
+        yield from held_by(self._pin, self._windows)
+
+    def let_go(self) -> None:
+        """Nobody reads its pages any more."""
+        self._windows.let_go()
+        self._pin.let_go()
 
 
 @dataclass(slots=True)
 class Stored:
     """One model's. ``fetching``: which fetch brings a key; ``wanted``: keys to write, in their order, once somebody has
-    time; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last."""
+    time; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last, and
+    when."""
 
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
     keeping: dict[bytes, Keep] = field(default_factory=dict)
     wanted: dict[bytes, None] = field(default_factory=dict)
-    written: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
+    most_written: int = MOST_WRITTEN
 
     @property
     def is_idle(self) -> bool:
         """True where nothing reads or writes host pages of the model."""
         return not self.fetches and not self.keeping
 
-    def pins(self) -> Iterator[Pin]:
-        """All pins that are held. For audits."""
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin that is held. For audits."""
         for fetch in self.fetches.values():
             if fetch.pin.row != NO_ROW:
-                yield fetch.pin
+                yield fetch.pin.place.number, None, fetch.pin.row
         for keep in self.keeping.values():
-            yield keep.pin
+            yield from keep.pins()
+
+    def wrote(self, key: bytes, seconds: float) -> None:
+        """Storage has the block: it was written, or came from there."""
+        self.written[key] = seconds
+        while len(self.written) > self.most_written:
+            self.written.popitem(last=False)
 
     def begin(self, fetch: Fetch) -> None:
         """Keys come with a fetch: others wait for it."""

@@ -75,6 +75,7 @@ class PeerStorage:
         self.read_bytes = 0
         self._clock = clock
         self._held: dict[ObjectName, Held] = {}
+        self._unread: list[Held] = []
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_open = False
@@ -107,8 +108,16 @@ class PeerStorage:
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Borrows them of the first peer that has the first of them."""
         asked = list(names)
-        nothing = partial(found, [False] * len(asked))
-        self._add(Job(lambda: found(self._borrow(asked)), nothing, deadline))
+        nothing = [False] * len(asked)
+
+        def ask() -> None:
+            there = nothing
+            try:
+                there = self._borrow(asked)
+            finally:
+                found(there)
+
+        self._add(Job(ask, partial(found, nothing), deadline))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """What was borrowed. All else is a MISS."""
@@ -166,9 +175,9 @@ class PeerStorage:
             self._is_open = False
             jobs, self._jobs = self._jobs, deque()
             self._changed.notify_all()
-        self._stopping.set()
         for job in jobs:
             job.refuse()
+        self._stopping.set()
         until = time.monotonic() + CLOSE_SECONDS
         for thread in (*self._threads, self._keeper):
             if thread.is_alive():
@@ -243,9 +252,11 @@ class PeerStorage:
         return [name in lent for name in names]
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
+        """From any thread, which waits for no peer: it is given back with the next beat."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
-        self._give_back(wanted.held)
+        with self._changed:
+            self._unread.append(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
         """All items of a loan, over one stream. Each of them ends, and is not written to any more then."""
@@ -287,9 +298,9 @@ class PeerStorage:
         peer.failed(reason)
         events.event("peer_failed", peer=peer.control.address, reason=reason)
 
-    def _give_back(self, held: Held) -> None:
+    def _give_back(self, held: Held, seconds: float = ASK_SECONDS) -> None:
         try:
-            held.peer.control.give_back(held.loan.lease, ASK_SECONDS)
+            held.peer.control.give_back(held.loan.lease, seconds)
         except CacheError as error:  # it lapses
             self._note_failure(held.peer, str(error))
 
@@ -303,11 +314,16 @@ class PeerStorage:
                 self.beat()
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
-        for held in self._all_held():
-            self._give_back(held)
+        until = time.monotonic() + CLOSE_SECONDS
+        for held in (*self._take_unread(), *self._all_held()):
+            left = until - time.monotonic()
+            if left > 0 and held.peer.is_usable:  # else it lapses
+                self._give_back(held, min(ASK_SECONDS, left))
 
     def beat(self) -> None:
         """Tell peers what is still wanted, and give back what nobody came for."""
+        for held in self._take_unread():
+            self._give_back(held)
         now = self._clock()
         wanted: dict[int, tuple[Peer, list[int]]] = {}
         for held in self._all_held():
@@ -324,6 +340,11 @@ class PeerStorage:
                 peer.control.beat(leases, ASK_SECONDS)
             except CacheError as error:
                 self._note_failure(peer, str(error))
+
+    def _take_unread(self) -> list[Held]:
+        with self._changed:
+            unread, self._unread = self._unread, []
+        return unread
 
     def _all_held(self) -> list[Held]:
         with self._changed:

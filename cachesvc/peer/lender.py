@@ -25,6 +25,10 @@ from cachesvc.storage.header import HEADER_BYTES, Digest, require_digest, write_
 from cachesvc.telemetry import events
 
 MOST_STREAMS = 64
+MOST_STREAMS_OF_ONE = 16
+"""Of one address: a borrower has four at a time."""
+PAUSE_SECONDS = 0.1
+"""Before the next attempt where no descriptor is left."""
 HELLO_SECONDS = 5.0
 """For a secret; who has none does not keep a place."""
 SILENT_SECONDS = 60.0
@@ -45,7 +49,8 @@ class Lender:
         self._make_digest = digest
         self._digest: Digest | None = None
         self._listener: socket.socket | None = None
-        self._streams: set[socket.socket] = set()
+        self._closing = threading.Event()
+        self._streams: dict[socket.socket, str] = {}
         self._lock = threading.Lock()
         self._acceptor = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
 
@@ -64,6 +69,7 @@ class Lender:
 
     def close(self) -> None:
         """Cut all streams. Idempotent."""
+        self._closing.set()
         listener, self._listener = self._listener, None
         if listener is not None:
             cut(listener)
@@ -79,15 +85,17 @@ class Lender:
         listener = self._listener
         while listener is not None:
             try:
-                stream, _ = listener.accept()
+                stream, address = listener.accept()
             except OSError:  # closed, or out of descriptors
-                if self._listener is None:
+                if self._closing.wait(PAUSE_SECONDS):
                     return
                 continue
+            host = address[0]
             with self._lock:
-                is_full = len(self._streams) >= MOST_STREAMS
+                of_host = sum(each == host for each in self._streams.values())
+                is_full = len(self._streams) >= MOST_STREAMS or of_host >= MOST_STREAMS_OF_ONE
                 if not is_full:
-                    self._streams.add(stream)
+                    self._streams[stream] = host
             if is_full:
                 self.refused += 1
                 stream.close()
@@ -111,7 +119,7 @@ class Lender:
             events.failure("peer_stream_broke")
         finally:
             with self._lock:
-                self._streams.discard(stream)
+                del self._streams[stream]
             stream.close()
 
     def _greet(self, stream: socket.socket) -> Lent | None:

@@ -17,6 +17,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -50,6 +51,10 @@ class Sources:
         """To the store."""
         self.store.describe(scope, label)
 
+    def watch(self, gone: Gone) -> None:
+        """The store's."""
+        self.store.watch(gone)
+
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """None while a peer can be asked, else what the store says."""
         stored = self.store.expects(scope, keys, parts)
@@ -74,14 +79,16 @@ class Sources:
         self.peers.exists(names, deadline, lent)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """What is borrowed from its peer, or else from the store."""
-        lent = [index for index, item in enumerate(items) if self.peers.holds(item.name)]
-        mine = [index for index in range(len(items)) if index not in set(lent)] if lent else list(range(len(items)))
+        """What is borrowed from its peer (LENT), or else from the store."""
+        lent: list[int] = []
+        mine: list[int] = []
+        for index, item in enumerate(items):
+            (lent if self.peers.holds(item.name) else mine).append(index)
 
         def from_peer(at: int, outcome: Outcome) -> None:
             index = lent[at]
             if outcome is Outcome.OK:
-                each(index, outcome)
+                each(index, Outcome.LENT)
             else:
                 self._get_stored([index], items, deadline, each)
 
@@ -148,6 +155,9 @@ class Nowhere:
 
     def describe(self, scope: Scope, label: str) -> None:
         """Nobody asks."""
+
+    def watch(self, gone: Gone) -> None:
+        """Nothing is kept."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """Nothing."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from cachesvc.ledger.holds import Hold
-from cachesvc.ledger.journal import Cause, Event
+from cachesvc.ledger.journal import STORAGE, Cause, Event
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest
@@ -39,6 +39,8 @@ REASONS = {
     Cause.WINDOW_EVICTED: "no window looked back to it and others needed the room",
     Cause.OPERATOR: "an operator evicted it",
     Cause.LOST: "the memory of its device was lost",
+    Cause.STORED: "it was written to storage, or came from there",
+    Cause.UNSTORED: "storage let go of it, or did not have it",
 }
 
 
@@ -104,6 +106,9 @@ def explain(view: View, model_id: int, prefix: bytes, events: int = 0) -> Questi
         found = yield from _events_of(model, prefix)
         for key in (yield from keys_beginning(model, prefix.hex(), EXPLAINED_MAX)):
             found.setdefault(key, [])
+        if len(prefix) < KEY_BYTES:
+            for key in (yield from _stored_beginning(model, prefix)):
+                found.setdefault(key, [])
         if not found and len(prefix) == KEY_BYTES and len(models) == 1:
             found = {prefix: []}
         journal = model.blocks.journal
@@ -123,7 +128,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
     newest_first = events[::-1]
     lines = [_line(view, model, event) for event in newest_first]
     if row == NO_ROW:
-        why = _why_not(model, newest_first, view.now())
+        why = _why_not(model, newest_first, view.now()) + _storage_words(view, model, key)
         return BlockExplanation(model.id, model.name, key, None, [], False, [], lines, 0, why)
     holders = holders_of(view, model, row)
     tickets = [
@@ -141,7 +146,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         tickets,
         lines,
         view.last_access - index.stamp[row],
-        _why_here(model, row, holders.lines, tickets) + _worth(model, row),
+        _why_here(model, row, holders.lines, tickets) + _worth(model, row) + _storage_words(view, model, key),
     )
 
 
@@ -195,13 +200,25 @@ def _events_of(model: Model, prefix: bytes) -> Question[dict[bytes, list[Event]]
     return found
 
 
+def _stored_beginning(model: Model, prefix: bytes) -> Question[list[bytes]]:
+    """Keys that storage is known to have and that begin with ``prefix``; the search ends once it has enough."""
+    found: list[bytes] = []
+    known = list(model.stored.written)
+    for start in range(0, len(known), EVENTS_A_STEP):
+        found += [key for key in known[start : start + EVENTS_A_STEP] if key.startswith(prefix)]
+        if len(found) > EXPLAINED_MAX:
+            break
+        yield None
+    return found
+
+
 def _line(view: View, model: Model, event: Event) -> EventLine:
     return EventLine(
         event.number,
         view.now() - event.seconds,
         event.kind.name.lower(),
         event.present,
-        model.blocks.index.places[event.place].name,
+        "storage" if event.place == STORAGE else model.blocks.index.places[event.place].name,
         model.layout.groups[event.group].name,
         event.cause.name.lower(),
     )
@@ -232,10 +249,18 @@ def _worth(model: Model, row: int) -> str:
     return f"; its class ({worth.words}) is worth {hits} at its age, {worth.age:.0f} s: what is worth least goes first"
 
 
+def _storage_words(view: View, model: Model, key: bytes) -> str:
+    """Whether storage has the block too, to be said behind why it is here or not."""
+    seconds = model.stored.written.get(key)
+    if seconds is not None:
+        return f"; storage has it: written, or seen there, {view.now() - seconds:.1f} s ago"
+    return "; storage has it, from before" if view.is_stored(model, key) else ""
+
+
 def _why_not(model: Model, newest_first: list[Event], now: float) -> str:
     journal = model.blocks.journal
     for event in newest_first:
-        if not event.present:
+        if not event.present and event.place != STORAGE:
             return f"it is not here: {now - event.seconds:.1f} s ago {REASONS[event.cause]}"
     if journal.first > 1:
         return f"it is not here, and none of the last {journal.keep} changes of its model was about it"

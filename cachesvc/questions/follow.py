@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from cachesvc.ledger.journal import Cause, Event, Kind
+from cachesvc.ledger.journal import STORAGE, Cause, Event, Kind
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
@@ -83,10 +83,12 @@ class Feed:
         *,
         snapshot: bool,
         after: int | None = None,
+        storage: bool = False,
         rows_at_once: int = ROWS_AT_ONCE,
         changes_at_once: int = CHANGES_AT_ONCE,
     ) -> None:
-        """Begin with a snapshot, behind change ``after``, or now. Raises EventsForgotten, InvalidRequest."""
+        """Begin with a snapshot, behind change ``after``, or now. ``storage``: tell of what changes there too. Raises
+        EventsForgotten, InvalidRequest."""
         journal = model.blocks.journal
         if after is not None and after > journal.last:
             raise InvalidRequest(f"change {after} has not happened yet, the last one is {journal.last}")
@@ -94,6 +96,7 @@ class Feed:
             raise EventsForgotten(after + 1, journal.first)
         self.model = model
         self._journal = journal
+        self._storage = storage
         self._rows_at_once = rows_at_once
         self._changes_at_once = changes_at_once
         self._next = journal.last + 1 if after is None else after + 1
@@ -129,7 +132,7 @@ class Feed:
     def _take(self) -> list[Event]:
         events = self._journal.read(self._next, self._changes_at_once)
         self._next += len(events)
-        return events
+        return events if self._storage else [event for event in events if event.place != STORAGE]
 
     def _piece(self) -> Changes:
         passed = self._row

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,12 +68,9 @@ class _Holds:
                 self.flying += [drain.row for drain in ticket.drains]
                 if ticket.source is not None:
                     self.places[ticket.source[0] + 1].pinned.append(ticket.source[1])
-        for pin in model.stored.pins():
-            self.places[pin.place.number].pinned.append(pin.row)
-        for lent in model.lent:
-            for number, group, row in lent.pins():
-                place = self.places[number]
-                (place.pinned if group is None else place.windowed[group]).append(row)
+        for number, group, row in chain(model.stored.pins(), *(lent.pins() for lent in model.lent)):
+            place = self.places[number]
+            (place.pinned if group is None else place.windowed[group]).append(row)
 
 
 def recount_holds(seen: _Holds) -> list[str]:

@@ -72,6 +72,11 @@ class View:
             raise NotFound("model", model_id, "ListModels shows those that are there")
         return model
 
+    def is_stored(self, model: Model, key: bytes) -> bool:
+        """True where storage believes to have a block, as far as it knows without being asked."""
+        storage = self._core.storage
+        return storage is not None and storage.has(model, key)
+
     def model_or_only(self, model_id: int) -> Model | None:
         """A model by number; 0: the only one, or None where there is none. Raises NotFound, InvalidRequest."""
         if model_id:

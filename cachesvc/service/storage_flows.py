@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from cachesvc.flows.believed import forget
 from cachesvc.flows.core import Core, Fetched, FetchedObject, FetchRequest, KeepRequest
 from cachesvc.flows.fetch import fetched
 from cachesvc.flows.keep import begin_soon, kept, pump_all
@@ -29,7 +30,9 @@ class StorageFlows:
         self.expects = tier.expects
         self.lagged = tier.lagged
         self.room = tier.room
+        self.has = tier.has
         tier.tell = self._told
+        tier.tell_gone = self._gone
         core.storage = self
         core.on_wanted = partial(begin_soon, core)
 
@@ -45,6 +48,9 @@ class StorageFlows:
         """Now and then, on the ledger thread."""
         self.tier.tick()
         pump_all(self._core)
+
+    def _gone(self, model: int, keys: list[bytes]) -> None:
+        self._run(model, partial(forget, self._core, model, keys))
 
     def _told(self, model: int, ticket: int, key: bytes, news: list[News]) -> None:
         if ticket:
@@ -65,4 +71,6 @@ def _as_fetched(outcome: Outcome | None) -> Fetched:
         return Fetched.BACK
     if outcome is Outcome.LATE:
         return Fetched.LATE
+    if outcome is Outcome.LENT:
+        return Fetched.LENT
     return Fetched.WHOLE if outcome is Outcome.OK else Fetched.GONE

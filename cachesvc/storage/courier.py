@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.telemetry import events
@@ -19,18 +19,35 @@ class Carrier(Protocol):
     def start(self) -> None:
         """Begin."""
 
-    def add(self, call: Callable[[], None]) -> None:
-        """Carry it out."""
+    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
+        """Carry it out; ``fail`` where it raises."""
 
     def close(self) -> None:
         """Carry out nothing more. Idempotent."""
+
+
+class Errand(NamedTuple):
+    """A call, and what is called where it raises."""
+
+    call: Callable[[], None]
+    fail: Callable[[], None]
+
+
+def carry(errand: Errand) -> None:
+    """Root of an errand: another's is next, whatever it raises."""
+    for step in errand:
+        try:
+            step()
+            return
+        except Exception:  # noqa: BLE001 - as the docstring says
+            events.failure("storage_call_broke")
 
 
 class Courier:
     """One thread. What it is given is bounded by whoever gives it."""
 
     def __init__(self, name: str) -> None:
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Errand] = deque()
         self._changed = threading.Condition()
         self._is_open = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -40,10 +57,10 @@ class Courier:
         self._is_open = True
         self._thread.start()
 
-    def add(self, call: Callable[[], None]) -> None:
+    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
         """Carry it out, behind what was given before."""
         with self._changed:
-            self._calls.append(call)
+            self._calls.append(Errand(call, fail))
             self._changed.notify()
 
     def close(self) -> None:
@@ -64,8 +81,5 @@ class Courier:
                     self._changed.wait()
                 if not self._is_open:
                     return
-                call = self._calls.popleft()
-            try:
-                call()
-            except Exception:  # noqa: BLE001 - the root of a thread: the next call is another's
-                events.failure("storage_call_broke")
+                errand = self._calls.popleft()
+            carry(errand)

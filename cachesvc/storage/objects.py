@@ -16,7 +16,7 @@ from functools import partial
 
 from cachesvc.storage.header import Digest, check, check_content, require_digest, write_header
 from cachesvc.storage.heads import Heads
-from cachesvc.storage.seam import Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
+from cachesvc.storage.seam import CAME, Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
 
 FADING = 0.9
 """What older calls count for in the bandwidth that was seen, at the end of each."""
@@ -35,7 +35,7 @@ class Way(Enum):
 @dataclass(slots=True)
 class ObjectCounts:
     """Since the start. ``items[way, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
-    was OK, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen."""
+    came, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen."""
 
     items: Counter[tuple[Way, Outcome]] = field(default_factory=Counter)
     late_back: int = 0
@@ -63,8 +63,12 @@ class Call:
         item = self._items[index]
         if item is None:
             return  # an engine that answers twice: the first answer stands
-        if outcome is Outcome.OK and self.way is Way.GET:
-            outcome = self._store.checked(item)
+        if outcome is Outcome.LATE:
+            if self._store.gave_up(self, index):
+                self._each(index, outcome)
+            return
+        if outcome in CAME and self.way is Way.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
+            outcome = verdict
         was_late = self._store.came_back(self, index, item, outcome)
         if was_late is None:
             return
@@ -81,6 +85,13 @@ class Call:
         self._items[index] = None
         self.out -= 1
         return index in self._late
+
+    def take_late_one(self, index: int) -> bool:
+        """Under the store's lock: the wait for an item ends. False where it had ended, or the item is back."""
+        is_out = self._items[index] is not None and index not in self._late
+        if is_out:
+            self._late.add(index)
+        return is_out
 
     def take_late(self) -> list[int]:
         """Under the store's lock: the wait ends; what is out is late from now on."""
@@ -123,11 +134,9 @@ class ObjectStore:
         each: Each,
         back: Back,
     ) -> None:
-        """Bring objects into ``pages``. ``each`` tells of every item once, OK only of what was verified; ``back``
-        follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
-        items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
-        call = self._begin(Way.GET, items, deadline, each, back)
-        self.backend.get(items, deadline, call.ended)
+        """Bring objects into ``pages``. ``each`` tells of every item once, OK or LENT only of what was verified;
+        ``back`` follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
+        self.prepare(Way.GET, names, pages, deadline, each, back)()
 
     def put(
         self,
@@ -138,12 +147,27 @@ class ObjectStore:
         back: Back,
     ) -> None:
         """Keep objects. Reads all of ``pages`` before it returns, for their checksums: not on the loop."""
+        self.prepare(Way.PUT, names, pages, deadline, each, back)()
+
+    def prepare(
+        self,
+        way: Way,
+        names: Sequence[ObjectName],
+        pages: Sequence[tuple[memoryview, ...]],
+        deadline: float,
+        each: Each,
+        back: Back,
+    ) -> Callable[[], None]:
+        """As ``get`` or ``put``; what is returned begins it, and is called once. Where this raises, nothing is told of
+        any item; once it has returned, of all: what the engine is given and does not answer is LATE."""
         assert self._digest is not None, "it was started"
         items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
-        for item in items:
-            write_header(self._digest, item.name, item.head, item.pages, item.payload_bytes)
-        call = self._begin(Way.PUT, items, deadline, each, back)
-        self.backend.put(items, deadline, call.ended)
+        if way is Way.PUT:
+            for item in items:
+                write_header(self._digest, item.name, item.head, item.pages, item.payload_bytes)
+        call = self._begin(way, items, deadline, each, back)
+        begin = self.backend.get if way is Way.GET else self.backend.put
+        return partial(begin, items, deadline, call.ended)
 
     def check_all(self) -> Checked:
         """Read and verify every object that is known. Waits for it: not on the loop. Raises NotSupported."""
@@ -184,6 +208,13 @@ class ObjectStore:
             self.backend.remove([item.name])
         return outcome
 
+    def gave_up(self, call: Call, index: int) -> bool:
+        """The engine itself waits for an item no more, and answers later whether its memory is nobody's."""
+        with self._lock:
+            is_late = call.take_late_one(index)
+            self.counts.items[call.way, Outcome.LATE] += is_late
+        return is_late
+
     def came_back(self, call: Call, index: int, item: Item, outcome: Outcome) -> bool | None:
         """An item's memory is the caller's again; True where its wait had ended, None where it was back before."""
         with self._lock:
@@ -193,7 +224,7 @@ class ObjectStore:
             self.counts.late_back += was_late
             if not was_late:
                 self.counts.items[call.way, outcome] += 1
-            if outcome is Outcome.OK:
+            if outcome in CAME:
                 self.counts.size_bytes[call.way] += item.payload_bytes
             if not call.out:
                 del self._calls[call]

@@ -5,6 +5,7 @@ engine's "stored", "exists" or "healthy" is believed: whoever gets an object ver
 
 A deadline ends the wait for a call, not the call: an engine may write into an item's memory until it has answered for
 that item, and never after. So ``each`` is the item's end, and memory of an item without one is not used for anything.
+An engine that has given an item up, and cannot say whether bytes of it still move, answers LATE first.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ class Outcome(Enum):
     """What became of one item of a call."""
 
     OK = "ok"
+    LENT = "lent"  # as good as OK, but it came from another node: what we store ourselves may not have it
     MISS = "miss"  # there is no such object
     WRONG = "wrong"  # there was something under its name, but not it: of another block, torn, or changed
     BUSY = "busy"  # not begun: no place, no room, or its deadline had passed
     FAILED = "failed"  # the engine answered with an error
     LATE = "late"  # the wait has ended, the call has not: its memory is in quarantine
+
+
+CAME = frozenset((Outcome.OK, Outcome.LENT))
+"""The item is what it was asked for."""
 
 
 class Part(NamedTuple):
@@ -87,9 +93,14 @@ class Item(NamedTuple):
 
 
 Each = Callable[[int, Outcome], None]
-"""``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more."""
+"""``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more. LATE
+alone is no end: another outcome follows it."""
 Found = Callable[[Sequence[bool]], None]
 """Told once which of some objects an engine believes to have."""
+
+
+Gone = Callable[[Sequence[ObjectName]], None]
+"""Told of objects that an engine has let go of by itself, from any thread; it returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +184,16 @@ class StorageBackend(Protocol):
     def describe(self, scope: Scope, label: str) -> None:
         """How operators call a scope: a model's name."""
 
+    def watch(self, gone: Gone) -> None:
+        """Have ``gone`` told from ``start`` on, as far as the engine knows what it lets go of."""
+
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Of how many of packed ``keys``, from the first on, it believes to have all ``parts``, without looking
         anywhere but in memory: some 0.1 us a key. None: it has to be asked by ``exists``. A hint."""
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """Which objects it believes to have: a hint, never a hit. ``deadline``: monotonic seconds."""
+        """Which objects it believes to have: a hint, never a hit. ``deadline``: monotonic seconds. Told once, or never
+        where it hangs: no memory waits for it."""
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Bring objects into their items. OK says that bytes have come, and nothing of what they are. Items that are

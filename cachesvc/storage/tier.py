@@ -16,12 +16,13 @@ from typing import NamedTuple
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
+from cachesvc.storage.asked import Asked
 from cachesvc.storage.breaker import Breaker, State
 from cachesvc.storage.budget import WriteBudget
 from cachesvc.storage.canary import Canary
 from cachesvc.storage.courier import Carrier, Courier
 from cachesvc.storage.objects import ObjectStore, Way
-from cachesvc.storage.seam import ObjectName, Outcome, StorageBackend, key_at
+from cachesvc.storage.seam import ObjectName, Outcome, Scope, StorageBackend, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
 
@@ -30,9 +31,14 @@ UNDER_WAY_BYTES = 64 << 20
 TRY_ANYWAY = 64
 """Where loading is slower than computing, one look-up in so many is fetched all the same: the store may have got
 faster."""
-BAD = {Outcome.OK: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
+BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
 """What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
 no room is no fault."""
+
+MOST_GONE = 1 << 16
+"""Blocks of which it is yet to be told that they have gone; more are passed over."""
+LOST_SECONDS = 1.0
+"""A canary that has said nothing so long after its deadline is lost."""
 
 View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError for one that is gone."""
@@ -51,8 +57,35 @@ class News(NamedTuple):
     outcome: Outcome | None  # None: it was LATE, and is back
 
 
+class Coming(NamedTuple):
+    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE."""
+
+    model: int
+    shapes: Shapes
+    ticket: int
+    keys: bytes
+    pages: Sequence[Sequence[int]]
+
+    def wanted(self) -> list[tuple[int, Shape]]:
+        """Its objects, by block."""
+        return [
+            (block, shape)
+            for block in range(len(self.keys) // KEY_BYTES)
+            for shape in (*self.shapes.full, *self.shapes.windows)
+            if all(self.pages[group][block] != NO_PAGE for group in shape.groups)
+        ]
+
+    def news(self) -> list[News]:
+        """Of each, without an outcome."""
+        return [News(self.model, self.ticket, b"", block, shape.groups, None) for block, shape in self.wanted()]
+
+
 Tell = Callable[[int, int, bytes, list[News]], None]
 """``(model, ticket, key, news)``: of one fetch or one written block. On the ledger thread."""
+
+
+TellGone = Callable[[int, list[bytes]], None]
+"""``(model, keys)``: of blocks that the engine has let go of. On the ledger thread."""
 
 
 class Tier:
@@ -76,19 +109,24 @@ class Tier:
         self.breaker = Breaker()
         self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
         self.tell: Tell | None = None
+        self.tell_gone: TellGone | None = None
         self._view = view
         self._post = post
         self._clock = clock
         self._getting, self._putting = carriers("storage-get"), carriers("storage-put")
         self._canary = Canary(store)
+        self._canary_until = 0.0
+        self._asked: deque[Asked] = deque()
         self._shapes: dict[int, Shapes] = {}
         self._passed_over = 0
         self._last_news = float("-inf")
         self._news: deque[News] = deque()
+        self._gone: dict[tuple[Scope, bytes], None] = {}
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
+        self.backend.watch(self._let_go)
         self.store.start()
         self._getting.start()
         self._putting.start()
@@ -120,6 +158,11 @@ class Tier:
         expected = self.store.expects(shapes.scope, keys, shapes.parts)
         return len(keys) // KEY_BYTES if expected is None else expected
 
+    def has(self, model: ModelFacts, key: bytes) -> bool:
+        """True where the engine believes to have all of a block, as far as it knows without asking."""
+        shapes = self.shapes(model)
+        return bool(self.store.expects(shapes.scope, key, shapes.parts))
+
     def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
         rate, seen = self.options.recompute, self.store.bandwidth(Way.GET)
         if not rate or not seen or shapes.block_bytes / seen <= model.layout.block_tokens / rate:
@@ -134,7 +177,9 @@ class Tier:
         for shape in shapes.windows:
             for block, page in enumerate(pages[shape.groups[0]]):
                 out[block] += page != NO_PAGE
-        self._getting.add(partial(self._fetch, model.id, shapes, ticket, keys, pages))
+        coming = Coming(model.id, shapes, ticket, keys, pages)
+        asked = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
+        self._getting.add(partial(self._fetch, asked, coming), asked.fail)
         return out
 
     def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int]) -> int:
@@ -145,8 +190,15 @@ class Tier:
         ]
         if objects:
             self.budget.begin(shapes.block_bytes)
-            self._putting.add(partial(self._keep, model.id, shapes, objects, key, pages))
+            news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
+            asked = self._ask(partial(self._refuse, news))
+            self._putting.add(partial(self._keep, asked, news, shapes.scope, objects, pages), asked.fail)
         return len(objects)
+
+    def _ask(self, refuse: Callable[[Outcome], None]) -> Asked:
+        asked = Asked(self._clock() + self.options.deadline, refuse)
+        self._asked.append(asked)
+        return asked
 
     def kept(self, model: ModelFacts) -> None:
         """All objects of a block that was written have ended."""
@@ -166,27 +218,29 @@ class Tier:
     def tick(self) -> None:
         """Now and then: waits end, and a canary is sent where one is due."""
         now = self._clock()
+        while self._asked and (self._asked[0].is_settled or self._asked[0].deadline <= now):
+            self._asked.popleft().expire()
         self.store.expire()
+        if self.breaker.state is State.PROBING and now >= self._canary_until:
+            self.breaker.probed(now, is_good=False)
         if self.breaker.wants_probe(now):
             deadline = now + max(self.wait_seconds, 0.05)
-            self._putting.add(partial(self._canary.fly, deadline, self._flown))
+            self._canary_until = deadline + LOST_SECONDS
+            self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
 
     def _flown(self, is_good: bool) -> None:
         self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good))
 
     # -- on couriers ---------------------------------------------------------------------------------------------
 
-    def _fetch(self, model: int, shapes: Shapes, ticket: int, keys: bytes, pages: Sequence[Sequence[int]]) -> None:
-        wanted = [
-            (block, shape)
-            for block in range(len(keys) // KEY_BYTES)
-            for shape in (*shapes.full, *shapes.windows)
-            if all(pages[group][block] != NO_PAGE for group in shape.groups)
-        ]
-        ask = partial(self._get, model, shapes, ticket, keys, pages, wanted)
-        if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
-            ask()
+    def _fetch(self, asked: Asked, coming: Coming) -> None:
+        shapes, keys = coming.shapes, coming.keys
+        if asked.is_settled:
             return
+        if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
+            self._get(asked, coming)
+            return
+        wanted = coming.wanted()
         names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
         def found(there: Sequence[bool]) -> None:
@@ -195,53 +249,52 @@ class Tier:
                 for (block, shape), is_there in zip(wanted, there, strict=True)
                 if not is_there and shape in shapes.full
             )
-            self._getting.add(partial(ask, next(missing, None)))
+            self._getting.add(partial(self._get, asked, coming, next(missing, None)), asked.fail)
 
-        self.backend.exists(names, self._clock() + self.options.deadline, found)
+        asked.put_to_engine()
+        self.backend.exists(names, asked.deadline, found)
 
-    def _get(
-        self,
-        model: int,
-        shapes: Shapes,
-        ticket: int,
-        keys: bytes,
-        pages: Sequence[Sequence[int]],
-        wanted: list[tuple[int, Shape]],
-        end: int | None = None,
-    ) -> None:
-        """Ask for what is ``wanted`` before block ``end``; the rest does not come."""
-        news = [News(model, ticket, b"", block, shape.groups, None) for block, shape in wanted]
-        asked = [at for at, (block, _) in enumerate(wanted) if end is None or block < end]
-        for each in news[len(asked) :]:  # never promised: nothing against the engine
-            self._tell_later(each._replace(outcome=Outcome.BUSY))
-        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted[: len(asked)]]
+    def _get(self, asked: Asked, coming: Coming, end: int | None = None) -> None:
+        """Ask for the blocks before ``end``; the rest does not come."""
+        if not asked.claim():
+            return
+        news, shapes = coming.news(), coming.shapes
+        wanted = [(block, shape) for block, shape in coming.wanted() if end is None or block < end]
+        names = [ObjectName(shapes.scope, key_at(coming.keys, block), shape.part) for block, shape in wanted]
         try:
             views = [
-                tuple(self._view(model, group, rank, pages[group][block]) for group, rank in shape.pieces)
-                for block, shape in wanted[: len(asked)]
+                tuple(self._view(coming.model, group, rank, coming.pages[group][block]) for group, rank in shape.pieces)
+                for block, shape in wanted
             ]
         except CacheError:  # the host pool is closed: the daemon ends
-            for at in asked:
-                self._tell_later(news[at]._replace(outcome=Outcome.BUSY))
+            asked.begun()
+            self._refuse(news, Outcome.BUSY)
             return
-        self.store.get(
-            names,
-            views,
-            self._clock() + self.options.deadline,
-            lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
-            lambda index: self._tell_later(news[index]),
-        )
+        begin = self._prepare(Way.GET, names, views, news)
+        asked.begun()
+        self._refuse(news[len(wanted) :], Outcome.BUSY)  # never promised: nothing against the engine
+        begin()
 
-    def _keep(self, model: int, shapes: Shapes, objects: list[Shape], key: bytes, pages: Sequence[int]) -> None:
-        news = [News(model, 0, key, 0, shape.groups, None) for shape in objects]
-        names = [ObjectName(shapes.scope, key, shape.part) for shape in objects]
+    def _keep(self, asked: Asked, news: list[News], scope: Scope, objects: list[Shape], pages: Sequence[int]) -> None:
+        if not asked.claim():
+            return
+        model = news[0].model
+        names = [ObjectName(scope, news[0].key, shape.part) for shape in objects]
         try:
             views = [tuple(self._view(model, group, rank, pages[group]) for group, rank in s.pieces) for s in objects]
         except CacheError:  # as above
-            for each in news:
-                self._tell_later(each._replace(outcome=Outcome.BUSY))
+            asked.begun()
+            self._refuse(news, Outcome.BUSY)
             return
-        self.store.put(
+        begin = self._prepare(Way.PUT, names, views, news)
+        asked.begun()
+        begin()
+
+    def _prepare(
+        self, way: Way, names: list[ObjectName], views: list[tuple[memoryview, ...]], news: list[News]
+    ) -> Callable[[], None]:
+        return self.store.prepare(
+            way,
             names,
             views,
             self._clock() + self.options.deadline,
@@ -250,6 +303,11 @@ class Tier:
         )
 
     # -- news ----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, news: Sequence[News], outcome: Outcome) -> None:
+        """Objects have ended, and were never begun."""
+        for each in news:
+            self._tell_later(each._replace(outcome=outcome))
 
     def _tell_later(self, news: News) -> None:
         """From any thread."""
@@ -273,6 +331,25 @@ class Tier:
         if self.tell is not None:
             for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
                 self.tell(model, ticket, key, list(some))
+
+    def _let_go(self, names: Sequence[ObjectName]) -> None:
+        """From any thread: an object less is a block less."""
+        with self._lock:
+            is_first = not self._gone
+            room = MOST_GONE - len(self._gone)
+            self._gone |= dict.fromkeys((name.scope, name.key) for name in names[: max(0, room)])
+            is_due = is_first and bool(self._gone)
+        if is_due:
+            self._post(self._deliver_gone)
+
+    def _deliver_gone(self) -> None:
+        """On the ledger thread."""
+        with self._lock:
+            gone, self._gone = self._gone, {}
+        models = {shapes.scope: model for model, shapes in self._shapes.items()}
+        for scope, some in groupby(gone, key=lambda each: each[0]):
+            if scope in models and self.tell_gone is not None:
+                self.tell_gone(models[scope], [key for _, key in some])
 
     @property
     def state(self) -> State:

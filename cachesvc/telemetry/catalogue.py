@@ -145,10 +145,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "storage_items",
             ("way", "outcome"),
             "Objects that were asked for (`get`) or written (`put`), by how that ended: `ok` (verified, or kept), "
-            "`miss`, `wrong` (not what its name says: removed), `busy` (not begun: no room, or too late), `failed`, "
-            "`late` (nobody waits any more). Zeros without `--storage`, as all of these.",
+            "`lent` (verified, and of another node), `miss`, `wrong` (not what its name says: removed), `busy` (not "
+            "begun: no room, or too late), `failed`, `late` (nobody waits any more). Zeros without `--storage`, as all "
+            "of these.",
         ),
-        _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok`."),
+        _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok` or `lent`."),
         _gauge("storage_objects", (), "Objects that are kept, as far as is known."),
         _gauge("storage_bytes", (), "Bytes that they take."),
         _gauge("storage_capacity_bytes", (), "Bytes that they may take; 0: the engine has no bound of its own."),

@@ -91,6 +91,7 @@ VOCABULARY: dict[str, Event] = {
         ("storage", "size_bytes", "code"),
     ),
     "storage_batch_broke": Event("error", "A defect: a batch of reads or writes has failed."),
+    "storage_connect_broke": Event("error", "A defect: no client of the store could be made; it is tried again."),
     "storage_question_broke": Event("error", "A defect: what was asked of the store has no answer."),
     # other nodes
     "peers_ready": Event("info", "Other nodes can borrow, at these ports.", ("port", "data_port")),

@@ -35,10 +35,11 @@ __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Sp
 
 
 def subscription(
-    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None
+    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None, storage: bool = False
 ) -> event_pb2.SubscribeRequest:
-    """What to ask for: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on."""
-    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch)
+    """What to ask for: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
+    ``storage``: also what changes there."""
+    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch, storage=storage)
     if after is not None and not snapshot:
         request.after_sequence_number = after
     return request
@@ -51,6 +52,8 @@ class EventSubscriber:
 
     ``token``, or ``token_file`` (read for each subscription), else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE of the
     environment: needed where the daemon runs with ``--tokens``, with the scope ``engine`` or ``read-only``.
+
+    ``storage``: be told too what is written to storage and what goes from there, as far as the daemon knows.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class EventSubscriber:
         make_channel: ChannelMaker = open_channel,
         token: str | None = None,
         token_file: str | None = None,
+        storage: bool = False,
     ) -> None:
         self._path = default_socket() if socket_path is None else socket_path
         self._namespace = namespace
+        self._storage = storage
         self._options = options
         self._make_channel = make_channel
         self._credentials = credentials_from(token, token_file)
@@ -81,7 +86,7 @@ class EventSubscriber:
         Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
         LimitExceeded, DaemonUnavailable, Unauthenticated, PermissionDenied.
         """
-        request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
+        request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after, storage=self._storage)
         call = self._open(request)
         if call is None:
             return

@@ -30,6 +30,7 @@ class Events(DaemonCommand):
     flags = (
         model_flag(),
         flag("--no-snapshot", action="store_true", help="begin with what happens next, not with what is there"),
+        flag("--storage", action="store_true", help="tell too what is written to storage, and what goes from there"),
         flag("--count", type=count, default=0, metavar="N", help="end after so many changes (default 0: never)"),
         flag(
             "--format", choices=("text", "json", "vllm"), default="text", help="vllm: the KV events that routers read"
@@ -60,7 +61,9 @@ def follow(arguments: argparse.Namespace, say: Say = print) -> int:
     model = _model(target, arguments.model)
 
     def connect() -> EventSubscriber:
-        return EventSubscriber(target.address, model.namespace, make_channel=target.make_channel)
+        return EventSubscriber(
+            target.address, model.namespace, make_channel=target.make_channel, storage=arguments.storage
+        )
 
     if arguments.zmq and arguments.format != "vllm":
         raise InvalidRequest("--zmq publishes what routers read: say --format vllm as well")

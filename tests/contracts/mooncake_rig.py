@@ -26,6 +26,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -192,6 +193,9 @@ class Counted:
     def describe(self, scope: Scope, label: str) -> None:
         self.engine.describe(scope, label)
 
+    def watch(self, gone: Gone) -> None:
+        self.engine.watch(gone)
+
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return self.engine.expects(scope, keys, parts)
 
@@ -236,9 +240,13 @@ class Counted:
             self._changed.wait_for(lambda: not self._out)
 
     def _counting(self, each: Each) -> Each:
+        ended: set[int] = set()
+
         def told(index: int, outcome: Outcome) -> None:
             each(index, outcome)
-            self._end()
+            if index not in ended:  # what has failed on its way is told twice
+                ended.add(index)
+                self._end()
 
         return told
 

@@ -22,7 +22,7 @@ from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.options import FileOptions, file_options
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import BATCH, Space
-from cachesvc.storage.seam import Outcome, Part
+from cachesvc.storage.seam import ObjectName, Outcome, Part
 from cachesvc.storage.spec import parse_storage
 from tests.contracts.storage_rig import FAR, OTHER, PAGE_BYTES, SCOPE, Asked, Bench, FileTurning, name_of
 
@@ -131,6 +131,27 @@ def test_what_is_not_used_for_long_goes(tmp_path: Path) -> None:
     assert space.shrink(before=BATCH + 4) == 4
     assert space.shrink(before=BATCH + 4) == 0
     assert [name for name in names if name in catalogue] == names[-4:]
+
+
+def test_what_it_evicts_is_told(tmp_path: Path) -> None:
+    gone: list[ObjectName] = []
+    with opened(tmp_path / "cache", capacity=4 * MIB) as bench:
+        bench.turning.backend.watch(gone.extend)
+        names = [name_of(f"{at}") for at in range(8)]
+        for name in names:
+            assert bench.keep([name], (MIB,)) == [OK]
+        there = [name for name in names if bench.fetch([name], (MIB,)) == [OK]]
+        assert gone == [name for name in names if name not in there]
+
+
+def test_what_was_read_before_it_was_known_can_go_afterwards() -> None:
+    """Another daemon's object, of a scope that this one had nothing of."""
+    catalogue, name = Catalogue(), name_of("a")
+    catalogue.begin_read(name)
+    catalogue.add(name, 4096, used=1)
+    assert catalogue.take_oldest(1, 0) == [], "it is being read"
+    catalogue.end_read(name)
+    assert [entry.name for entry in catalogue.take_oldest(1, 0)] == [name]
 
 
 def test_after_a_restart_the_order_of_use_is_that_of_before(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cachesvc_client import BlockMirror, EventSubscriber
+from cachesvc_client.events import Spot
 from cachesvc_ctl.daemon_process import DaemonProcess
 
 from tests.e2e.engine import Engine, prompt
@@ -77,11 +79,41 @@ def test_what_is_damaged_is_computed_again_and_never_served(tmp_path: Path) -> N
         assert again.bad == []
 
 
-def cachesvc(node: Node, *words: str) -> tuple[int, str]:
+def cachesvc(node: Node, *words: str, ask: str = "storage") -> tuple[int, str]:
     """The command line: its exit code and what it said."""
-    command = [sys.executable, "-m", "cachesvc_ctl.main", "storage", "--socket", node.socket, *words]
+    command = [sys.executable, "-m", "cachesvc_ctl.main", ask, "--socket", node.socket, *words]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_what_is_stored_and_what_goes_is_told_and_why_knows_it(tmp_path: Path) -> None:
+    with storing(tmp_path) as node, Engine(node.socket, device_pages=64, host_pages=256) as engine:
+        with EventSubscriber(node.socket, engine.registration.namespace, storage=True) as subscriber:
+            batches, mirror = subscriber.follow(), BlockMirror()
+
+            def in_storage() -> set[bytes]:
+                return {key for key, spots in mirror.spots.items() if Spot(0, "storage", 0) in spots}
+
+            engine.serve(prompt(1, BLOCKS))
+            while len(in_storage()) < BLOCKS:
+                mirror.apply(next(batches))
+            keys = in_storage()
+            assert cachesvc(node, "--purge-all") == (0, f"removed {BLOCKS} objects\n")
+            while in_storage():
+                mirror.apply(next(batches))
+            engine.serve(prompt(2, BLOCKS))
+            while len(in_storage()) < BLOCKS:
+                mirror.apply(next(batches))
+            assert not keys & in_storage(), "what was purged is still in memory, and was not used again"
+            key = next(iter(in_storage())).hex()
+        code, said = cachesvc(node, key, ask="why")
+        assert code == 0
+        assert "; storage has it: written, or seen there, " in said
+        assert "stored" in said
+    with storing(tmp_path) as node, Engine(node.socket, device_pages=64, host_pages=256):
+        wait_until(
+            lambda: "; storage has it, from before" in cachesvc(node, key, ask="why")[1], "it has looked through"
+        )
 
 
 def test_operators_see_check_and_purge_what_is_kept(tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ class Followers:
 
     def _begin(self, model: Model) -> Follower:
         rng = self._rng
-        pieces = {"rows_at_once": rng.choice((1, 3, 8, 1024)), "changes_at_once": rng.choice((1, 2, 7, 1024))}
-        return Follower(model, Feed(model, snapshot=True, **pieces), rng.choice((0.05, 0.5, 1.0)))
+        rows, changes = rng.choice((1, 3, 8, 1024)), rng.choice((1, 2, 7, 1024))
+        feed = Feed(model, snapshot=True, rows_at_once=rows, changes_at_once=changes)
+        return Follower(model, feed, rng.choice((0.05, 0.5, 1.0)))
 
     def _take(self, follower: Follower) -> None:
         """One answer, or all that there are; then sometimes hang up and come back where it was."""

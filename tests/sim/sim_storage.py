@@ -18,6 +18,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     Kept,
     ObjectName,
@@ -63,6 +64,7 @@ class SimStorage:
         self.waiting: list[Pending] = []
         self.faults: Counter[str] = Counter()
         self.chunks: list[memoryview] = []
+        self.gone: Gone | None = None
         self.frozen = False
         self.is_open = False
 
@@ -74,6 +76,9 @@ class SimStorage:
 
     def describe(self, scope: Scope, label: str) -> None:
         self.labels[scope] = label
+
+    def watch(self, gone: Gone) -> None:
+        self.gone = gone
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         if not self.knows:
@@ -166,6 +171,12 @@ class SimStorage:
         while self.step(now):
             pass
 
+    def evict(self, names: Sequence[ObjectName]) -> None:
+        """Let go of objects, and say so."""
+        self.remove(names)
+        if self.gone is not None:
+            self.gone(names)
+
     def land_late(self) -> None:
         """What was begun long ago moves its bytes after all, deadlines or not: a stopped process goes on."""
         waiting, self.waiting = self.waiting, []
@@ -198,7 +209,7 @@ class SimStorage:
             self._answer(each, index, Outcome.FAILED)
             return
         if content is not None and self._draws("vanish"):
-            del self.objects[item.name]
+            self.evict([item.name])
             content = None
         if self._draws("swap") and self.objects:
             content = self.objects[self._rng.choice(list(self.objects))]

@@ -34,7 +34,7 @@ class InboxCarrier:
     def start(self) -> None:
         """Nothing runs by itself."""
 
-    def add(self, call: Callable[[], None]) -> None:
+    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
         self._inbox.append(call)
 
     def close(self) -> None:

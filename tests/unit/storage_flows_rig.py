@@ -19,17 +19,17 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
 
-WHOLE, GONE, LATE, BACK = Fetched
+WHOLE, LENT, GONE, LATE, BACK = Fetched
 
 
 class RecordingStorage:
-    """Believes to have what ``has`` says; an object for each group of a block."""
+    """Believes to have what ``there`` says; an object for each group of a block."""
 
     def __init__(self) -> None:
         self.wait_seconds = 0.25
         self.keeps_all = True
         self.keeps_used = True
-        self.has: set[bytes] = set()
+        self.there: set[bytes] = set()
         self.fetches: list[FetchRequest] = []
         self.keeps: list[KeepRequest] = []
         self.lags = 0
@@ -37,9 +37,12 @@ class RecordingStorage:
 
     def expects(self, model: Model, keys: bytes) -> int:
         count = 0
-        while keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in self.has:
+        while keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in self.there:
             count += 1
         return count
+
+    def has(self, model: Model, key: bytes) -> bool:
+        return key in self.there
 
     def fetch(self, request: FetchRequest) -> list[int]:
         self.fetches.append(request)
@@ -97,16 +100,16 @@ def storing(
     *,
     layout: Layout | None = None,
     device: int = 16,
-    host: int = 16,
+    host: int | tuple[int, ...] = 16,
     policy: WritePolicy = WritePolicy.WRITE_BACK,
 ) -> StorageRig:
     """A rig whose storage believes to have ``prompt``."""
     layout = layout or one_group()
     groups = len(layout.groups)
-    rig = rig_of(layout, device=(device,) * groups, host=(host,) * groups, policy=policy)
+    hosts = (host,) * groups if isinstance(host, int) else host
+    rig = rig_of(layout, device=(device,) * groups, host=hosts, policy=policy)
     storage = RecordingStorage()
-    keys = chain(*prompt)
-    storage.has = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+    storage.there = set(packed(prompt))
     rig.core.storage = storage
     rig.core.on_wanted = partial(begin_soon, rig.core)
     return StorageRig(rig, storage, rig.lease("a", 0))
@@ -124,8 +127,27 @@ def waits(answer: object) -> Wait:
     return answer
 
 
+def packed(prompt: str) -> list[bytes]:
+    """Its keys, one by one."""
+    keys = chain(*prompt)
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
 def keys_of(requests: Sequence[KeepRequest]) -> list[bytes]:
     return [request.key for request in requests]
 
 
-__all__ = ["BACK", "GONE", "LATE", "WHOLE", "RecordingStorage", "StorageRig", "hit", "keys_of", "storing", "waits"]
+__all__ = [
+    "BACK",
+    "GONE",
+    "LATE",
+    "LENT",
+    "WHOLE",
+    "RecordingStorage",
+    "StorageRig",
+    "hit",
+    "keys_of",
+    "packed",
+    "storing",
+    "waits",
+]

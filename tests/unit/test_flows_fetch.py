@@ -13,13 +13,14 @@ from cachesvc.flows.peers import Sharing
 from cachesvc.flows.prefetch import prefetch
 from cachesvc.flows.release import release
 from cachesvc.flows.turns import TURN
+from cachesvc.flows.wanting import want
 from cachesvc.ledger.journal import Cause
 from cachesvc.model.answers import Matched
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, hit, storing, waits
+from tests.unit.storage_flows_rig import BACK, GONE, LATE, LENT, WHOLE, hit, keys_of, packed, storing, waits
 
 IN_FLIGHT, QUARANTINED, SEALED = PageState.IN_FLIGHT, PageState.QUARANTINED, PageState.SEALED
 
@@ -35,10 +36,45 @@ def test_what_storage_has_comes_to_the_host_and_is_a_hit_from_storage() -> None:
     assert hit(ask()) == (0, 4, 4)
     assert at.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 4}
     causes = {event.cause for event in at.rig.model.blocks.journal.read(1, 100)}
-    assert causes == {Cause.FETCHED}
+    assert causes == {Cause.FETCHED, Cause.STORED}
     assert len(at.storage.fetches) == 1
     at.rig.run(release, at.lease, 1)
     assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the second time it is a hit on the host"
+
+
+def test_what_is_remembered_as_stored_is_bounded_however_it_came() -> None:
+    at = storing("abcde")
+    at.rig.model.stored.most_written = 3
+    at.storage.keeps_all = at.storage.keeps_used = False
+    waits(at.ask("abcde", 1)())
+    at.tell(range(5), WHOLE)
+    assert len(at.rig.host_keys()) == 5
+    assert list(at.rig.model.stored.written) == packed("abcde")[2:]
+
+
+def test_what_another_node_lent_is_not_taken_for_stored() -> None:
+    """Blocks below it were written, and it was not: they were of no use after a restart."""
+    at = storing("abc")
+    at.storage.keeps_all = False
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    at.tell([0], WHOLE)
+    at.tell([1, 2], LENT)
+    assert hit(ask()) == (0, 3, 3)
+    model = at.rig.model
+    assert list(model.stored.written) == packed("abc")[:1]
+    assert not model.stored.wanted, "it was used once"
+    want(at.rig.core, model, [model.blocks.index.rows[packed("abc")[2]]])
+    at.settle()
+    assert keys_of(at.storage.keeps) == packed("abc")[1:]
+
+
+def test_what_another_node_lent_is_written_where_all_is() -> None:
+    at = storing("abc")
+    waits(at.ask("abc", 1)())
+    at.tell([0], WHOLE)
+    at.tell([1, 2], LENT)
+    assert keys_of(at.storage.keeps) == packed("abc")[1:]
 
 
 def test_a_hit_goes_on_where_memory_ends() -> None:

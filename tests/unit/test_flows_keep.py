@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
+from cachesvc.flows.allocate import allocate
 from cachesvc.flows.keep import KEPT_A_TURN, pump_all
+from cachesvc.flows.match import match
+from cachesvc.flows.swap import swap_out
 from cachesvc.flows.wanting import want
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
-from tests.unit.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, StorageRig, keys_of, storing
+from cachesvc.model.errors import PoolExhausted
+from cachesvc.model.words import ABSENT, WritePolicy
+from tests.unit.ledger_rig import prefill, serve, windowed
+from tests.unit.storage_flows_rig import BACK, GONE, LATE, WHOLE, StorageRig, keys_of, packed, storing
 
 THROUGH = WritePolicy.WRITE_THROUGH
-
-
-def packed(prompt: str) -> list[bytes]:
-    keys = chain(*prompt)
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def end_all(at: StorageRig) -> None:
@@ -61,6 +61,33 @@ def test_ancestors_that_are_on_a_device_alone_are_backed_up_for_it() -> None:
     at.rig.settle()
     at.settle()
     assert set(keys_of(at.storage.keeps)) == set(packed("abcd"))
+
+
+def test_what_does_not_come_to_the_host_is_wanted_no_more() -> None:
+    at = storing(policy=WritePolicy.WRITE_BACK)
+    at.storage.keeps_all = False
+    serve(at.rig, at.lease, 1, "abcd")
+    model = at.rig.model
+    tip = model.blocks.index.rows[packed("abcd")[3]]
+    want(at.rig.core, model, [tip])
+    at.settle()
+    [ticket] = at.rig.mover.transfers
+    assert model.stored.coming == set(packed("abcd"))
+    at.rig.land(ticket, "the link broke")
+    assert model.stored.coming == set()
+    assert at.rig.core.counters["storage_not_kept_blocks"] == 4
+    at.rig.mover.refusing = True
+    want(at.rig.core, model, [tip])
+    at.settle()
+    assert model.stored.coming == set()
+    at.rig.mover.refusing = False
+    at.storage.keeps_all = True
+    want(at.rig.core, model, [tip])
+    at.settle()
+    at.rig.settle()
+    at.settle()
+    assert model.stored.coming == set()
+    assert keys_of(at.storage.keeps) == packed("abcd"), "and may be wanted again"
 
 
 def test_a_block_is_kept_while_it_is_written_and_not_longer() -> None:
@@ -140,6 +167,26 @@ def test_never_wants_nothing() -> None:
     at.settle()
     assert not at.rig.model.stored.wanted
     assert at.storage.keeps == []
+
+
+def test_windowed_copies_stay_while_they_are_written() -> None:
+    at = storing(policy=THROUGH, layout=windowed(8), device=32, host=(32, 8))
+    serve(at.rig, at.lease, 1, "abcd")
+    at.rig.settle()
+    at.settle()
+    rows = [at.rig.model.blocks.index.rows[key] for key in packed("abcd")]
+    before = [at.rig.host.pages[1][row] for row in rows]
+    assert [request.pages[1] for request in at.storage.keeps] == before
+    at.rig.run(match, at.lease, 2, b"", 0)
+    at.rig.run(allocate, at.lease, 2, 8)
+    with pytest.raises(PoolExhausted, match="window: wanted 8 pages, free 4, evictable 0"):
+        at.rig.run(swap_out, at.lease, 2)
+    assert [at.rig.host.pages[1][row] for row in rows] == before, "the storage may still read them"
+    for key in packed("abcd"):
+        at.tell_kept(key, WHOLE, WHOLE)
+    at.rig.run(swap_out, at.lease, 2)
+    at.rig.settle()
+    assert [at.rig.host.states[1][row] for row in rows] == [ABSENT] * 4, "nothing holds them any more"
 
 
 def test_windowed_copies_go_with_their_block() -> None:

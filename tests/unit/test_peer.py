@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,11 +14,12 @@ import pytest
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import UNUSED_SECONDS, PeerStorage
 from cachesvc.peer.desk import LentObject
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
 from tests.unit.peer_rig import LendingNode, NearControl, Pulling, Reader
 
-OK, MISS, WRONG, BUSY, FAILED = Outcome.OK, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
+LENT, MISS, WRONG, BUSY, FAILED = Outcome.LENT, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
 NAMES = [name_of(key) for key in "abcd"]
 
 
@@ -40,7 +44,7 @@ def pulling(control: NearControl) -> Iterator[Pulling]:
 
 def test_what_is_lent_comes_and_is_given_back(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
     node.have(NAMES)
-    assert pulling.fetch(NAMES) == [OK] * 4
+    assert pulling.fetch(NAMES) == [LENT] * 4
     node.wait_quiet(control.loans[0].lease)
     assert control.given_back == [control.loans[0].lease]
     assert node.lender.sent_bytes == pulling.peers.read_bytes == 4 * PAGE_BYTES
@@ -50,13 +54,18 @@ def test_what_it_has_of_a_prefix_comes(node: LendingNode, pulling: Pulling) -> N
     node.have(NAMES[:2])
     assert pulling.reader.exists(NAMES) == [True, True, False, False]
     gathered, _ = pulling.get(NAMES)
-    assert gathered.wait() == [OK, OK, MISS, MISS]
+    assert gathered.wait() == [LENT, LENT, MISS, MISS]
 
 
 def test_parts_of_a_block_are_told_apart(node: LendingNode, pulling: Pulling) -> None:
     ranks = [name_of(key, Part(0, rank, 2)) for key in "ab" for rank in range(2)]
     node.have(ranks)
-    assert pulling.fetch(ranks) == [OK] * 4
+    assert pulling.fetch(ranks) == [LENT] * 4
+
+
+def test_an_answer_that_cannot_be_read_is_none(control: NearControl, pulling: Pulling) -> None:
+    control.borrow = lambda *_: "no loan"  # type: ignore[method-assign, assignment]
+    assert pulling.reader.exists(NAMES) == [False] * 4, "whoever asked is told all the same"
 
 
 def test_a_secret_is_good_for_one_stream(node: LendingNode) -> None:
@@ -72,6 +81,65 @@ def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
     node.lend(NAMES)
     assert not answers(greet(node, bytes(wire.SECRET_BYTES)))
     assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
+
+
+def test_one_node_does_not_take_all_places(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    address = ("127.0.0.1", node.lender.port)
+    streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
+    with socket.create_connection(address) as refused:
+        assert not refused.recv(1)
+        assert node.lender.refused == 1, "it is closed at once"
+    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+    other.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(other), "another one has a place"
+    for stream in streams:
+        stream.close()
+
+
+def test_without_descriptors_it_waits_for_some(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stream = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (stream.fileno() + 1, before[1]))
+    try:
+        spare: list[socket.socket] = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(socket.socket())
+        stream.connect(("127.0.0.1", node.lender.port))
+        acceptor = next(each for each in threading.enumerate() if each.name == "peer-accept")
+        clock = time.pthread_getcpuclockid(acceptor.ident or 0)
+        began, busy = time.monotonic(), time.clock_gettime(clock)
+        while time.monotonic() < began + 0.3:
+            threading.Event().wait(0.05)
+        assert time.clock_gettime(clock) - busy < 0.05, "it does not spin"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in spare:
+            each.close()
+    stream.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(stream)
+
+
+def test_the_end_waits_for_no_peer_longer_than_for_one(node: LendingNode, control: NearControl) -> None:
+    """Loans that were never read are given back by the thread that beats, and not by whoever ends."""
+    node.have(NAMES)
+    told: list[str] = []
+    pulling = Pulling(control)
+    give_back = control.give_back
+
+    def tell(lease: int, seconds: float) -> None:
+        told.append(threading.current_thread().name)
+        give_back(lease, seconds)
+
+    control.give_back = tell  # type: ignore[method-assign]
+    pulling.reader.exists(NAMES)
+    gathered, _ = pulling.get(NAMES, seconds=-1.0)
+    assert gathered.wait() == [MISS] * 4, "their time has passed, and there is no store"
+    pulling.close()
+    assert told == ["peer-beat"]
+    node.wait_quiet(control.loans[0].lease)
 
 
 def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
@@ -136,11 +204,11 @@ def test_the_next_peer_is_asked(node: LendingNode, control: NearControl) -> None
     pulling = Pulling(control, NearControl(other, "near:2"))
     try:
         other.have(NAMES)
-        assert pulling.fetch(NAMES) == [OK] * 4
+        assert pulling.fetch(NAMES) == [LENT] * 4
         control.broken = True
         more = [name_of(key) for key in "xyz"]
         other.have(more)
-        assert pulling.fetch(more) == [OK] * 3
+        assert pulling.fetch(more) == [LENT] * 3
         assert node.lender.sent_bytes == 0
     finally:
         pulling.close()

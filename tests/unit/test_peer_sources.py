@@ -17,7 +17,7 @@ from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, content_of, name_of
 from tests.sim.sim_storage import SimStorage
 from tests.unit.peer_rig import Gathered, LendingNode, NearControl, Pulling
 
-OK, MISS, WRONG, BUSY, FAILED = Outcome.OK, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
+OK, LENT, WRONG, BUSY = Outcome.OK, Outcome.LENT, Outcome.WRONG, Outcome.BUSY
 NAMES = [name_of(key) for key in "abcd"]
 
 
@@ -44,7 +44,7 @@ def test_what_a_peer_fails_to_send_comes_from_the_store(node: LendingNode, contr
         store.crank()
         assert put.wait() == [OK, OK]
         node.have(NAMES[:3])
-        assert pulling.fetch(NAMES) == [OK] * 4, "three of the peer's, one of the store's"
+        assert pulling.fetch(NAMES) == [LENT] * 3 + [OK], "three of the peer's, one of the store's"
         pulling.reader.exists(NAMES)
         node.close()  # it dies with everything lent
         assert pulling.fetch(NAMES)[2:] == [OK, OK]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import pytest
 
 from cachesvc.model.errors import InvalidRequest
@@ -15,76 +10,16 @@ from cachesvc.model.words import NO_PAGE
 from cachesvc.storage.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
 from cachesvc.storage.budget import WriteBudget
 from cachesvc.storage.canary import SCOPE as CANARY
-from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import WHOLE, ObjectName, Outcome
 from cachesvc.storage.shapes import SMALL_PAGE_BYTES, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import BAD, TRY_ANYWAY, News, Tier
+from cachesvc.storage.tier import BAD, TRY_ANYWAY, Tier
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.ledger_rig import chain, one_group, windowed
+from tests.unit.storage_tier_rig import Facts, TierRig
 
-OK, MISS, BUSY, LATE = Outcome.OK, Outcome.MISS, Outcome.BUSY, Outcome.LATE
-
-
-@dataclass
-class Facts:
-    """What a tier knows of a model."""
-
-    layout: Layout
-    id: int = 1
-    name: str = "m"
-    namespace: bytes = b"n" * 32
-
-
-@dataclass
-class TierRig:
-    """A tier in a time of the test's, with host pages by (group, rank, page)."""
-
-    options: TierOptions = field(default_factory=TierOptions)
-    engine: SimStorage = field(default_factory=SimStorage)
-    layout: Layout = field(default_factory=one_group)
-
-    def __post_init__(self) -> None:
-        self.now = 50.0
-        self.inbox: deque[Callable[[], object]] = deque()
-        self.memory: dict[tuple[int, int, int], memoryview] = {}
-        self.told: list[News] = []
-        self.model = Facts(self.layout)
-        store = ObjectStore(self.engine, lambda: self.now)
-        self.tier = Tier(
-            store, self.options, self.view, self.inbox.append, lambda: self.now, lambda _: InboxCarrier(self.inbox)
-        )
-        self.tier.tell = lambda _model, _ticket, _key, news: self.told.extend(news)
-        self.tier.start()
-
-    def view(self, model: int, group: int, rank: int, page: int) -> memoryview:
-        at = (group, rank, page)
-        if at not in self.memory:
-            self.memory[at] = memoryview(mmap.mmap(-1, 4096))[: self.layout.page_bytes(group)]
-        return self.memory[at]
-
-    def is_used(self) -> bool:
-        return self.tier.breaker.is_closed
-
-    def settle(self) -> None:
-        while self.inbox or (self.engine.waiting and not self.engine.frozen):
-            while self.inbox:
-                self.inbox.popleft()()
-            self.engine.crank(self.now)
-
-    def outcomes(self) -> list[Outcome | None]:
-        told, self.told = self.told, []
-        return [news.outcome for news in told]
-
-    def keep(self, prompt: str, first_page: int = 0) -> None:
-        """Write a prompt's blocks from pages that tell which they are."""
-        keys = chain(*prompt)
-        for at in range(len(prompt)):
-            self.view(1, 0, 0, first_page + at)[:] = prompt[at].encode() * 8
-            self.tier.keep(self.model, keys[32 * at : 32 * at + 32], [first_page + at])
-        self.settle()
-        assert set(self.outcomes()) == {OK}
+OK, MISS, BUSY, FAILED, LATE = Outcome.OK, Outcome.MISS, Outcome.BUSY, Outcome.FAILED, Outcome.LATE
 
 
 def test_what_was_kept_is_expected_and_comes_to_other_pages() -> None:
@@ -96,6 +31,22 @@ def test_what_was_kept_is_expected_and_comes_to_other_pages() -> None:
     rig.settle()
     assert [(news.ticket, news.block, news.outcome) for news in sorted(rig.told)] == [(7, at, OK) for at in range(3)]
     assert [bytes(rig.view(1, 0, 0, 10 + at)) for at in range(3)] == [b"a" * 8, b"b" * 8, b"c" * 8]
+
+
+def test_what_an_engine_lets_go_of_is_told_by_model_and_block() -> None:
+    rig = TierRig()
+    rig.keep("abc")
+    told: list[tuple[int, list[bytes]]] = []
+    rig.tier.tell_gone = lambda model, keys: told.append((model, keys))
+    names = list(rig.engine.objects)
+    foreign = names[0]._replace(scope=names[0].scope._replace(namespace=bytes(32)))
+    rig.engine.evict([names[0], foreign, names[0]._replace(part=(1, 0, 1)), names[2]])  # type: ignore[arg-type]
+    assert told == [], "whoever evicts has no time for it"
+    rig.settle()
+    assert [key for _, keys in told for key in keys] == [names[0].key, names[2].key]
+    assert {model for model, _ in told} == {1}, "of others' models nothing is known here"
+    assert rig.tier.has(rig.model, names[1].key)
+    assert not rig.tier.has(rig.model, names[0].key)
 
 
 def test_an_engine_that_has_to_be_asked_is_asked_before_it_is_read() -> None:

@@ -13,6 +13,7 @@ import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
 from cachesvc.flows.counters import Count
+from cachesvc.ledger.journal import STORAGE
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
 from cachesvc.model.words import Tier
 from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
@@ -122,10 +123,10 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         model = find_model(view, request.model_id, request.namespace)
         after = request.after_sequence_number if request.HasField("after_sequence_number") else None
         if request.snapshot:
-            return Feed(model, snapshot=True)
+            return Feed(model, snapshot=True, storage=request.storage)
         if after is not None and request.epoch != self._node.epoch:
             raise OtherEpoch(request.epoch, self._node.epoch)
-        return Feed(model, snapshot=False, after=after)
+        return Feed(model, snapshot=False, after=after, storage=request.storage)
 
     async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
         model, who = subscriber.feed.model, caller()
@@ -200,6 +201,12 @@ def to_message(epoch: int, model: int, changes: Changes) -> event_pb2.SubscribeR
     )
 
 
+def _tier_of(place: int) -> Tier:
+    if place == STORAGE:
+        return Tier.STORAGE
+    return Tier.DEVICE if place else Tier.HOST
+
+
 def _run(run: BlockRun) -> event_pb2.BlockRun:
     return event_pb2.BlockRun(
         kind=event_pb2.EventKind.ValueType(run.kind),
@@ -207,7 +214,7 @@ def _run(run: BlockRun) -> event_pb2.BlockRun:
         keys=bytes(run.keys),
         parent_key=run.parent,
         group=run.group,
-        tier=(Tier.DEVICE if run.place else Tier.HOST).value,
-        replica=max(0, run.place - 1),
+        tier=_tier_of(run.place).value,
+        replica=run.place - 1 if _tier_of(run.place) is Tier.DEVICE else 0,
         reason="" if run.cause is None else run.cause.name.lower(),
     )

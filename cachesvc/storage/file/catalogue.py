@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.seam import Kept, ObjectName, Part, Scope, StoreStatus
+from cachesvc.storage.seam import Gone, Kept, ObjectName, Part, Scope, StoreStatus
 
 _PART = struct.Struct(">HHH")
 _SCOPE_NUMBER = struct.Struct(">I")
@@ -32,10 +32,12 @@ class Entry(NamedTuple):
 
 
 class Catalogue:
-    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction."""
+    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction.
+    ``gone``: told of those that are."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self.gone: Gone | None = None
         self._entries: OrderedDict[bytes, int] = OrderedDict()
         self._scopes: list[Scope] = []
         self._numbers: dict[Scope, bytes] = {}
@@ -96,8 +98,9 @@ class Catalogue:
             return value & _SECONDS
 
     def begin_read(self, name: ObjectName) -> None:
-        """Nobody is to write over it for a while."""
+        """Nobody is to write over it for a while, known or not: it may be found meanwhile."""
         with self._lock:
+            self._of(name.scope)
             self._reading[self._packed(name)] += 1
 
     def end_read(self, name: ObjectName) -> None:
@@ -123,7 +126,9 @@ class Catalogue:
                     left -= entry.size_bytes
             for entry in victims:
                 self._drop(self._packed(entry.name))
-            return victims
+        if victims and self.gone is not None:
+            self.gone([entry.name for entry in victims])
+        return victims
 
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
         """All objects, or those of a scope."""

@@ -24,6 +24,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -79,6 +80,10 @@ class FileStorage:
         """Kept beside the objects."""
         self._catalogue.describe(scope, label)
         self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
+
+    def watch(self, gone: Gone) -> None:
+        """Of what it evicts."""
+        self._catalogue.gone = gone
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """By what was found; None until all was looked through."""

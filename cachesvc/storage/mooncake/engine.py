@@ -11,7 +11,9 @@ import mmap
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from cachesvc.model.errors import Unavailable
@@ -29,6 +31,7 @@ from cachesvc.storage.seam import (
     Checked,
     Each,
     Found,
+    Gone,
     Item,
     ObjectName,
     Outcome,
@@ -44,6 +47,9 @@ RETRY_SECONDS = 2.0
 DISCARD_MARGIN_SECONDS = 0.5
 """The hole after a dead writer was seen to last up to 0.3 s longer than the master's limit."""
 QUESTION_SECONDS = 30.0
+DOUBT_SECONDS = 60.0
+"""How long the memory of a read that failed on its way is in quarantine: the library gives a transfer up without saying
+whether bytes of it may still come."""
 
 
 class MooncakeStorage:
@@ -51,11 +57,19 @@ class MooncakeStorage:
 
     kind = "mooncake"
 
-    def __init__(self, options: MooncakeOptions, load: Callable[[], Any] = native.load) -> None:
-        """``load`` gives the library."""
+    def __init__(
+        self,
+        options: MooncakeOptions,
+        load: Callable[[], Any] = native.load,
+        probe: Callable[[MooncakeOptions], None] = native.probe,
+        doubt_seconds: float = DOUBT_SECONDS,
+    ) -> None:
+        """``load`` gives the library, ``probe`` tries whether its master lets clients in."""
         self.caps = Caps(is_shared=True, survives="node", evicts_itself=True, needs_registration=True)
         self._options = options
         self._load = load
+        self._probe = probe
+        self._doubt_seconds = doubt_seconds
         self._module: Any = None
         self._library: native.Library | None = None
         self._has_tried = threading.Event()
@@ -64,8 +78,9 @@ class MooncakeStorage:
         self._account = Account()
         self._leaving: set[ObjectName] = set()
         self._left = threading.Condition()
-        self._readers = Lane("mooncake-read", options.readers, self._reader)
-        self._writers = Lane("mooncake-write", options.writers, self._writer)
+        self._heads_aside: deque[tuple[float, list[memoryview]]] = deque()
+        self._readers = Lane("mooncake-read", options.readers, self._reader, self._set_aside)
+        self._writers = Lane("mooncake-write", options.writers, self._writer, lambda task: task.end(Outcome.FAILED))
         self._questions = Questions()
         self._connector = threading.Thread(target=self._connect, name="mooncake-connect", daemon=True)
 
@@ -85,6 +100,9 @@ class MooncakeStorage:
         """For this daemon's status alone."""
         self._account.describe(scope, label)
 
+    def watch(self, gone: Gone) -> None:
+        """The store tells nobody what it evicts."""
+
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """The master has to be asked."""
         return None
@@ -93,13 +111,14 @@ class MooncakeStorage:
         """What the master says: 1 for some seconds also for what a dead server had."""
         texts = [name.text for name in names]
 
+        nothing = [False] * len(texts)
+
         def ask() -> None:
             library = self._library
             codes = library.batch_is_exist(texts) if library is not None and time.monotonic() < deadline else []
-            found([code == 1 for code in codes] if len(codes) == len(texts) else [False] * len(texts))
+            found([code == 1 for code in codes] if len(codes) == len(texts) else nothing)
 
-        if not self._questions.add(ask):
-            found([False] * len(texts))
+        self._questions.add(ask, partial(found, nothing))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """In batches, each piece to where it belongs."""
@@ -114,8 +133,7 @@ class MooncakeStorage:
         gone = list(names)
         with self._left:
             self._leaving.update(gone)
-        if not self._questions.add(lambda: self._remove(gone)):
-            self._forget(gone)
+        self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
 
     def purge(self, scope: Scope | None) -> int:
         """All nodes' objects. Raises Unavailable."""
@@ -173,7 +191,7 @@ class MooncakeStorage:
         """Root of the thread that finds the master; once found, the client finds it again by itself."""
         while not self._stopping.is_set():
             try:
-                native.probe(self._options)
+                self._probe(self._options)
                 library = native.connect(self._module, self._options)
                 self._registered.connect(library)
                 self._library = library
@@ -181,12 +199,17 @@ class MooncakeStorage:
                 return
             except Unavailable as error:
                 events.event("storage_unreachable", storage=self.kind, reason=str(error))
+            except Exception:  # noqa: BLE001 - the root of a thread: the next attempt may be better
+                events.failure("storage_connect_broke")
             finally:
                 self._has_tried.set()
             self._stopping.wait(RETRY_SECONDS)
 
     def _heads(self) -> list[memoryview]:
         """A thread's own memory for headers, where bytes may come to."""
+        with self._left:
+            if self._heads_aside and self._heads_aside[0][0] <= time.monotonic():
+                return self._heads_aside.popleft()[1]
         slab = memoryview(mmap.mmap(-1, HEADER_BYTES * BATCH_ITEMS))
         self._registered.add(slab)
         self._has_tried.wait()
@@ -205,17 +228,29 @@ class MooncakeStorage:
 
     def _reader(self) -> Carry:
         heads = self._heads()
-        return lambda batch: self._read(batch, heads)
 
-    def _read(self, batch: list[Task], heads: list[memoryview]) -> None:
+        def carry(batch: list[Task]) -> None:
+            is_sure = False
+            try:
+                is_sure = self._read(batch, heads)
+            finally:
+                if not is_sure:
+                    self._heads_aside.append((time.monotonic() + self._doubt_seconds, heads[:]))
+                    heads[:] = self._heads()
+
+        return carry
+
+    def _read(self, batch: list[Task], heads: list[memoryview]) -> bool:
+        """False where bytes of it may still come."""
         with self._left:
             leaving = [task for task in batch if task.item.name in self._leaving]
             batch = [task for task in batch if task.item.name not in self._leaving]
         for task in leaving:
             task.end(Outcome.MISS)
         if (usable := self._usable(batch)) is None:
-            return
+            return True
         library, batch = usable
+        is_sure = True
         codes = self._call(library.batch_get_into_multi_buffers, batch, heads)
         for task, head, code in zip(batch, heads, codes, strict=False):
             outcome = self._of_read(library, task.item, code)
@@ -225,7 +260,17 @@ class MooncakeStorage:
                 self.remove([task.item.name])
             elif outcome is Outcome.MISS:
                 self._account.drop(task.item.name)
+            elif outcome is Outcome.LATE:
+                is_sure = False
+                self._set_aside(task)
+                continue
             task.end(outcome)
+        return is_sure
+
+    def _set_aside(self, task: Task) -> None:
+        """A read has failed on its way: nobody waits for it, and its memory is left alone for a while."""
+        if task.set_aside():
+            self._readers.put_off(task, time.monotonic() + self._doubt_seconds)
 
     def _of_read(self, library: native.Library, item: Item, code: int) -> Outcome:
         whole = HEADER_BYTES + item.payload_bytes
@@ -237,8 +282,9 @@ class MooncakeStorage:
             return Outcome.WRONG
         if code in (native.INVALID, native.TRANSFER_FAILED):  # of another size, or not to be had
             size_bytes = library.get_size(item.name.text)
-            return Outcome.WRONG if size_bytes >= 0 and size_bytes != whole else Outcome.FAILED
-        return Outcome.FAILED
+            if size_bytes >= 0 and size_bytes != whole:
+                return Outcome.WRONG
+        return Outcome.LATE if code == native.TRANSFER_FAILED else Outcome.FAILED
 
     def _writer(self) -> Carry:
         heads = self._heads()

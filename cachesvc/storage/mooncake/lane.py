@@ -31,6 +31,7 @@ class Task:
     each: Each
     tries: int = 0
     is_ended: bool = False
+    is_aside: bool = False
 
     def end(self, outcome: Outcome) -> None:
         """Nothing of it moves any more. The first end counts."""
@@ -38,16 +39,26 @@ class Task:
             self.is_ended = True
             self.each(self.index, outcome)
 
+    def set_aside(self) -> bool:
+        """It is not carried out any more, and something of it may still move. True the first time."""
+        is_first = not self.is_ended and not self.is_aside
+        if is_first:
+            self.is_aside, self.deadline = True, float("-inf")
+            self.each(self.index, Outcome.LATE)
+        return is_first
+
 
 Carry = Callable[[list[Task]], None]
 """Ends every task that it is given, or gives it back to the lane for later. Blocks."""
 
 
 class Lane:
-    """``make``: called on each thread for what carries its batches out; it may block until there is an engine."""
+    """``make``: called on each thread for what carries its batches out; it may block until there is an engine.
+    ``broke``: ends a task whose batch broke on its way."""
 
-    def __init__(self, name: str, threads: int, make: Callable[[], Carry]) -> None:
+    def __init__(self, name: str, threads: int, make: Callable[[], Carry], broke: Callable[[Task], None]) -> None:
         self._make = make
+        self._broke = broke
         self._waiting: deque[Task] = deque()
         self._later: list[tuple[float, int, Task]] = []
         self._number = 0
@@ -106,7 +117,7 @@ class Lane:
             except Exception:  # noqa: BLE001 - the root of a thread: the next batch is another's
                 events.failure("storage_batch_broke")
                 for task in batch:
-                    task.end(Outcome.FAILED)
+                    self._broke(task)
 
     def _next(self) -> list[Task] | None:
         """A batch; None at the end. What is over its deadline is BUSY."""

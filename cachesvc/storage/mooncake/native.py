@@ -95,12 +95,12 @@ def load() -> Any:
 
 def probe(options: MooncakeOptions) -> None:
     """Connect in another process, to see whether it can be done. The library holds the interpreter's lock while it sets
-    a client up, for 90 s where a master is frozen, and no call of any engine would be served meanwhile. Blocks. Raises
-    Unavailable."""
+    a client up, for 90 s where a master is frozen, and no call of any engine would be served meanwhile. That process
+    loads nothing from the folder that it is started in (``-P``). Blocks. Raises Unavailable."""
     asked = (options.master, options.host, options.protocol, options.devices)
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and words
-            [sys.executable, "-c", _PROBE, *asked],
+            [sys.executable, "-P", "-c", _PROBE, *asked],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -109,6 +109,8 @@ def probe(options: MooncakeOptions) -> None:
         )
     except subprocess.TimeoutExpired as slow:
         raise Unavailable(f"the Mooncake master at {options.master} lets no new client in") from slow
+    except OSError as error:
+        raise Unavailable(f"whether a Mooncake master is at {options.master} cannot be tried: {error}") from error
     if done.returncode:
         raise Unavailable(f"no Mooncake master lets a client in at {options.master}")
 

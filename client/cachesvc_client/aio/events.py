@@ -30,6 +30,8 @@ class AsyncEventSubscriber:
 
     ``token``, or ``token_file`` (read for each subscription), else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE of the
     environment: needed where the daemon runs with ``--tokens``, with the scope ``engine`` or ``read-only``.
+
+    ``storage``: be told too what is written to storage and what goes from there, as far as the daemon knows.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class AsyncEventSubscriber:
         make_channel: AsyncChannelMaker = open_async_channel,
         token: str | None = None,
         token_file: str | None = None,
+        storage: bool = False,
     ) -> None:
         self._path = default_socket() if socket_path is None else socket_path
         self._namespace = namespace
+        self._storage = storage
         self._options = options
         self._make_channel = make_channel
         self._credentials = credentials_from(token, token_file)
@@ -60,7 +64,7 @@ class AsyncEventSubscriber:
         Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
         LimitExceeded, DaemonUnavailable, Unauthenticated, PermissionDenied.
         """
-        request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after)
+        request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after, storage=self._storage)
         call = self._open(request)
         if call is None:
             return

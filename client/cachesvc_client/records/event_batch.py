@@ -30,7 +30,7 @@ class Part(Enum):
 
 
 class Spot(NamedTuple):
-    """Where a copy is: its group, its tier ("device" or "host"), and the replica of a device copy."""
+    """Where a copy is: its group, its tier ("device", "host" or "storage"), and the replica of a device copy."""
 
     group: int
     tier: str

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvcache/v1/event.proto\x12\nkvcache.v1\"\x96\x01\n\x10SubscribeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\r\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\"\n\x15\x61\x66ter_sequence_number\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x42\x18\n\x16_after_sequence_number\"\xa0\x01\n\x08\x42lockRun\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvcache.v1.EventKind\x12\x0f\n\x07present\x18\x02 \x01(\x08\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\r\n\x05group\x18\x05 \x01(\r\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\x0f\n\x07replica\x18\x07 \x01(\r\x12\x0e\n\x06reason\x18\x08 \x01(\t\"\xeb\x01\n\x11SubscribeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x1d\n\x15\x66irst_sequence_number\x18\x08 \x01(\x04\x12/\n\rsnapshot_part\x18\t \x01(\x0e\x32\x18.kvcache.v1.SnapshotPart\x12\"\n\x04runs\x18\n \x03(\x0b\x32\x14.kvcache.v1.BlockRun\x12\x10\n\x08model_id\x18\x0b \x01(\rJ\x04\x08\x03\x10\x08R\x04kindR\x03keyR\nparent_keyR\x05groupR\x04tier*\x8f\x01\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VENT_KIND_STORED\x10\x01\x12\x16\n\x12\x45VENT_KIND_REMOVED\x10\x02\x12\x1b\n\x17\x45VENT_KIND_TIER_CHANGED\x10\x03\x12\x1a\n\x16\x45VENT_KIND_COPY_FAILED\x10\x04*v\n\x0cSnapshotPart\x12\x1d\n\x19SNAPSHOT_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13SNAPSHOT_PART_FIRST\x10\x01\x12\x16\n\x12SNAPSHOT_PART_MORE\x10\x02\x12\x16\n\x12SNAPSHOT_PART_LAST\x10\x03\x32Z\n\x0c\x45ventService\x12J\n\tSubscribe\x12\x1c.kvcache.v1.SubscribeRequest\x1a\x1d.kvcache.v1.SubscribeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvcache/v1/event.proto\x12\nkvcache.v1\"\xa7\x01\n\x10SubscribeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\r\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\"\n\x15\x61\x66ter_sequence_number\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0f\n\x07storage\x18\x06 \x01(\x08\x42\x18\n\x16_after_sequence_number\"\xa0\x01\n\x08\x42lockRun\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvcache.v1.EventKind\x12\x0f\n\x07present\x18\x02 \x01(\x08\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\r\n\x05group\x18\x05 \x01(\r\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\x0f\n\x07replica\x18\x07 \x01(\r\x12\x0e\n\x06reason\x18\x08 \x01(\t\"\xeb\x01\n\x11SubscribeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x1d\n\x15\x66irst_sequence_number\x18\x08 \x01(\x04\x12/\n\rsnapshot_part\x18\t \x01(\x0e\x32\x18.kvcache.v1.SnapshotPart\x12\"\n\x04runs\x18\n \x03(\x0b\x32\x14.kvcache.v1.BlockRun\x12\x10\n\x08model_id\x18\x0b \x01(\rJ\x04\x08\x03\x10\x08R\x04kindR\x03keyR\nparent_keyR\x05groupR\x04tier*\x8f\x01\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VENT_KIND_STORED\x10\x01\x12\x16\n\x12\x45VENT_KIND_REMOVED\x10\x02\x12\x1b\n\x17\x45VENT_KIND_TIER_CHANGED\x10\x03\x12\x1a\n\x16\x45VENT_KIND_COPY_FAILED\x10\x04*v\n\x0cSnapshotPart\x12\x1d\n\x19SNAPSHOT_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13SNAPSHOT_PART_FIRST\x10\x01\x12\x16\n\x12SNAPSHOT_PART_MORE\x10\x02\x12\x16\n\x12SNAPSHOT_PART_LAST\x10\x03\x32Z\n\x0c\x45ventService\x12J\n\tSubscribe\x12\x1c.kvcache.v1.SubscribeRequest\x1a\x1d.kvcache.v1.SubscribeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcache.v1.event_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVENTKIND']._serialized_start=593
-  _globals['_EVENTKIND']._serialized_end=736
-  _globals['_SNAPSHOTPART']._serialized_start=738
-  _globals['_SNAPSHOTPART']._serialized_end=856
+  _globals['_EVENTKIND']._serialized_start=610
+  _globals['_EVENTKIND']._serialized_end=753
+  _globals['_SNAPSHOTPART']._serialized_start=755
+  _globals['_SNAPSHOTPART']._serialized_end=873
   _globals['_SUBSCRIBEREQUEST']._serialized_start=39
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=189
-  _globals['_BLOCKRUN']._serialized_start=192
-  _globals['_BLOCKRUN']._serialized_end=352
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=355
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=590
-  _globals['_EVENTSERVICE']._serialized_start=858
-  _globals['_EVENTSERVICE']._serialized_end=948
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=206
+  _globals['_BLOCKRUN']._serialized_start=209
+  _globals['_BLOCKRUN']._serialized_end=369
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=372
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=607
+  _globals['_EVENTSERVICE']._serialized_start=875
+  _globals['_EVENTSERVICE']._serialized_end=965
 # @@protoc_insertion_point(module_scope)

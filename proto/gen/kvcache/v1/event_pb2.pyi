@@ -85,6 +85,7 @@ class SubscribeRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     """Optional where `namespace` is given; the two must then belong together."""
     snapshot: _builtins.bool
@@ -94,6 +95,10 @@ class SubscribeRequest(_message.Message):
     after_sequence_number: _builtins.int
     """Go on behind this change of `epoch`. GAP where it is too long ago, or the daemon has started anew since."""
     epoch: _builtins.int
+    storage: _builtins.bool
+    """Also tell what is written to storage and what goes from there, as far as is known: changes alone, for a snapshot is
+    of memory. All of them are TIER_CHANGED.
+    """
     def __init__(
         self,
         *,
@@ -102,10 +107,11 @@ class SubscribeRequest(_message.Message):
         namespace: _builtins.bytes = ...,
         after_sequence_number: _builtins.int | None = ...,
         epoch: _builtins.int = ...,
+        storage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_sequence_number", b"_after_sequence_number", "after_sequence_number", b"after_sequence_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence_number", b"_after_sequence_number", "after_sequence_number", b"after_sequence_number", "epoch", b"epoch", "model_id", b"model_id", "namespace", b"namespace", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence_number", b"_after_sequence_number", "after_sequence_number", b"after_sequence_number", "epoch", b"epoch", "model_id", b"model_id", "namespace", b"namespace", "snapshot", b"snapshot", "storage", b"storage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_sequence_number: _TypeAlias = _typing.Literal["after_sequence_number"]  # noqa: Y015
     _WhichOneofArgType__after_sequence_number: _TypeAlias = _typing.Literal["_after_sequence_number", b"_after_sequence_number"]  # noqa: Y015
@@ -136,11 +142,13 @@ class BlockRun(_message.Message):
     """Of the first key, where `present`; each further key's parent is the key before it. Empty: below the root."""
     group: _builtins.int
     tier: _builtins.str
-    """"device" or "host"."""
+    """"device" or "host"; "storage" for who asked for it."""
     replica: _builtins.int
     """Of a device copy."""
     reason: _builtins.str
-    """Why: published, loaded, backed_up, evicted, drained, window_evicted, operator, copy_failed. A snapshot has none."""
+    """Why: published, loaded, backed_up, fetched, evicted, drained, window_evicted, operator, lost, copy_failed; stored and
+    unstored (of storage). A snapshot has none.
+    """
     def __init__(
         self,
         *,

@@ -81,7 +81,7 @@ class StorageOutcome(_message.Message):
     way: _builtins.str
     """"get" or "put"."""
     outcome: _builtins.str
-    """"ok", "miss", "wrong" (removed), "busy" (not begun), "failed", "late" (nobody waits any more)."""
+    """"ok", "lent" (by another node), "miss", "wrong" (removed), "busy" (not begun), "failed", "late" (nobody waits any more)."""
     items: _builtins.int
     def __init__(
         self,

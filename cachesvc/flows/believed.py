@@ -1,0 +1,48 @@
+"""What storage is believed to have, and told to those who follow. A hint: no block is a hit for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+
+from cachesvc.flows.core import Core
+from cachesvc.flows.turns import begin
+from cachesvc.ledger.journal import STORAGE, Cause, Kind, packed
+from cachesvc.ledger.ledger import Model
+
+FORGOTTEN_A_TURN = 256
+"""Blocks, some 2 us each."""
+
+
+def note_stored(model: Model, key: bytes) -> None:
+    """A block of the index was written to storage, or came from there."""
+    is_new, journal = key not in model.stored.written, model.blocks.journal
+    model.stored.wrote(key, journal.now)
+    if is_new:
+        row = model.blocks.index.rows[key]
+        for group in model.layout.full_groups:
+            journal.note(packed(Kind.TIER_CHANGED, Cause.STORED, present=True, group=group, place=STORAGE), row)
+
+
+def note_unstored(model: Model, key: bytes) -> None:
+    """It is not there any more. What was not believed to be there is not told."""
+    if model.stored.written.pop(key, None) is None:
+        return
+    for group in model.layout.full_groups:
+        code = packed(Kind.TIER_CHANGED, Cause.UNSTORED, present=False, group=group, place=STORAGE)
+        model.blocks.journal.note_gone(code, key)
+
+
+def forget(core: Core, model_id: int, keys: Iterable[bytes]) -> None:
+    """Storage has let go of blocks; they may be written again. What takes more than a turn goes on as a chore."""
+    model = core.ledger.models.get(model_id)
+    if model is not None:
+        begin(core.chores, model_id, partial(_forget_some, model, deque(keys)))
+
+
+def _forget_some(model: Model, keys: deque[bytes]) -> bool:
+    """A turn of it; True when none is left."""
+    for _ in range(min(len(keys), FORGOTTEN_A_TURN)):
+        note_unstored(model, keys.popleft())
+    return not keys

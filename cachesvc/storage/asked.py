@@ -1,0 +1,74 @@
+"""A request to the engine until it is begun: it comes to an end, whatever becomes of those who carry it.
+
+    WAITING ── claim ──▶ CLAIMED ── begun ──▶ BEGUN     the store tells of each item, or that it is LATE
+       └── expire, fail ────┴── fail ───────▶ OVER      all of it was refused: no byte moves for it
+
+What was begun has a deadline of its own, after which its memory is in quarantine until the engine answers after all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from enum import Enum
+
+from cachesvc.storage.seam import Outcome
+
+
+class Stage(Enum):
+    """How far it has come; see above."""
+
+    WAITING = "waiting"
+    CLAIMED = "claimed"
+    BEGUN = "begun"
+    OVER = "over"
+
+
+class Asked:
+    """``refuse``: tells that all of its items ended by an outcome. ``deadline``: monotonic seconds. Any thread."""
+
+    def __init__(self, deadline: float, refuse: Callable[[Outcome], None]) -> None:
+        self.deadline = deadline
+        self.stage = Stage.WAITING
+        self._refuse = refuse
+        self._was_put = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_settled(self) -> bool:
+        """True where nobody need look after it any more."""
+        return self.stage in (Stage.BEGUN, Stage.OVER)
+
+    def put_to_engine(self) -> None:
+        """The engine was asked what it has. If it does not say so in time, that is its fault."""
+        self._was_put = True
+
+    def claim(self) -> bool:
+        """Whoever claims it begins it, or fails. False where it is over."""
+        with self._lock:
+            is_mine = self.stage is Stage.WAITING
+            if is_mine:
+                self.stage = Stage.CLAIMED
+        return is_mine
+
+    def begun(self) -> None:
+        """The store tells of its items from now on."""
+        with self._lock:
+            assert self.stage is Stage.CLAIMED, "whoever begins it has claimed it"
+            self.stage = Stage.BEGUN
+
+    def expire(self) -> None:
+        """Its time has passed. Nothing where it is on its way."""
+        self._end(Stage.WAITING)
+
+    def fail(self) -> None:
+        """Whoever carried it broke. Nothing where it was begun."""
+        self._was_put = True
+        self._end(Stage.WAITING, Stage.CLAIMED)
+
+    def _end(self, *stages: Stage) -> None:
+        with self._lock:
+            if self.stage not in stages:
+                return
+            self.stage = Stage.OVER
+        self._refuse(Outcome.FAILED if self._was_put else Outcome.BUSY)
