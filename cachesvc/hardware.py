@@ -20,7 +20,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.mover.life import found
+from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from cachesvc.service.host.device_line import DeviceLine
