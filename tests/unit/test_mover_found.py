@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -18,10 +19,12 @@ import pytest
 from cachesvc import __version__
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.model.errors import Unavailable
+from cachesvc.mover.channel import Channel
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
+from cachesvc.mover.ring import Ring, Writer
 from cachesvc.mover.server import Equipment, Server
-from cachesvc.mover.settings import Settings
+from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
 from tests.e2e.rig import wait_until
@@ -102,6 +105,50 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         assert mover.wait() == -signal.SIGKILL
         heard.wait("mover_not_started")
         rig.close()
+
+
+def serve_in_a_thread() -> tuple[socket.socket, threading.Thread]:
+    """A mover in a thread, and a daemon's end of its connection."""
+    ours, theirs = socket.socketpair()
+    server = Server(theirs, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    return ours, thread
+
+
+def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> None:
+    gc.collect()
+    before = descriptors()
+    ours, thread = serve_in_a_thread()
+    jobs, ends = Ring.make("jobs", JOBS_BYTES), Ring.make("ends", ENDS_BYTES)
+    channel = Channel(ours, ours.close)
+    channel.ask("hello", 60.0)
+    channel.ask("open", 60.0, descriptors=(jobs.fd, ends.fd), **Settings("cuda", "GPU-host-0", 1 << 20).told())
+    writer = Writer(jobs)
+    writer.put([bytes(2 * JOBS_BYTES)])
+    ours.close()
+    thread.join()
+    writer.close()
+    for pump in [thread for thread in threading.enumerate() if thread.name == "ring-pump"]:
+        pump.join()
+    jobs.close()
+    ends.close()
+    del jobs, ends, writer, channel
+    gc.collect()
+    assert descriptors() == before, "one that serves daemon after daemon keeps nothing of them"
+
+
+@pytest.mark.parametrize("head", [b"{", b"7", b"\xff"])
+def test_who_is_no_daemon_is_hung_up_on(head: bytes) -> None:
+    ours, thread = serve_in_a_thread()
+    ours.sendall(len(head).to_bytes(4, "little") + bytes(4) + head)
+    assert ours.recv(1) == b""
+    ours.close()
+    thread.join()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_who_is_not_there_is_said(tmp_path: Path) -> None:
