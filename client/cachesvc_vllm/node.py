@@ -11,7 +11,7 @@ import subprocess
 import threading
 from dataclasses import dataclass
 
-from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Timeouts
+from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
@@ -101,23 +101,9 @@ class Node:
 
     def start(self) -> None:
         """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""
-        client, settings, share = self._client, self._settings, self._share
+        client = self._client
         client.connect()
-        registration = client.register(
-            share.model,
-            share.layout,
-            tenant_salt=_salt(settings.tenant_salt),
-            devices=share.devices,
-            device_pages=[share.pages],
-            host_pages=None if settings.host_blocks is None else [settings.host_blocks],
-            reserved_pages=RESERVED_PAGES,
-        )
-        if registration.device_pages != (share.pages,):
-            raise ConnectorRefused(
-                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
-                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
-            )
-        self._lease = self._watched(client.open_lease(registration, instance=self._instance))
+        self._lease = self._watched(client.open_lease(self._register(), instance=self._instance))
         if self._attaches:
             self._pool = self._lease.attach(0)
         else:
@@ -162,6 +148,25 @@ class Node:
         self._end_keeper()
         self._client.close()
 
+    def _register(self) -> Registration:
+        """The pools, made or found. Raises ConnectorRefused (sizes), and what ``register`` raises."""
+        settings, share = self._settings, self._share
+        registration = self._client.register(
+            share.model,
+            share.layout,
+            tenant_salt=_salt(settings.tenant_salt),
+            devices=share.devices,
+            device_pages=[share.pages],
+            host_pages=None if settings.host_blocks is None else [settings.host_blocks],
+            reserved_pages=RESERVED_PAGES,
+        )
+        if registration.device_pages != (share.pages,):
+            raise ConnectorRefused(
+                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
+                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
+            )
+        return registration
+
     def _keep(self) -> None:
         self._end_keeper()
         beat_seconds = self.lease.record.beat_interval_s
@@ -198,8 +203,8 @@ class Node:
         client, pages = self._client, self._share.pages
         lease = None
         try:
-            if client.connected:  # the daemon is there, and took the lease away
-                lease = client.open_lease(self.lease.registration, instance=self._instance)
+            if client.connected:  # the daemon is there, and took the lease away: the pools may have gone with a mover
+                lease = client.open_lease(self._register(), instance=self._instance)
             else:
                 lease = client.reconnect()[-1]
             if lease.registration.device_pages != (pages,):

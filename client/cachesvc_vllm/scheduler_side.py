@@ -217,3 +217,4 @@ class SchedulerSide:
         self._book.is_moving = True
         if self._book.is_empty:
             self._book.adopt(self._node.move())
+            self._check = self._node.page_check()  # the model may have another number
