@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cachesvc.model.answers import TicketView
@@ -123,6 +124,10 @@ class SchedulerSide:
         self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
         self._loads[request.request_id] = pages.sequence.tickets
 
+    def note_failed_loads(self, request_ids: Iterable[str]) -> None:
+        """What they were to get from the host did not come; vLLM frees their pages, and schedules them again."""
+        self._book.without_host.update(request_ids)
+
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where
         somebody waits for a first token, the next one tells."""
@@ -138,6 +143,7 @@ class SchedulerSide:
         """A request has ended: what it has computed is sealed before its pages go."""
         with self._watch:
             self._unfinished.discard(request.request_id)
+            self._book.without_host.discard(request.request_id)
             pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
