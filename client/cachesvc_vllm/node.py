@@ -90,8 +90,14 @@ class Node:
 
     @property
     def is_back(self) -> bool:
-        """True when a new lease waits to be taken, after the old one was lost."""
-        return self._back is not None
+        """True when a new lease waits to be taken, after the old one was lost; not where that one is lost too."""
+        return self._back is not None and not self._back.is_lost
+
+    @property
+    def back_id(self) -> str:
+        """Of the lease that waits to be taken."""
+        assert self._back is not None
+        return self._back.id
 
     def page_check(self) -> PageCheck:
         """For debugging, as the settings want it."""
@@ -133,10 +139,7 @@ class Node:
             map_over(self._address, int(slab.ctypes.data), slab.nbytes)
         else:
             self._keep()
-        try:
-            old.close(quiesced=True)
-        except CacheClientError as error:
-            log.debug("old_lease_not_closed why=%s", error)
+        _give_up(old)
         return self._lease
 
     def close(self) -> None:
@@ -201,6 +204,7 @@ class Node:
     def _come_back(self) -> bool:
         """Try to get a new lease; True when there is one."""
         client, pages = self._client, self._share.pages
+        self._came.clear()
         lease = None
         try:
             if client.connected:  # the daemon is there, and took the lease away: the pools may have gone with a mover
@@ -214,12 +218,20 @@ class Node:
         except (CacheClientError, ConnectorRefused) as error:
             log.debug("daemon_not_back why=%s", error)
             if lease is not None:
-                lease.close()
+                _give_up(lease)
             return False
         self._back = self._watched(lease)
         self._came.set()
         log.warning("daemon_back blocks=%s", pages)
         return True
+
+
+def _give_up(lease: Lease) -> None:
+    """Close a lease of which no page is used."""
+    try:
+        lease.close(quiesced=True)
+    except CacheClientError as error:
+        log.debug("lease_not_closed why=%s", error)
 
 
 def _salt(text: str) -> bytes:

@@ -73,6 +73,25 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
         worker.close()
 
 
+def test_a_daemon_that_goes_again_before_anybody_has_moved_is_waited_for(staying: Daemon) -> None:
+    worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
+    worker.start()
+    try:
+        worker.keep_address()
+        for _ in range(2):
+            staying.daemon.process.kill()
+            staying.daemon.process.wait()
+            wait_until(lambda: worker.lease.is_lost and not worker.is_back, "it knows")
+            staying.daemon.start()
+            assert worker.wait_back(60)
+            assert worker.is_back
+        back = worker.back_id
+        assert worker.move().id == back
+        assert not worker.lease.is_lost
+    finally:
+        worker.close()
+
+
 def test_after_a_mover_s_death_the_tensors_lie_on_the_next_one_s_slab() -> None:
     """The daemon is there, but the pools that were registered are not."""
     with running_node(("--movers", "process")) as node:
