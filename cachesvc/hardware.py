@@ -135,9 +135,12 @@ def _gpus_of_movers(config: Config) -> Hardware:
     command = [sys.executable, "-m", "cachesvc.mover", "--list"]
     try:
         said = subprocess.run(command, capture_output=True, check=True, timeout=LIST_SECONDS).stdout  # noqa: S603
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"the GPUs cannot be listed: {error}; see nvidia-smi, or use --backend shm") from error
-    told = json.loads(said)
+        told = json.loads(said)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        raise Unavailable(
+            f"the GPUs cannot be listed: {error}{why and f' ({why})'}; see nvidia-smi, or use --backend shm"
+        ) from error
     if "absent" in told:
         raise CudaMissing(told["absent"])
     if "broken" in told:

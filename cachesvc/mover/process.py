@@ -111,17 +111,16 @@ def found(path: str) -> tuple[socket.socket, Process | None]:
         connection.setblocking(True)
         pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (0, os.getuid()):
-            raise PermissionError(f"the mover at {path} is of user {uid}")
-        return connection, _killable(connection, pid, path)
-    except BlockingIOError as busy:
+            raise PermissionError(f"the mover there is of user {uid}")
+        return connection, _killable(connection, pid)
+    except OSError as refused:
         connection.close()
-        raise BlockingIOError(f"others wait for the mover at {path} already") from busy
-    except OSError:
-        connection.close()
-        raise
+        is_busy = isinstance(refused, BlockingIOError)
+        why = "others wait for it already" if is_busy else refused.strerror or str(refused)
+        raise OSError(f"{path}: {why}") from refused
 
 
-def _killable(connection: socket.socket, pid: int, path: str) -> Found:
+def _killable(connection: socket.socket, pid: int) -> Found:
     """The process at the other end. Raises OSError where it could not be ended."""
     try:
         pidfd = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
@@ -133,7 +132,7 @@ def _killable(connection: socket.socket, pid: int, path: str) -> Found:
     except OSError as refused:
         process.close()
         raise PermissionError(
-            f"the mover at {path} could not be ended, were it to hang ({refused.strerror}): run it as this user, in "
+            f"the mover there could not be ended, were it to hang ({refused.strerror}): run it as this user, in "
             "this PID namespace"
         ) from refused
     return process

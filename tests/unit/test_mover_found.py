@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from cachesvc import __version__
+from cachesvc.config import Config
 from cachesvc.memory.cuda import CudaBackend
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.channel import Channel
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
@@ -29,13 +30,7 @@ from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
 from tests.e2e.rig import wait_until
 from tests.unit.mover_rig import Heard
-from tests.unit.swap_rig import (
-    LOAD,
-    REPLICA,
-    Rig,
-    attach_replica,
-    mixed_layout,
-)
+from tests.unit.swap_rig import LOAD, REPLICA, Rig, attach_replica, mixed_layout
 
 
 @pytest.fixture
@@ -107,6 +102,23 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         rig.close()
 
 
+def test_a_mover_takes_no_path_that_is_not_its_own(tmp_path: Path) -> None:
+    kept, path = tmp_path / "notes.txt", tmp_path / "mover.sock"
+    kept.write_text("kept")
+    command = [sys.executable, "-m", "cachesvc.mover", "--socket"]
+    with by_hand(str(path)) as first:
+        for other in (kept, path):
+            done = subprocess.run([*command, str(other)], capture_output=True, text=True, check=False)
+            assert done.returncode == 2
+            assert "choose another --socket" in done.stderr
+        assert is_listening(str(path))
+        first.kill()
+        first.wait()
+    assert kept.read_text() == "kept"
+    with by_hand(str(path)):  # what a killed one has left is in nobody's way
+        assert is_listening(str(path))
+
+
 def serve_in_a_thread() -> tuple[socket.socket, threading.Thread]:
     """A mover in a thread, and a daemon's end of its connection."""
     ours, theirs = socket.socketpair()
@@ -154,6 +166,19 @@ def descriptors() -> int:
 def test_who_is_not_there_is_said(tmp_path: Path) -> None:
     path = str(tmp_path / "nobody.sock")
     movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
-    with pytest.raises(Unavailable, match="no mover for shm-0"):
+    with pytest.raises(Unavailable, match=r"no mover for shm-0: .*nobody\.sock: No such file"):
         movers.start()
     movers.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as hangs:
+        hangs.bind(path)
+        hangs.listen(0)
+        waiting, _ = found(path)
+        with pytest.raises(OSError, match="others wait"):
+            found(path)
+        waiting.close()
+
+
+def test_a_socket_of_a_mover_is_for_one_device() -> None:
+    Config(movers="process", mover=("a", "b"))
+    with pytest.raises(InvalidRequest, match="twice"):
+        Config(movers="process", mover=("a", "b", "a"))
