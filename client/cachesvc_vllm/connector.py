@@ -120,7 +120,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers say of loads."""
         if self._scheduler is not None:
-            self._scheduler.note_failed_loads(getattr(connector_output, "failed_recving", None) or ())
+            ended, failed = (
+                getattr(connector_output, name, None) or () for name in ("finished_recving", "failed_recving")
+            )
+            self._scheduler.note_ends(ended, failed)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """For the workers."""
