@@ -135,6 +135,7 @@ class Server:
         )
         self._engine = self._llm.llm_engine
         self._seconds: list[float] = []
+        self._loads: list[float] = []
         self._numbers = iter(range(1 << 40))
         if wish["kind"] == "ours" and not wish["split"]:
             self._keep_times()
@@ -181,6 +182,12 @@ class Server:
         self._seconds.clear()
         return taken
 
+    def take_loads(self) -> list[float]:
+        """Seconds of each load from the host since the last call."""
+        taken = list(self._loads)
+        self._loads.clear()
+        return taken
+
     def reset(self) -> bool:
         """Forget the engine's own prefixes."""
         return bool(self._llm.reset_prefix_cache())
@@ -207,6 +214,7 @@ class Server:
             stats = told()
             if stats is not None:
                 self._seconds += stats.data["step_seconds"]
+                self._loads += stats.data["load_seconds"]
             return stats
 
         connector.get_kv_connector_stats = take

@@ -138,13 +138,13 @@ class Engine:
         return self.collect()
 
     def do(self, what: str) -> Any:
-        """``take_times`` or ``reset``."""
+        """``take_times``, ``take_loads`` or ``reset``."""
         self._write({"do": what})
         return self._read(SPARE_SECONDS)
 
     @property
     def has_times(self) -> bool:
-        """True where ``take_times`` says something."""
+        """True where ``take_times`` and ``take_loads`` say something."""
         return self.kind == "ours" and not self.shape.split
 
     @property

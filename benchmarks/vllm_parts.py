@@ -113,22 +113,27 @@ def flood(engine: Engine, tokens: int, salt: int) -> None:
 
 
 def from_host(engine: Engine, sizes: Sequence[int], repeats: int, salt: int) -> list[dict[str, Any]]:
-    """Prompts leave the device, and are asked again; a row by size."""
+    """Prompts leave the device, and are asked again; a row by size, with the connector's time in all iterations of a
+    request, which has that of making room in it, and the load's own."""
     times: dict[int, list[tuple[float, int]]] = {size: [] for size in sizes}
+    parts: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     for repeat in range(repeats):
         seeds = {size: salt + repeat * 1000 + size for size in sizes}
         for size, seed in seeds.items():
             first_ms(engine, prompt((seed, size)))
         flood(engine, engine.shape.pool_tokens, salt + (repeat + 1) * 100_000)
         for size, seed in seeds.items():
+            _drop_times(engine)
             times[size].append(first_ms(engine, prompt((seed, size))))
-        progress(f"{engine.name} from its host: {times}")
+            parts[size].append(_connector_ms(engine, 1) | _load_ms(engine))
+        progress(f"{engine.name} from its host: {times} {parts}")
     return [
         {
             "tokens": size,
             "host_ms": statistics.median(ms for ms, _ in seen),
             "host_ms_least": min(ms for ms, _ in seen),
             "cached": min(cached for _, cached in seen),
+            **{name: statistics.median(each[name] for each in parts[size]) for name in parts[size][0]},
         }
         for size, seen in times.items()
     ]
@@ -289,11 +294,17 @@ def _judge(expected: Mapping[str, Any], answer: Mapping[str, Any], found: dict[s
 def _drop_times(engine: Engine) -> None:
     if engine.has_times:
         engine.do("take_times")
+        engine.do("take_loads")
 
 
 def _connector_ms(engine: Engine, requests: int) -> dict[str, float]:
     """Time of the connector for one request, on average since the last drop."""
     return {"connector_ms": sum(engine.do("take_times")) * 1e3 / requests} if engine.has_times else {}
+
+
+def _load_ms(engine: Engine) -> dict[str, float]:
+    """Time of all loads from the host since the last drop."""
+    return {"load_ms": sum(engine.do("take_loads")) * 1e3} if engine.has_times else {}
 
 
 def _percentile(values: Sequence[float], percent: int) -> float:

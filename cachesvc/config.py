@@ -132,6 +132,8 @@ class Config:
         _one_of("movers", self.movers, MOVERS)
         if self.mover and self.movers != "process":
             raise InvalidRequest("mover names sockets of movers that run already: it needs movers = process")
+        if len(set(self.mover)) < len(self.mover):
+            raise InvalidRequest(f"mover names a socket twice, and each is for one device: {', '.join(self.mover)}")
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("checksums", self.checksums, CHECKSUMS)
         if not self.socket or len(self.socket.encode()) > 100:

@@ -20,7 +20,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.mover.life import found
+from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from cachesvc.service.host.device_line import DeviceLine
@@ -135,9 +135,12 @@ def _gpus_of_movers(config: Config) -> Hardware:
     command = [sys.executable, "-m", "cachesvc.mover", "--list"]
     try:
         said = subprocess.run(command, capture_output=True, check=True, timeout=LIST_SECONDS).stdout  # noqa: S603
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"the GPUs cannot be listed: {error}; see nvidia-smi, or use --backend shm") from error
-    told = json.loads(said)
+        told = json.loads(said)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        raise Unavailable(
+            f"the GPUs cannot be listed: {error}{why and f' ({why})'}; see nvidia-smi, or use --backend shm"
+        ) from error
     if "absent" in told:
         raise CudaMissing(told["absent"])
     if "broken" in told:

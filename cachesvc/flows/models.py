@@ -54,6 +54,9 @@ class Vault(HasHeadroom, Protocol):
     ) -> None:
         """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
 
+    def has_replica(self, model: int, replica: int) -> bool:
+        """False where a device lost its memory since the replica was begun."""
+
     def close_model(self, model: int) -> None:
         """Free the memory of a model that did not come into the ledger."""
 
@@ -145,11 +148,14 @@ class Registration:
             undo.pop_all()
 
     def enter(self, core: Core, vault: Vault, now: float) -> Registered:
-        """The pools are there: the model is too, or has one replica more."""
+        """The pools are there: the model is too, or has one replica more; ``gone`` where a device lost its memory
+        while they were made."""
         model = self._new.model or self._enter_model(core, vault)
         place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
         made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
         made.shadow = core.eviction.new_shadow(place.pools[place.lead].capacity)
+        if not vault.has_replica(self._model_id, self._replica_id):
+            made.gone = "a device lost its memory while the pools were made"
         model.replicas.append(made)
         model.last_used = now
         return Registered(model, made, existed=False)

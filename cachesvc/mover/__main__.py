@@ -7,11 +7,13 @@ named to the daemon by ``--mover``; it serves one daemon after another, and keep
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from functools import partial
 from pathlib import Path
@@ -153,7 +155,7 @@ def _gpus() -> dict[str, Any]:
 
 def _listen(path: str, gpu: str) -> NoReturn:
     """Serve one daemon after another. Raises OSError."""
-    Path(path).unlink(missing_ok=True)
+    _make_way(path)
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -170,6 +172,21 @@ def _listen(path: str, gpu: str) -> NoReturn:
             connection, _ = listening.accept()
             log.info("mover_serves pid=%d", os.getpid())
             Server(connection, __version__, partial(_equip_only, gpu)).serve()
+
+
+def _make_way(path: str) -> None:
+    """Remove the socket that a killed mover has left. Raises OSError for anything else."""
+    try:
+        is_socket = stat.S_ISSOCK(Path(path).lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise FileExistsError(f"{path} is there and no socket: choose another --socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        if connection.connect_ex(path) != errno.ECONNREFUSED:
+            raise FileExistsError(f"{path} is another mover's, or nobody's to remove: choose another --socket")
+    Path(path).unlink(missing_ok=True)
 
 
 def _parser() -> argparse.ArgumentParser:

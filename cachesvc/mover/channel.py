@@ -64,7 +64,12 @@ def receive(connection: socket.socket) -> Message:
         head_bytes, body_bytes = _SIZES.unpack(first + _exactly(connection, _SIZES.size - len(first)))
         if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
             raise ChannelClosed(f"a message of {head_bytes} and {body_bytes} bytes: this is no mover's connection")
-        head = json.loads(_exactly(connection, head_bytes))
+        try:
+            head = json.loads(_exactly(connection, head_bytes))
+        except ValueError as other:
+            raise ChannelClosed(f"a message that is not JSON: this is no mover's connection ({other})") from other
+        if not isinstance(head, dict):
+            raise ChannelClosed("a message without names: this is no mover's connection")
         return Message(head, _exactly(connection, body_bytes), tuple(descriptors))
     except BaseException:
         for descriptor in descriptors:

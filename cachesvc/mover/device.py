@@ -146,6 +146,7 @@ class DeviceMover:
             except CacheError as gone:
                 log.warning("mover_not_closed device=%s reason=%s", self.device, gone)
             life.hang_up()
+            life.wait_over()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.timeline.close()
@@ -281,7 +282,8 @@ class DeviceMover:
             raise Unavailable(f"the mover of {self.device} broke at its start: {broken}") from broken
         with ExitStack() as undo:
             undo.callback(life.give_back)
-            undo.callback(life.kill)  # first
+            undo.callback(life.wait_over)
+            undo.callback(life.hang_up)  # first
             self._equip(life)
             with self._opening:
                 for number, before in self.timeline.sheets().items():

@@ -6,13 +6,9 @@ by then its process has ended: nothing of it writes to any memory any more.
 
 from __future__ import annotations
 
-import os
 import select
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +16,8 @@ from cachesvc.memory.seam import Handle
 from cachesvc.memory.timeline import Sheet
 from cachesvc.model.errors import Unavailable
 from cachesvc.mover import records
-from cachesvc.mover.channel import Channel, Message
+from cachesvc.mover.channel import Channel, Message, MoverGone
+from cachesvc.mover.process import Begin, Process
 from cachesvc.mover.ring import Part, Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 
@@ -28,19 +25,6 @@ ANSWER_SECONDS = 60.0
 """The longest that a question may take: making a GPU's context, pinning a chunk, or the end of copies under way."""
 GOING_SECONDS = 2.0
 """How long a process may take to end after it has hung up; then it is killed."""
-
-Process = subprocess.Popen[bytes]
-Begin = Callable[[], tuple[socket.socket, Process | None]]
-"""Gives a connection to a mover, and its process where that is a child of this one. Raises OSError."""
-
-
-def child(device: str) -> tuple[socket.socket, Process | None]:
-    """Start a device's mover as a child of this process, which ends with it. Raises OSError."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "cachesvc.mover", "--connected", str(theirs.fileno()), "--gpu", device]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])  # noqa: S603
-    return ours, process
 
 
 class Life:
@@ -51,6 +35,8 @@ class Life:
         self._version = version
         self._settings = settings
         self._process: Process | None = None
+        self._is_ours = False
+        self._is_let_go = False
         self._learning = threading.Lock()
         self._known: set[int] = set()
         self.facts: dict[str, Any] = {}
@@ -61,6 +47,7 @@ class Life:
         with ExitStack() as undo:
             try:
                 connection, self._process = self._begin()
+                undo.callback(self._forget_process)
                 undo.callback(self._reap)
                 undo.callback(connection.close)
                 jobs, ends = Ring.make("kvcache-jobs", JOBS_BYTES), Ring.make("kvcache-ends", ENDS_BYTES)
@@ -70,10 +57,10 @@ class Life:
             undo.callback(jobs.close)
             undo.callback(ends.close)
             self._jobs, self._reader, self._rings = Writer(jobs), Reader(ends), (jobs, ends)
-            hello = self.ask("hello").head
+            hello = self._greet()
             if hello["version"] != self._version:
                 raise Unavailable(f"the mover is of version {hello['version']}, this daemon of {self._version}")
-            self.pid = hello["pid"]
+            self._is_ours, self.pid = True, hello["pid"]
             told = self.ask("open", descriptors=(jobs.fd, ends.fd), **self._settings.told())
             self.facts = told.head
             undo.pop_all()
@@ -137,18 +124,29 @@ class Life:
                 self.ask("close_peer", region=region)
 
     def kill(self) -> None:
-        """It is of no use any more: end its process, or have it end its work where the process is not ours."""
-        if self._process is not None:
-            self._process.kill()
+        """It is of no use any more: end its process. One that was found and has not said what it is may be another
+        daemon's: that one is let go."""
+        process = self._process
+        if process is not None and (process.is_child or self._is_ours):
+            process.kill()
         self._channel.close()
 
     def hang_up(self) -> None:
-        """Let the process end by itself."""
+        """Have it end its work, and its process if that is a child of this one."""
+        self._is_let_go = True
         self._channel.close()
 
+    def wait_over(self) -> None:
+        """It was hung up on: wait until its work is over. One that takes too long is killed."""
+        self._watcher.join(ANSWER_SECONDS)
+        if self._watcher.is_alive():
+            self.kill()
+            self._watcher.join()
+
     def give_back(self) -> None:
-        """It has died and all that it said was taken: close what is left of it, but for the words."""
+        """It is over and all that it said was taken: close what is left of it, but for the words."""
         self._watcher.join()
+        self._forget_process()
         self._jobs.close()
         for ring in self._rings:
             ring.close()
@@ -162,28 +160,26 @@ class Life:
         self._reap()
         Writer(self._rings[1]).put(records.died_record())
 
-    def _reap(self) -> None:
-        """Wait for the process, where it is a child: then it writes nowhere any more."""
-        process = self._process
-        if process is None:
-            return
+    def _greet(self) -> dict[str, Any]:
+        """What it is. Raises Unavailable."""
         try:
-            process.wait(GOING_SECONDS)
-        except subprocess.TimeoutExpired:
+            return self.ask("hello").head
+        except MoverGone as silent:
+            raise Unavailable(
+                f"the mover of {self._settings.device} does not answer ({silent.__cause__}): it has ended, hangs, or "
+                "serves another daemon"
+            ) from silent
+
+    def _reap(self) -> None:
+        """Wait for the process, where that is ending: then it writes nowhere any more. One that was found may go on,
+        for another daemon, and has given up its work for this one before it hung up."""
+        process = self._process
+        if process is None or not (process.is_child or (self._is_ours and not self._is_let_go)):
+            return
+        if not process.has_ended(GOING_SECONDS) and process.is_child:
             process.kill()
-            process.wait()
+            process.has_ended(None)
 
-
-def found(path: str) -> tuple[socket.socket, Process | None]:
-    """Connect to a mover that listens at ``path``, of this user or root. Raises OSError."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(path)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        uid = int.from_bytes(credentials[4:8], sys.byteorder)
-        if uid not in (0, os.getuid()):
-            raise PermissionError(f"the mover at {path} is of user {uid}")
-    except OSError:
-        connection.close()
-        raise
-    return connection, None
+    def _forget_process(self) -> None:
+        if self._process is not None:
+            self._process.close()

@@ -19,7 +19,8 @@ from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavaila
 from cachesvc.model.transfer import Direction
 from cachesvc.mover.channel import MoverGone
 from cachesvc.mover.device import DeviceMover, SlabOfMover
-from cachesvc.mover.life import Begin, Life, child
+from cachesvc.mover.life import Life
+from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool

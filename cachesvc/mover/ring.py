@@ -5,13 +5,12 @@
     page 1 .. the bytes, as a circle
 
 A record is cut into frames: 8 bytes (length, and whether more of the record follows), then the bytes, filled up to 8.
-Whoever moves a word wakes who waits on it, so nobody polls; a wake that nobody waits for costs a microsecond. One
-process writes and one reads. Memory that the other side can write is believed: both ends are the daemon's own.
+Whoever moves a word wakes who waits on it; a wake that nobody waits for costs a microsecond. One process writes and one
+reads. Memory that the other side can write is believed: both ends are the daemon's own.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 import threading
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.futex import store_and_wake, wait_reached, words_of
+from cachesvc.model.futex import store_and_wake, wait_reached, wake, words_of
 
 HEAD_BYTES = 4096
 UNIT = 8
@@ -31,8 +30,8 @@ WRITTEN, READ = 0, 16
 _FRAME = struct.Struct("<II")
 _MORE = 1
 CYCLE = 0xFFFFFFFF
-PUMP_LOOK_S = 0.25
-"""How late a writer notices at most that it was closed."""
+LOOK_S = 0.25
+"""How late a writer notices at most that it was closed, or a reader that it was stopped."""
 Part = bytes | npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
@@ -107,8 +106,7 @@ class Writer:
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
-            words = self._ring.words
-            store_and_wake(words, READ, int(words[READ]))
+            wake(self._ring.words, READ)  # the word is the reader's
 
     def _pump(self) -> None:
         """Root of a thread that is there while something waits for room."""
@@ -120,7 +118,7 @@ class Writer:
                 if not self._waiting:
                     self._is_pumped = False
                     return
-            wait_reached(ring.words, READ, reached + 1, time.monotonic() + PUMP_LOOK_S)
+            wait_reached(ring.words, READ, reached + 1, time.monotonic() + LOOK_S)
 
     def _write(self) -> None:
         ring, written = self._ring, self._at
@@ -143,10 +141,19 @@ class Reader:
         self._ring = ring
         self._at = int(ring.words[READ])
         self._parts: list[bytes] = []
+        self._is_stopped = False
 
-    def wait(self) -> None:
-        """Sleep until something is there that was not read."""
-        wait_reached(self._ring.words, WRITTEN, self._at + 1, math.inf)
+    def wait(self) -> bool:
+        """Sleep until something is there that was not read; False once it was stopped."""
+        words, target = self._ring.words, self._at + 1
+        while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + LOOK_S):
+            pass
+        return not self._is_stopped
+
+    def stop(self) -> None:
+        """Wait for nothing more: the writer may have died in the middle of a record. Any thread."""
+        self._is_stopped = True
+        wake(self._ring.words, WRITTEN)
 
     def take(self) -> list[bytes]:
         """All whole records that are there, in order."""

@@ -93,8 +93,8 @@ class _Work:
         self._device = device
         self._equipment = equipment
         self._backend = equipment.backend
-        self._jobs = Ring(os.dup(jobs), JOBS_BYTES)
-        self._ends = Writer(Ring(os.dup(ends), ENDS_BYTES))
+        self._rings = Ring(os.dup(jobs), JOBS_BYTES), Ring(os.dup(ends), ENDS_BYTES)
+        self._jobs, self._ends = Reader(self._rings[0]), Writer(self._rings[1])
         self._inside = Inside(
             self._backend, costs=equipment.costs, planning=ThreadPlanning(at_once=True), on_begin=self._begun
         )
@@ -129,9 +129,11 @@ class _Work:
 
     def close(self) -> None:
         """The daemon is gone: finish what runs, fail what waits, give everything back. Idempotent."""
-        if self._thread.is_alive():
-            Writer(self._jobs).put(records.stop_record())
+        self._jobs.stop()
         self._finish()
+        self._ends.close()
+        for ring in self._rings:
+            ring.close()
 
     def _finish(self) -> None:
         if self._thread.ident is not None:
@@ -143,10 +145,8 @@ class _Work:
 
     def _serve_jobs(self) -> None:
         """Root of the thread that reads jobs."""
-        reader = Reader(self._jobs)
-        while True:
-            reader.wait()
-            for record in reader.take():
+        while self._jobs.wait():
+            for record in self._jobs.take():
                 kind = int.from_bytes(record[:8], "little")
                 if kind == records.STOP:
                     self._inside.stop()

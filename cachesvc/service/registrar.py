@@ -68,6 +68,8 @@ class Registrar:
         except Exception:  # the caller may have gone: nobody else would tell
             events.failure("registration_broke", model_name=begun.request.name)
             raise
+        if made.replica.gone:  # it is in the ledger like any other that was lost, and found by nobody
+            raise Unavailable(f"{made.replica.gone}; register again")
         events.event(
             "model_registered",
             model=made.model.id,

@@ -108,6 +108,7 @@ class Vault:
         self._models: dict[int, _Holding] = {}
         self._retired: dict[int, _Holding] = {}
         self._used: Counter[str] = Counter()
+        self._losses: Counter[str] = Counter()
         self._lock = Lock()
 
     # -- where the ledger is -----------------------------------------------------------------------------------
@@ -191,8 +192,14 @@ class Vault:
         """A device lost its memory: give out nothing of replicas that had some there. ``close_retired`` frees what they
         had elsewhere."""
         with self._lock:
+            self._losses[device] += 1
             for holding in self._models.values():
                 holding.lose(device)
+
+    def has_replica(self, model: int, replica: int) -> bool:
+        """False where a device lost its memory since the replica was begun."""
+        with self._lock:
+            return replica in self._models[model].replicas
 
     # -- on any thread, one at a time --------------------------------------------------------------------------
 
@@ -226,6 +233,8 @@ class Vault:
     ) -> None:
         """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
         counts = layout.slab_pages(pages)
+        with self._lock:
+            losses = [self._losses[device] for device in devices]
         ranks: list[list[Slab]] = []
         with ExitStack() as undo:
             for device in devices:
@@ -243,6 +252,9 @@ class Vault:
             holding.devices[replica] = devices
             for device, rank in zip(devices, ranks, strict=True):
                 self._used[device] += sum(slab.handle.size_bytes for slab in unique(rank))
+            for device, before in zip(devices, losses, strict=True):
+                if self._losses[device] != before:  # it may be of what was lost
+                    holding.lose(device)
 
     def close_model(self, model: int) -> None:
         """Free the memory of a model that did not come into the ledger."""

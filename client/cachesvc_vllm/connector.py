@@ -117,6 +117,14 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None and num_external_tokens:
             self._scheduler.note_load(request)
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers say of loads."""
+        if self._scheduler is not None:
+            ended, failed = (
+                getattr(connector_output, name, None) or () for name in ("finished_recving", "failed_recving")
+            )
+            self._scheduler.note_ends(ended, failed)
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """For the workers."""
         if self._scheduler is None:

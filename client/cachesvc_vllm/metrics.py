@@ -19,11 +19,17 @@ those of them whose blocks did not come."""
 STEP_SECONDS = "step_seconds"
 """Of each iteration in which it did something: time in vLLM's scheduler thread."""
 
+LOAD_SECONDS = "load_seconds"
+"""Of each load: from the request's having its pages until the scheduler has heard of its end."""
+
+TIMES = (STEP_SECONDS, LOAD_SECONDS)
 BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
+LOAD_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 def _nothing() -> dict[str, Any]:
-    return {**dict.fromkeys(COUNTS, 0), STEP_SECONDS: []}
+    counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+    return counts | {name: [] for name in TIMES}
 
 
 @dataclass
@@ -40,15 +46,18 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         """This one, with what another process of the engine saw, or a later moment."""
         for name in COUNTS:
             self.data[name] += other.data[name]
-        self.data[STEP_SECONDS] = [*self.data[STEP_SECONDS], *other.data[STEP_SECONDS]]
+        for name in TIMES:
+            self.data[name] = [*self.data[name], *other.data[name]]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: counts, and the time of an iteration at most and in the middle."""
+        """For vLLM's log: counts, and the times of iterations and of loads, in the middle and at most."""
         told: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
-        if steps := self.data[STEP_SECONDS]:
-            told["step_ms_p50"] = round(float(np.percentile(steps, 50)) * 1e3, 3)
-            told["step_ms_max"] = round(max(steps) * 1e3, 3)
+        for name in TIMES:
+            if seconds := self.data[name]:
+                what = name.removesuffix("_seconds")
+                told[f"{what}_ms_p50"] = round(float(np.percentile(seconds, 50)) * 1e3, 3)
+                told[f"{what}_ms_max"] = round(max(seconds) * 1e3, 3)
         return told
 
     def is_empty(self) -> bool:
@@ -111,7 +120,13 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             buckets=BUCKETS_S,
             labelnames=labelnames,
         )
-        self._tiers, self._loads, self._asked, self._steps = tiers, loads, asked, steps
+        waits = metric_types[Histogram](
+            "vllm:cachesvc_load_seconds",
+            "Time of a load from the host pool, from the request's pages to its end as the scheduler hears of it.",
+            buckets=LOAD_BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._tiers, self._loads, self._asked, self._steps, self._waits = tiers, loads, asked, steps, waits
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine tells."""
@@ -121,5 +136,6 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._loads.labels(*labels, "came").inc(told["loads"] - told["failed_loads"])
         self._loads.labels(*labels, "failed").inc(told["failed_loads"])
         self._asked.labels(*labels).inc(told["asked_tokens"])
-        for seconds in told[STEP_SECONDS]:
-            self._steps.labels(*labels).observe(seconds)
+        for name, histogram in ((STEP_SECONDS, self._steps), (LOAD_SECONDS, self._waits)):
+            for seconds in told[name]:
+                histogram.labels(*labels).observe(seconds)

@@ -11,7 +11,7 @@ import subprocess
 import threading
 from dataclasses import dataclass
 
-from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Timeouts
+from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
@@ -90,8 +90,14 @@ class Node:
 
     @property
     def is_back(self) -> bool:
-        """True when a new lease waits to be taken, after the old one was lost."""
-        return self._back is not None
+        """True when a new lease waits to be taken, after the old one was lost; not where that one is lost too."""
+        return self._back is not None and not self._back.is_lost
+
+    @property
+    def back_id(self) -> str:
+        """Of the lease that waits to be taken."""
+        assert self._back is not None
+        return self._back.id
 
     def page_check(self) -> PageCheck:
         """For debugging, as the settings want it."""
@@ -101,23 +107,9 @@ class Node:
 
     def start(self) -> None:
         """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""
-        client, settings, share = self._client, self._settings, self._share
+        client = self._client
         client.connect()
-        registration = client.register(
-            share.model,
-            share.layout,
-            tenant_salt=_salt(settings.tenant_salt),
-            devices=share.devices,
-            device_pages=[share.pages],
-            host_pages=None if settings.host_blocks is None else [settings.host_blocks],
-            reserved_pages=RESERVED_PAGES,
-        )
-        if registration.device_pages != (share.pages,):
-            raise ConnectorRefused(
-                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
-                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
-            )
-        self._lease = self._watched(client.open_lease(registration, instance=self._instance))
+        self._lease = self._watched(client.open_lease(self._register(), instance=self._instance))
         if self._attaches:
             self._pool = self._lease.attach(0)
         else:
@@ -147,10 +139,7 @@ class Node:
             map_over(self._address, int(slab.ctypes.data), slab.nbytes)
         else:
             self._keep()
-        try:
-            old.close(quiesced=True)
-        except CacheClientError as error:
-            log.debug("old_lease_not_closed why=%s", error)
+        _give_up(old)
         return self._lease
 
     def close(self) -> None:
@@ -161,6 +150,25 @@ class Node:
             self._thread.join()
         self._end_keeper()
         self._client.close()
+
+    def _register(self) -> Registration:
+        """The pools, made or found. Raises ConnectorRefused (sizes), and what ``register`` raises."""
+        settings, share = self._settings, self._share
+        registration = self._client.register(
+            share.model,
+            share.layout,
+            tenant_salt=_salt(settings.tenant_salt),
+            devices=share.devices,
+            device_pages=[share.pages],
+            host_pages=None if settings.host_blocks is None else [settings.host_blocks],
+            reserved_pages=RESERVED_PAGES,
+        )
+        if registration.device_pages != (share.pages,):
+            raise ConnectorRefused(
+                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
+                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
+            )
+        return registration
 
     def _keep(self) -> None:
         self._end_keeper()
@@ -196,10 +204,11 @@ class Node:
     def _come_back(self) -> bool:
         """Try to get a new lease; True when there is one."""
         client, pages = self._client, self._share.pages
+        self._came.clear()
         lease = None
         try:
-            if client.connected:  # the daemon is there, and took the lease away
-                lease = client.open_lease(self.lease.registration, instance=self._instance)
+            if client.connected:  # the daemon is there, and took the lease away: the pools may have gone with a mover
+                lease = client.open_lease(self._register(), instance=self._instance)
             else:
                 lease = client.reconnect()[-1]
             if lease.registration.device_pages != (pages,):
@@ -209,12 +218,20 @@ class Node:
         except (CacheClientError, ConnectorRefused) as error:
             log.debug("daemon_not_back why=%s", error)
             if lease is not None:
-                lease.close()
+                _give_up(lease)
             return False
         self._back = self._watched(lease)
         self._came.set()
         log.warning("daemon_back blocks=%s", pages)
         return True
+
+
+def _give_up(lease: Lease) -> None:
+    """Close a lease of which no page is used."""
+    try:
+        lease.close(quiesced=True)
+    except CacheClientError as error:
+        log.debug("lease_not_closed why=%s", error)
 
 
 def _salt(text: str) -> bytes:

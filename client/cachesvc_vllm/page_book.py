@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 
 class PageBook:
     """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: of requests
-    that wait, so many are matched and reserved together."""
+    that wait, so many are matched and reserved together. ``without_host``: requests that have what is in place alone,
+    because a load of theirs has failed and might do so for ever."""
 
     def __init__(
         self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
@@ -56,6 +58,7 @@ class PageBook:
         self._private: list[int] = []
         self._salt: bytes | None = None
         self._short_until_s = 0.0
+        self.without_host: set[str] = set()
         self.held_blocks = 0
         self.is_adrift = False
         self.is_moving = False
@@ -81,15 +84,12 @@ class PageBook:
         known = self._requests.get(request_id)
         if known is not None and known.is_matching:
             self._take_matches()
-        if known is not None and (known.is_matching or self._is_fresh(known)):
+        if known is not None and (known.is_matching or self._is_fresh(known, wish)):
             return known
-        self.forget(request_id)
-        if self._is_with_daemon():
-            self._take_matches()
-            ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
-            self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
-            self._take_matches()
-        return self._requests.setdefault(request_id, RequestPages(request_id, self._clock()))
+        begun = self._match(request_id, wish)
+        while begun.host_blocks and request_id in self.without_host:
+            begun = self._match(request_id, replace(wish, most_blocks=begun.hit_blocks))
+        return begun
 
     def forget(self, request_id: str) -> None:
         """The request's pages are no longer its own: given back at once, or when vLLM has freed the last of them."""
@@ -235,9 +235,22 @@ class PageBook:
             return keys
         return (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(self._salt, np.uint8)).tobytes()
 
-    def _is_fresh(self, request: RequestPages) -> bool:
-        """True where a request that waits need not be matched again: what it has is recent, or has its pages."""
-        if request.held or not request.is_usable:
+    def _match(self, request_id: str, wish: Wish) -> RequestPages:
+        """Match a request, and those beside it that may run next."""
+        self.forget(request_id)
+        if self._is_with_daemon():
+            self._take_matches()
+            ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
+            self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
+            self._take_matches()
+        return self._requests.setdefault(request_id, RequestPages(request_id, self._clock()))
+
+    def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
+        """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
+        more than it may have."""
+        if request.held or not request.is_usable or request.hit_blocks + request.host_blocks > wish.most_blocks:
+            return False
+        if request.host_blocks and request.request_id in self.without_host:
             return False
         has_pages = len(request.pages) > request.hit_blocks
         return has_pages or self._clock() - request.begun_s < MATCH_HOLDS_S

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.block_pool import DaemonBlockPool
-from cachesvc_vllm.metrics import STEP_SECONDS, CacheStats, Stopwatch
+from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
@@ -30,6 +32,7 @@ class SchedulerSide:
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
         self._check = node.page_check()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
+        self._loading_since_s: dict[str, float] = {}
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._block_tokens = 0
@@ -122,6 +125,16 @@ class SchedulerSide:
         assert pages.sequence is not None
         self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
         self._loads[request.request_id] = pages.sequence.tickets
+        self._loading_since_s[request.request_id] = time.perf_counter()
+
+    def note_ends(self, ended: Iterable[str], failed: Iterable[str]) -> None:
+        """Loads of these requests have ended. Where one ``failed``, vLLM frees the request's pages, and schedules it
+        again."""
+        now_s = time.perf_counter()
+        for request_id in ended:
+            if (since_s := self._loading_since_s.pop(request_id, None)) is not None:
+                self._stats.data[LOAD_SECONDS].append(now_s - since_s)
+        self._book.without_host.update(failed)
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where
@@ -138,6 +151,8 @@ class SchedulerSide:
         """A request has ended: what it has computed is sealed before its pages go."""
         with self._watch:
             self._unfinished.discard(request.request_id)
+            self._book.without_host.discard(request.request_id)
+            self._loading_since_s.pop(request.request_id, None)
             pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
@@ -217,3 +232,4 @@ class SchedulerSide:
         self._book.is_moving = True
         if self._book.is_empty:
             self._book.adopt(self._node.move())
+            self._check = self._node.page_check()  # the model may have another number

@@ -104,6 +104,8 @@ class WorkerSide:
             return
         if not self._node.wait_back(BACK_S):
             raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")
+        if self._node.back_id != lease_id:  # a table of one daemon's pages is none of another one's
+            raise ConnectorRefused("the daemon went again before this worker had followed its scheduler")
         self._node.move()
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]]) -> None:

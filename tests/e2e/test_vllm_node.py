@@ -15,6 +15,7 @@ from cachesvc_vllm.node import Node, Share
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
 
+from tests.e2e.movers import kill_mover_of
 from tests.e2e.rig import Node as Daemon
 from tests.e2e.rig import running_node, wait_until
 from tests.style.tree import ROOT
@@ -70,6 +71,49 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
     finally:
         scheduler.close()
         worker.close()
+
+
+def test_a_daemon_that_goes_again_before_anybody_has_moved_is_waited_for(staying: Daemon) -> None:
+    worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
+    worker.start()
+    try:
+        worker.keep_address()
+        for _ in range(2):
+            staying.daemon.process.kill()
+            staying.daemon.process.wait()
+            wait_until(lambda: worker.lease.is_lost and not worker.is_back, "it knows")
+            staying.daemon.start()
+            assert worker.wait_back(60)
+            assert worker.is_back
+        back = worker.back_id
+        assert worker.move().id == back
+        assert not worker.lease.is_lost
+    finally:
+        worker.close()
+
+
+def test_after_a_mover_s_death_the_tensors_lie_on_the_next_one_s_slab() -> None:
+    """The daemon is there, but the pools that were registered are not."""
+    with running_node(("--movers", "process")) as node:
+        scheduler = Node(Settings(socket=node.socket), "engine", SHARE, attaches=False)
+        worker = Node(Settings(socket=node.socket), "engine", SHARE, attaches=True)
+        worker.start()
+        scheduler.start()
+        try:
+            tensor = worker.pool.slab(GROUP)
+            worker.keep_address()
+            tensor[100] = 7
+            before = worker.lease.registration.replica
+            kill_mover_of(node, "shm-0")
+            for each in (scheduler, worker):
+                assert each.wait_back(60)
+                each.move()
+                assert each.lease.registration.replica != before
+            assert worker.lease.id == scheduler.lease.id
+            assert tensor[100] == 0
+        finally:
+            scheduler.close()
+            worker.close()
 
 
 HOLD = """

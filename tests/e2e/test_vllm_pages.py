@@ -215,6 +215,31 @@ def test_a_hit_that_was_to_come_from_the_host_is_nothing_once_the_daemon_has_gon
     engine.close()
 
 
+def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(node: Node) -> None:
+    """What fails may fail each time: a request that came back to it would never be answered."""
+    engine, keys = Engine(node, host_pages=PAGES), hashes("a", 4)
+    engine.compute("first", keys)
+    engine.end(engine.admit("all", [], USABLE))  # drives them to the host
+    request = engine.book.begin("second", Wish(keys, 4, 0))
+    assert (request.hit_blocks, request.host_blocks) == (0, 4)
+    engine.book.without_host.add("second")
+    request = engine.book.begin("second", Wish(keys, 4, 0))
+    assert (request.hit_blocks, request.host_blocks) == (0, 0)
+    assert engine.book.reserve(request, 4)
+    assert engine.book.begin("other", Wish(keys, 4, 0)).host_blocks == 4
+    engine.book.forget("second")
+    engine.book.forget("other")
+    engine.close()
+
+
+def test_a_match_that_was_made_ahead_is_no_longer_than_what_vllm_takes(engine: Engine) -> None:
+    keys = hashes("a", 5)
+    engine.compute("first", keys)
+    engine.book.expect("second", Wish(keys, 5, 0))
+    assert engine.book.begin("second", Wish(keys, 3, 0)).hit_blocks == 3
+    engine.book.forget("second")
+
+
 def test_pages_of_a_preempted_request_are_there_for_whom_it_was_preempted_for(engine: Engine) -> None:
     large, small = engine.admit("large", [], 40), engine.admit("small", [], 10)
     assert not engine.book.reserve(small, 30)

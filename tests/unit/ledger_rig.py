@@ -146,6 +146,9 @@ class CountedVault:
             self.device_bytes[device] -= size
             self._held.setdefault(model, []).append((device, size))
 
+    def has_replica(self, model: int, replica: int) -> bool:
+        return True
+
     def take_news(self, model: int) -> list[tuple[int, Run]]:
         news, self._news[model] = self._news[model], []
         return news

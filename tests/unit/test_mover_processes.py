@@ -19,12 +19,12 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
-from cachesvc.mover.life import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
+from tests.unit.mover_rig import Heard
 from tests.unit.swap_rig import (
     DEVICE_PAGES,
     LOAD,
@@ -39,24 +39,6 @@ from tests.unit.swap_rig import (
 )
 
 SECOND = 2
-
-
-class Heard(logging.Handler):
-    """Waits for what the daemon's side logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changed = threading.Condition()
-        self._said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with self._changed:
-            self._said.append(record.getMessage())
-            self._changed.notify_all()
-
-    def wait(self, name: str, count: int = 1) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: sum(said.startswith(name) for said in self._said) >= count)
 
 
 @pytest.fixture
@@ -358,33 +340,3 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
         heard.wait("mover_started")
         rig.backend.probe()
         assert rig.backend.fault("GPU-host-0") == ""
-
-
-def test_a_mover_that_was_started_by_hand_is_found_by_its_socket(tmp_path: Path) -> None:
-    path = str(tmp_path / "mover.sock")
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(path)
-    listening.listen(1)
-
-    def serve() -> None:
-        connection, _ = listening.accept()
-        Server(connection, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict)).serve()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    movers = Processes([Settings("cuda", "GPU-host-0", 1 << 20)], __version__, begins=[lambda: found(path)])
-    movers.start()
-    movers.listen(lambda _: None)
-    slab = movers.create_slab("GPU-host-0", 4096)
-    assert movers.read(slab.region, 0, 8) == bytes(8)
-    movers.close()
-    thread.join()
-    listening.close()
-
-
-def test_who_is_not_there_is_said(tmp_path: Path) -> None:
-    path = str(tmp_path / "nobody.sock")
-    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
-    with pytest.raises(Unavailable, match="no mover for shm-0"):
-        movers.start()
-    movers.close()

@@ -89,3 +89,25 @@ def test_a_closed_writer_writes_no_more_and_waits_for_nobody(ring: Ring) -> None
     found = Reader(ring).take()
     assert all(record == bytes(HEAD_BYTES // 2) for record in found)
     assert len(found) < 3
+
+
+def test_a_reader_that_is_stopped_waits_no_more_for_the_rest_of_a_record(ring: Ring) -> None:
+    """Whose writer has died, perhaps."""
+    Writer(ring).put([bytes(2 * HEAD_BYTES)])
+    reader, went_on = Reader(ring), list[bool]()
+    assert reader.wait()
+    thread = threading.Thread(target=lambda: went_on.append(reader.wait()))
+    assert reader.take() == []
+    reader.stop()
+    thread.start()
+    thread.join()
+    assert went_on == [False]
+
+
+def test_closing_a_writer_leaves_the_readers_word_alone(ring: Ring) -> None:
+    """It may come further just then, and nobody else would set it right."""
+    writer, reader = Writer(ring), Reader(ring)
+    ring.words.flags.writeable = False
+    writer.close()
+    ring.words.flags.writeable = True
+    assert reader.take() == []

@@ -222,3 +222,27 @@ def test_closing_waits_for_what_has_begun_and_refuses_what_has_not() -> None:
         assert desk.names == ["begun"]
 
     run(test)
+
+
+def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobody() -> None:
+    """Some of their slabs were made before: they would be another process's memory, which is no more."""
+
+    async def test(desk: Desk) -> None:
+        first = desk.register("model")
+        await desk.begun()
+        desk.permit(1)
+        await desk.begun()
+        desk.node.on_device_lost("shm-0", "its mover has ended")
+        await asyncio.sleep(0)
+        desk.permit(1)
+        with pytest.raises(Unavailable, match="register again"):
+            await first
+        desk.permit(2)
+        await desk.register("model")
+        (model,) = desk.core.ledger.models.values()
+        assert [bool(replica.gone) for replica in model.replicas] == [True, False]
+        assert not desk.vault.has_replica(model.id, 0)
+        assert desk.vault.has_replica(model.id, 1)
+        assert desk.free[0] == 0, "the lost pools have made room"
+
+    run(test)
