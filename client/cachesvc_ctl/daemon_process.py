@@ -26,7 +26,7 @@ class DaemonProcess:
     def __init__(
         self, flags: Sequence[str], *, folder: str | None = None, under: Sequence[str] = (), whole: bool = False
     ) -> None:
-        """``under``: a command that runs it, such as ``prlimit``. ``whole``: it has started when all of its host pool is
+        """``under``: a command that runs it, such as ``prlimit``. ``whole``: it has started when its whole host pool is
         there, not when it serves."""
         self._flags = list(flags)
         self._is_awaited_whole = whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,13 @@ async def test_the_awaited_client_is_told_too(daemon: FakeDaemon, successor: Fak
 
 def test_a_call_that_meets_nobody_is_the_loss_at_once(daemon: FakeDaemon, client: CacheClient) -> None:
     lease = leased(client)
-    told = silent(lease)
+    told, heard = silent(lease), threading.Event()
+    lease.on_lost(lambda _: heard.set())
     daemon.let_go()
     with pytest.raises(DaemonUnavailable):
         lease.prefetch(b"")
     assert lease.is_lost
+    assert heard.wait(NEVER_S), "by a beat's thread, which may have met it first"
     assert len(told) == 1
 
 
