@@ -190,10 +190,9 @@ def _find_straight(
         last = first + count
         if first != sequence.sealed or not first < last <= len(sequence.tables[0]):
             break
-        raw = known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
-        if packed:
-            raw = packed[start * KEY_BYTES : end * KEY_BYTES]
-        if len(raw) != count * KEY_BYTES or not raw.startswith(known):
+        known = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
+        raw = packed[start * KEY_BYTES : end * KEY_BYTES] if packed else bytes(known)
+        if len(raw) != count * KEY_BYTES or (packed and known and not raw.startswith(bytes(known))):
             break
         keys = [raw] if count == 1 else [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         for key in keys:

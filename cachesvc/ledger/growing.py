@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from cachesvc.ledger.tables import BlockTables
+from cachesvc.model.keys import KEY_BYTES
 
 
 def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
@@ -23,5 +24,5 @@ def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: S
             tables.tables[group].extend(pages)
             tables.own[group].update(pages)
     for tables in all_tables:
-        if tables.keys:
+        if len(tables.keys) > tables.declared * KEY_BYTES:
             tables.declare(len(tables.tables[0]))

@@ -57,13 +57,13 @@ class BlockIndex:
         self.rows: PartedDict[int] = PartedDict()
         self.keys: list[bytes | None] = []
         self.parent = array("i")
-        self.depth = array("i")
-        self.head = array("i")
+        self.depth = array("I")
+        self.head = array("I")
         self.continued = bytearray()
-        self.children = array("i")
-        self.stamp = array("q")
-        self.reached = array("q")
-        self.hits = array("i")
+        self.children = array("I")
+        self.stamp = array("Q")
+        self.reached = array("Q")
+        self.hits = array("I")
         self.reuses = array("H")
         self.flights = array("H")
         self.segments = array("i")
@@ -121,7 +121,8 @@ class BlockIndex:
                 parent[row] = above
                 stamps[row] = stamp
                 stamp += 1
-                counts[row] = reuses.get(key, 0) if reuses else 0
+                if reuses:
+                    counts[row] = reuses.get(key, 0)
                 if above == NO_ROW:
                     depth[row] = 0
                     head[row] = row
@@ -178,6 +179,8 @@ class BlockIndex:
             parent[row] = NO_ROW
             self.reached[row] = 0
             self.hits[row] = 0
+            if self.reuses[row]:
+                self.reuses[row] = 0
         self._spare_rows.extend(run)
 
     def forget_keys(self, most: int) -> bool:

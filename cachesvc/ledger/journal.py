@@ -102,7 +102,7 @@ class Journal:
         self._moment = moment
         self._keys: list[bytes] = []
         self._parents: list[bytes] = []
-        self._rows = array("i")
+        self._rows = array("I")
         self._codes = array("I")
         self._seconds = array("d")
 
@@ -155,7 +155,7 @@ class Journal:
         keys = [index_keys[row] or b"" for row in rows]
         parents = [b""] * count
         if code & PRESENT:
-            parents = [(index_keys[above[row]] or b"") if above[row] >= 0 else b"" for row in rows]
+            parents = [(index_keys[row] or b"") if row >= 0 else b"" for row in [above[row] for row in rows]]
         done = 0
         while done < count:  # up to where the ring is whole, or begins anew
             at = self.last % self.keep
@@ -163,7 +163,7 @@ class Journal:
             length = some.stop - done
             where = slice(at, at + length) if self.last >= self.keep else slice(at, at)
             self._keys[where], self._parents[where] = keys[some], parents[some]
-            self._rows[where] = array("i", rows[some])
+            self._rows[where] = array("I", rows[some])
             self._codes[where] = array("I", (code,)) * length
             self._seconds[where] = array("d", (self._moment.seconds,)) * length
             self.last += length

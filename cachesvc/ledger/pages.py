@@ -132,7 +132,7 @@ class PagePool:
         """``shift`` for each of distinct pages, none of which becomes free. Raises IllegalMove before anything has
         moved."""
         states, before, after = self.states, int(source), int(target)
-        if pages and (min(pages) < 0 or set(map(states.__getitem__, pages)) != {before}):
+        if pages and (min(pages) < 0 or {states[page] for page in pages} != {before}):
             page = next(each for each in pages if each < 0 or states[each] != before)
             raise IllegalMove(f"{self.name} page {page}", source, target)
         for page in pages:

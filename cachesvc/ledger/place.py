@@ -118,13 +118,13 @@ class Place:
         self.window_groups = layout.window_groups
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
-        self.pins = array("i")
+        self.pins = array("I")
         self.pinned: set[int] = set()
         self.used = bytearray()
-        self.children = array("i")
+        self.children = array("I")
         self.pages = [array("i") for _ in layout.groups]
         self.states = [bytearray() for _ in layout.groups]
-        self.window_pins = {group: array("i") for group in layout.window_groups}
+        self.window_pins = {group: array("I") for group in layout.window_groups}
         self.filling = array("q")
         self.draining: dict[int, int] = {}
         self.reservations: dict[Reservation, None] = {}

@@ -6,7 +6,7 @@ itself. So nothing that is filed anywhere moves, and the columns are written in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from cachesvc.ledger.index import BlockIndex
@@ -21,11 +21,8 @@ def seal_new(place: Place, parts: Sequence[NewBlocks], stamp: int, reuses: Mappi
     """Seal all of ``parts``, each of a sequence of its own, whose pages at these positions are private or, in windowed
     groups, none. ``stamp``: the first of as many access numbers as there are blocks and parts. ``reuses``: the
     remembered reuse counts. Returns the rows, part by part. Raises IllegalMove."""
-    ledger = parts[0][0].ledger
-    index = ledger.index
-    anchors = [tables.anchor for tables, _ in parts]
-    new = [keys for _, keys in parts]
-    paths = index.insert_paths(zip(anchors, new, strict=True), stamp, reuses)
+    index = parts[0][0].ledger.index
+    paths = index.insert_paths([(tables.anchor, keys) for tables, keys in parts], stamp, reuses)
     rows = list(chain.from_iterable(paths))
     for group in range(len(place.pools)):
         pages: list[int] = []
@@ -33,33 +30,28 @@ def seal_new(place: Place, parts: Sequence[NewBlocks], stamp: int, reuses: Mappi
             tables.give_up(group, len(keys), pages)
         place.seal_new(group, rows, pages)
     place.come(rows, index.parent)
-    pin_below(place, index, [(anchor, path[-1]) for anchor, path in zip(anchors, paths, strict=True)])
-    for (tables, keys), path in zip(parts, paths, strict=True):
-        tables.sealed_new(keys, path)
+    moves = [(tables.sealed_new(keys, path), path[-1]) for (tables, keys), path in zip(parts, paths, strict=True)]
+    pin_below(place, index, moves, len(rows))
     return paths
 
 
-def pin_below(place: Place, index: BlockIndex, moves: Iterable[tuple[int, int]]) -> None:
-    """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which has just come somewhere below
-    it: neither is a candidate."""
+def pin_below(place: Place, index: BlockIndex, moves: Sequence[tuple[int, int]], blocks: int) -> None:
+    """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which is new and somewhere below
+    it: neither is a candidate. ``blocks``: from the first of each pair down to the second, of all together."""
     pins, pinned, depth, head = place.pins, place.pinned, index.depth, index.head
     protected, tips = place.protected, place.protected.tips
     kept = protected.blocks
-    blocks = 0
     for above, row in moves:
-        last = depth[row]
-        pins[row] += 1
+        pins[row] = 1
         pinned.add(row)
-        blocks += last + 1
         if above != NO_ROW:
-            blocks -= depth[above] + 1
             left = pins[above] - 1
             pins[above] = left
             if not left:
                 pinned.discard(above)
                 chain_of = head[row]
                 if chain_of == head[above]:  # whose last row ``above`` was, and so its tip
-                    tips[chain_of] = last
+                    tips[chain_of] = depth[row]
                 else:
                     protected.keep(row)
                     protected.leave(above)

@@ -140,14 +140,14 @@ class BlockTables(Hold):
     def declare(self, last: int, most: int | None = None) -> bool:
         """The request computes, or is about to, all blocks from its hit on up to ``last``, as far as their keys are
         known; up to ``most`` more of them (None: all) are declared now. True when all are."""
-        known, at = len(self.keys) // KEY_BYTES, self.declared
-        if last > known:
-            last = known
+        keys, at = self.keys, self.declared
+        if last * KEY_BYTES > len(keys):
+            last = len(keys) // KEY_BYTES
         if at < self.sealed or at < self.hit_blocks:
             at = max(self.sealed, self.hit_blocks)
         until = last if most is None or last - at <= most else at + most
         if at < until:
-            computing, keys = self.ledger.computing, self.keys
+            computing = self.ledger.computing
             self.declared = until
             while at < until:
                 key = bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
@@ -162,11 +162,9 @@ class BlockTables(Hold):
     def _withdraw_keys(self, keys: Iterable[bytes]) -> None:
         computing = self.ledger.computing
         for key in keys:
-            left = computing[key] - 1
+            left = computing.pop(key) - 1
             if left:
                 computing[key] = left
-            else:
-                del computing[key]
 
     # -- sealing -----------------------------------------------------------------------------------------------
 
@@ -207,19 +205,22 @@ class BlockTables(Hold):
             self._withdraw(first, self.sealed)
         return out
 
-    def sealed_new(self, keys: Sequence[bytes], path: list[int]) -> None:
-        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is pinned."""
+    def sealed_new(self, keys: Sequence[bytes], path: list[int]) -> int:
+        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is to be pinned.
+        Returns the row that was until now."""
         first = self.sealed
         last = self.sealed = first + len(path)
+        if self.declared > first:
+            self._withdraw_keys(keys[: self.declared - first])
         if last * KEY_BYTES > len(self.keys):
             self._know(first, b"".join(keys))
-        self._device.row = path[-1]
+            self.declared = last  # that is none of them, and growing need not look
+        before, self._device.row = self._device.row, path[-1]
         if self.request is not None:
             self.request.sealed(first, path)
         if self.place.window_groups:
             self._hold_windows(first, path)
-        if self.declared > first:
-            self._withdraw_keys(keys if self.declared >= last else keys[: self.declared - first])
+        return before
 
     def _know(self, first: int, keys: bytes) -> None:
         """The packed keys of the blocks from ``first`` on; those of Match are copied when others come to them."""

@@ -41,11 +41,9 @@ class ColumnRun:
         self.columns = columns
         self.answer = answer
         self.numbers: dict[Column, list[int]] = {column: [] for column in IN_ORDER}
-        self._entries = {column: len(columns.sequences(column)) for column in IN_ORDER}
+        self._data: dict[Column, Any] = dict(zip(IN_ORDER, columns[1:], strict=True))
+        self._entries = {column: len(data[0]) for column, data in self._data.items()}
         self._starts = {GROW: columns.growth.starts, PUBLISH: columns.publishes.starts}
-        self._data: dict[Column, Any] = dict(
-            zip(IN_ORDER, (columns.growth, columns.publishes, columns.recycles, columns.releases), strict=True)
-        )
         self._at = 0
 
     @property

@@ -31,8 +31,11 @@ class BlockTable:
     def put(self, first_block: int, pages: Sequence[int]) -> None:
         """Write cells from ``first_block`` on; the table grows to hold them."""
         end = first_block + len(pages)
-        self._reserve(end)
-        self._cells[first_block:end] = pages
+        if self.blocks or first_block:
+            self._reserve(end)
+            self._cells[first_block:end] = pages
+        else:
+            self._cells = np.array(pages, np.int32)
         self.blocks = max(self.blocks, end)
 
     def put_at(self, positions: Sequence[int], pages: Sequence[int]) -> None:
