@@ -102,7 +102,7 @@ class Journal:
         self._moment = moment
         self._keys: list[bytes] = []
         self._parents: list[bytes] = []
-        self._rows = array("I")
+        self._rows = array("i")
         self._codes = array("I")
         self._seconds = array("d")
 
@@ -163,7 +163,7 @@ class Journal:
             length = some.stop - done
             where = slice(at, at + length) if self.last >= self.keep else slice(at, at)
             self._keys[where], self._parents[where] = keys[some], parents[some]
-            self._rows[where] = array("I", rows[some])
+            self._rows[where] = array("i", rows[some])
             self._codes[where] = array("I", (code,)) * length
             self._seconds[where] = array("d", (self._moment.seconds,)) * length
             self.last += length
