@@ -120,10 +120,17 @@ class Store:
     """A master and a server at ``host``. Every flag is said: defaults have changed between versions."""
 
     def __init__(
-        self, folder: Path, *, host: str = "127.0.0.1", discard: int = DISCARD_SECONDS, release: int = 600
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        discard: int = DISCARD_SECONDS,
+        release: int = 600,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.folder = folder
         self.host = host
+        self.segment_bytes = segment_bytes
         self.release = release
         self.discard = discard
         self.port, self.metrics_port = free_port(host), free_port(host)
@@ -169,7 +176,7 @@ class Store:
             f"-port={free_port(self.host)}",
             "-metadata_server=P2PHANDSHAKE",
             f"-master_server_address={self.address}",
-            f"-global_segment_size={SEGMENT_BYTES >> 20} MB",
+            f"-global_segment_size={self.segment_bytes >> 20} MB",
             "-protocol=tcp",
         )
 
