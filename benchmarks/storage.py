@@ -1,10 +1,8 @@
-"""What storage costs: ``python -m benchmarks.storage FOLDER --json OUT``, FOLDER on the disk that is meant.
+"""What the daemon adds to a disk: ``python -m benchmarks.storage FOLDER --json OUT``, FOLDER on the disk that is meant.
 
-``file``: objects read (verified) and written through the engine, against preadv and pwritev with O_DIRECT on files of
-the same sizes by as many threads of the same priority; alternating, medians, processor time of the whole process.
-``match`` and ``step``: calls by the lane to three daemons in turn, one without storage, one whose storage is idle, one
-whose storage is frozen: of a prompt that is resident whole, of prompts that nobody has, and Steps of 32 sequences that
-grow by a block.
+Objects are read (verified) and written through the engine ``file``, against preadv and pwritev with O_DIRECT on files
+of the same sizes by as many threads of the same priority; alternating, medians, processor time of the whole process.
+``storage_calls`` has what storage costs calls, ``storage_mooncake`` the same of a Mooncake Store.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import mmap
 import os
 import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cachesvc_client import CacheClient, Lease, opaque
-from cachesvc_ctl.daemon_process import DaemonProcess
 
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
@@ -41,12 +36,6 @@ REPETITIONS = 9
 SCOPE = Scope(b"b" * 32, b"bench...")
 HEAD = 4096
 FAR = 1e12
-BLOCK_TOKENS = 64
-MATCH_BLOCKS = 2048
-STEP_SEQUENCES = 32
-ROUNDS = 6
-CALLS = 200
-FLAGS = ["--backend", "shm", "--device-pool", "256MiB", "--host-pool", "256MiB", "--host-chunk", "64MiB"]
 
 
 class Figure:
@@ -93,11 +82,11 @@ def measure_file(folder: Path, size_bytes: int) -> dict[str, Any]:
         for repetition in range(REPETITIONS):
             fill(memory, repetition)
             names = [ObjectName(SCOPE, name_of(repetition, at), Part(0, 0, 1)) for at in range(count)]
-            written.time(lambda: through(store.put, names, pages))  # noqa: B023 - called at once
+            written.time(lambda: keep(store, names, pages))  # noqa: B023 - called at once
             paths = [f"{raw}/{repetition}.{at}" for at in range(count)]
             raw_written.time(lambda: list(threads.map(lambda at: write_raw(paths[at], head, pages[at]), range(count))))  # type: ignore[arg-type]  # noqa: B023
             memory[:] = bytes(TOTAL_BYTES)
-            read.time(lambda: through(store.get, names, pages))  # noqa: B023
+            read.time(lambda: fetch(store, names, pages))  # noqa: B023
             raw_read.time(lambda: list(threads.map(lambda at: read_raw(paths[at], head, pages[at]), range(count))))  # type: ignore[arg-type]  # noqa: B023
             for path in paths:
                 Path(path).unlink()
@@ -131,9 +120,19 @@ def name_of(repetition: int, at: int) -> bytes:
     return np.random.default_rng((repetition, at)).bytes(32)
 
 
-def through(call: Callable[..., None], names: list[ObjectName], pages: list[memoryview]) -> None:
-    """A call of the store, until each item has ended well."""
-    ended, left = threading.Event(), [len(names)]
+def fetch(store: ObjectStore, names: list[ObjectName], pages: list[memoryview]) -> None:
+    """As a prefix is fetched: all objects in one call."""
+    _through(store.get, [(names, pages)])
+
+
+def keep(store: ObjectStore, names: list[ObjectName], pages: list[memoryview]) -> None:
+    """As blocks are kept: a call for each, one after another, while those before are on their way."""
+    _through(store.put, [([name], [page]) for name, page in zip(names, pages, strict=True)])
+
+
+def _through(call: Callable[..., None], calls: list[tuple[list[ObjectName], list[memoryview]]]) -> None:
+    """Calls of the store, until each item has ended well."""
+    ended, left = threading.Event(), [sum(len(names) for names, _ in calls)]
     lock = threading.Lock()
 
     def each(_: int, outcome: Outcome) -> None:
@@ -144,7 +143,8 @@ def through(call: Callable[..., None], names: list[ObjectName], pages: list[memo
         if not left[0]:
             ended.set()
 
-    call(names, [(page,) for page in pages], FAR, each, lambda _: None)
+    for names, pages in calls:
+        call(names, [(page,) for page in pages], FAR, each, lambda _: None)
     ended.wait()
 
 
@@ -163,103 +163,6 @@ def read_raw(path: str, head: memoryview, page: memoryview) -> None:
     os.close(fd)
 
 
-# -- calls ---------------------------------------------------------------------------------------------------------
-
-
-class Caller:
-    """An engine of one daemon, with a prompt that is resident whole."""
-
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self._client = CacheClient(daemon.socket, engine="bench")
-        self._client.connect()
-        layout = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS, layers=1)
-        registration = self._client.register("bench", layout, device_pages=[16384], host_pages=[16384])
-        self._lease: Lease = self._client.open_lease(registration)
-        self._pool = self._lease.attach(0)
-        self._rng = np.random.default_rng(1)
-        self.keys = self._rng.bytes(32 * MATCH_BLOCKS)
-        with self._lease.match(self.keys) as sequence:
-            sequence.allocate(MATCH_BLOCKS)
-            sequence.publish(MATCH_BLOCKS)
-        self.seconds: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
-
-    def match(self) -> None:
-        """Of a resident prompt."""
-        self._timed("match", self.keys)
-
-    def match_absent(self) -> None:
-        """Of a prompt that nobody has, anywhere."""
-        self._timed("match_absent", self._rng.bytes(32 * MATCH_BLOCKS))
-
-    def _timed(self, name: str, keys: bytes) -> None:
-        began = time.perf_counter()
-        sequence = self._lease.match(keys)
-        self.seconds[name].append(time.perf_counter() - began)
-        sequence.release()
-
-    def steps(self, count: int) -> None:
-        """Of sequences that each grow by a block."""
-        sequences = [self._lease.match(self._rng.bytes(32)) for _ in range(STEP_SEQUENCES)]
-        with self._lease.step() as stream:
-            for _ in range(count):
-                batch = stream.batch()
-                for sequence in sequences:
-                    batch.allocate(sequence, sequence.blocks + 1)
-                began = time.perf_counter()
-                stream.submit(batch)
-                self.seconds["step"].append(time.perf_counter() - began)
-        for sequence in sequences:
-            sequence.release()
-
-    def close(self) -> None:
-        """The end."""
-        self._pool.close()
-        self._lease.close()
-        self._client.close()
-
-
-def measure_calls(folder: Path) -> dict[str, Any]:
-    """Three daemons in turn, round after round."""
-    spec = f"file:{folder}/idle?capacity=1GiB&floor=0&write=through"
-    frozen = [sys.executable, "-m", "benchmarks.storage_daemon"]
-    daemons = {
-        "none": DaemonProcess(FLAGS),
-        "idle": DaemonProcess([*FLAGS, "--storage", spec]),
-        "frozen": DaemonProcess([*FLAGS, "--storage", f"file:{folder}/frozen?capacity=1GiB"], under=frozen),
-    }
-    callers: dict[str, Caller] = {}
-    try:
-        for name, daemon in daemons.items():
-            daemon.start()
-            callers[name] = Caller(daemon)
-        for _ in range(ROUNDS):
-            for caller in callers.values():
-                for _ in range(CALLS):
-                    caller.match()
-                    caller.match_absent()
-                caller.steps(CALLS // 2)
-        return {name: figures(caller, callers["none"]) for name, caller in callers.items()}
-    finally:
-        for caller in callers.values():
-            caller.close()
-        for name in callers:
-            daemons[name].stop()
-
-
-def figures(caller: Caller, plain: Caller) -> dict[str, Any]:
-    """Milliseconds, and as multiples of those without storage."""
-    out: dict[str, Any] = {}
-    for name, seconds in caller.seconds.items():
-        row: dict[str, float] = {"n": len(seconds)}
-        for share in (50, 99):
-            own, base = (float(np.percentile(each, share)) for each in (seconds, plain.seconds[name]))
-            row[f"p{share}_ms"] = round(own * 1e3, 4)
-            row[f"p{share}_of_none"] = round(own / base, 3)
-        row["max_ms"] = round(max(seconds) * 1e3, 2)
-        out[name] = row
-    return out
-
-
 def main() -> None:
     """Print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,13 +175,10 @@ def main() -> None:
         "threads": THREADS,
         "repetitions": REPETITIONS,
         "file": [measure_file(said.folder, size * MIB) for size in (1, 4)],
-        "calls": measure_calls(said.folder),
     }
     shutil.rmtree(said.folder, ignore_errors=True)
     for row in found["file"]:  # type: ignore[attr-defined]
         print(row)
-    for name, rows in found["calls"].items():  # type: ignore[attr-defined]
-        print(name, rows)
     if said.json:
         write_result(said.json, found)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tools import tables_eviction, tables_running
+from tools import tables_eviction, tables_running, tables_storage
 from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
@@ -337,6 +337,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": tables_running.fuzz,
     "telemetry": tables_running.telemetry,
     "inspection": tables_running.inspection,
+    "storage-calls": tables_storage.storage_calls,
+    "storage-engines": tables_storage.storage_engines,
 }
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class Fetched(Enum):
     GONE = "gone"  # it does not come: missing, wrong, refused, failed
     LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
     BACK = "back"  # it was late: its memory is nobody's now
+    NONE = "none"  # in place of all objects of a fetch: none was begun, since its first block is not there
 
 
 class FetchedObject(NamedTuple):

@@ -124,6 +124,11 @@ def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[FetchedObj
 
 def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
     block, groups, outcome = found
+    if outcome is Fetched.NONE:
+        fetch.has_begun = True
+        fetch.refuse()
+        note_unstored(model, fetch.keys[0])
+        return
     if outcome is not Fetched.LATE:
         fetch.has_begun = True
         fetch.came_back(block)

@@ -161,6 +161,14 @@ class Fetch:
         if self.is_over and not self.out[block]:
             self._free(block, PageState.FREE)
 
+    def refuse(self) -> None:
+        """None of its objects was begun, and none comes."""
+        self.cut(0)
+        for block, out in enumerate(self.out):
+            self.out[block] = 0
+            if out and self.is_over:
+                self._free(block, PageState.FREE)
+
     def _free(self, block: int, state: PageState) -> None:
         for group, pages in enumerate(self._pages):
             page = pages[block]

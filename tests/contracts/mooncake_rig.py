@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ from cachesvc.storage.seam import (
 DISCARD_SECONDS = 3
 SEGMENT_BYTES = 128 << 20
 BORN_SECONDS = 30.0
+LOOK_SECONDS = 0.02
+REQUIRE_VARIABLE = "CACHESVC_REQUIRE_MOONCAKE"
+"""Set where a Mooncake that is not there is an error: ``make mooncake-test``."""
 
 
 @cache
@@ -52,8 +56,10 @@ def why_not() -> str:
 
 
 def require() -> None:
-    """Skip where it cannot run, in words."""
+    """Skip where it cannot run, in words; end the whole run where it was to be there."""
     if why := why_not():
+        if os.environ.get(REQUIRE_VARIABLE):
+            pytest.exit(why, returncode=1)
         pytest.skip(why)
 
 
@@ -65,10 +71,10 @@ def _binary(name: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / name
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """A port that was free a moment ago."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
@@ -98,23 +104,43 @@ class Program:
         self.process.wait()
 
 
-class Cluster:
-    """A master and a server. Every flag is said: defaults have changed between versions."""
+BORN = """
+import os, sys
+from cachesvc.storage.mooncake.native import connect, load
+from cachesvc.storage.mooncake.options import MooncakeOptions
+library = connect(load(), MooncakeOptions(sys.argv[1], sys.argv[2]))
+while library.put("born", b"1") != 0:
+    pass
+library.remove("born", True)
+os._exit(0)
+"""
 
-    def __init__(self, folder: Path, *, discard: int = DISCARD_SECONDS, release: int = 600) -> None:
+
+class Store:
+    """A master and a server at ``host``. Every flag is said: defaults have changed between versions."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        discard: int = DISCARD_SECONDS,
+        release: int = 600,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         self.folder = folder
+        self.host = host
+        self.segment_bytes = segment_bytes
         self.release = release
         self.discard = discard
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.metrics_port = free_port(host), free_port(host)
         self.master = self.start_master()
         self.server = self.start_server()
-        self.raw = self.client()
-        self.wait_for_server()
 
     @property
-    def options(self) -> MooncakeOptions:
-        """For a client of it."""
-        return MooncakeOptions(f"127.0.0.1:{self.port}", discard=float(self.discard), readers=2)
+    def address(self) -> str:
+        """The master's."""
+        return f"{self.host}:{self.port}"
 
     def start_master(self) -> Program:
         """A new one, on the same port."""
@@ -131,33 +157,57 @@ class Cluster:
             "-eviction_ratio=0.05",
             "-enable_metric_reporting=false",
         )
-        until = time.monotonic() + BORN_SECONDS
+        until, pause = time.monotonic() + BORN_SECONDS, threading.Event()
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                socket.create_connection((self.host, self.port), timeout=1).close()
                 return master
             except OSError:
                 assert time.monotonic() < until, master.log.read_text()[-2000:]
-                master.process.poll()
-
-    def wait_for_server(self) -> None:
-        """Until the master knows it."""
-        while self.raw.put("born", b"1") != 0:
-            assert self.server.process.poll() is None, self.server.log.read_text()[-2000:]
-        self.raw.remove("born", True)
+                assert master.process.poll() is None, master.log.read_text()[-2000:]
+                pause.wait(LOOK_SECONDS)
 
     def start_server(self) -> Program:
         """Memory for objects."""
         return Program(
             self.folder,
             "mooncake_client",
-            "-host=127.0.0.1",
-            f"-port={free_port()}",
+            f"-host={self.host}",
+            f"-port={free_port(self.host)}",
             "-metadata_server=P2PHANDSHAKE",
-            f"-master_server_address=127.0.0.1:{self.port}",
-            f"-global_segment_size={SEGMENT_BYTES >> 20} MB",
+            f"-master_server_address={self.address}",
+            f"-global_segment_size={self.segment_bytes >> 20} MB",
             "-protocol=tcp",
         )
+
+    def wait_for_server(self) -> None:
+        """Until the master knows it."""
+        subprocess.run([sys.executable, "-c", BORN, self.address, self.host], check=True, capture_output=True)
+
+    def close(self) -> None:
+        """All of it."""
+        for program in (self.server, self.master):
+            program.kill()
+
+
+class Cluster(Store):
+    """A store, and the library itself as a client of it in this process: ``raw``."""
+
+    def __init__(self, folder: Path, *, discard: int = DISCARD_SECONDS, release: int = 600) -> None:
+        super().__init__(folder, discard=discard, release=release)
+        self.raw = self.client()
+        self.wait_for_server()
+
+    @property
+    def options(self) -> MooncakeOptions:
+        """For a client of it."""
+        return MooncakeOptions(self.address, discard=float(self.discard), readers=2)
+
+    def wait_for_server(self) -> None:
+        """Until the master knows it."""
+        while self.raw.put("born", b"1") != 0:
+            assert self.server.process.poll() is None, self.server.log.read_text()[-2000:]
+        self.raw.remove("born", True)
 
     def client(self) -> Any:
         """The library itself."""
@@ -170,8 +220,7 @@ class Cluster:
     def close(self) -> None:
         """All of it."""
         self.raw.close()
-        for program in (self.server, self.master):
-            program.kill()
+        super().close()
 
 
 class Counted:

@@ -14,7 +14,7 @@ from tests.style.tree import ROOT
 
 FOLDER = ROOT / "requirements"
 MAKEFILE = re.sub(r"\\\n\s*", " ", (ROOT / "Makefile").read_text(encoding="utf-8"))
-HASHED = ("setup", "image", "image-cuda13", "build", "uv", "node")
+HASHED = ("setup", "image", "image-cuda13", "mooncake", "build", "uv", "node")
 
 
 def pins(name: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from tests.e2e.rig import FLAGS, Node, wait_until
 from tests.e2e.test_access import Authority
 
 PORT = 7100
+CLONE_NEWNET = 0x40000000
+"""Of setns(2); Python has it from 3.12 on."""
 TOKEN = "a-token-that-only-nodes-know-0123456789"
 
 
@@ -97,10 +100,29 @@ class Network:
         _run("tc", "-n", self.names[0], "qdisc", "del", "dev", "v0", "root")
 
     @contextmanager
+    def inside(self, side: int) -> Iterator[None]:
+        """This thread, and each process that it starts meanwhile, is on that side."""
+        with (
+            Path("/proc/thread-self/ns/net").open("rb") as home,
+            Path("/run/netns", self.names[side]).open("rb") as there,
+        ):
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(home.fileno())
+
+    @contextmanager
     def node(self, side: int, wait: str = "?wait=5s&deadline=20s", extra: Sequence[str] = ()) -> Iterator[Node]:
+        """A daemon on one side that lends, and borrows of the other one."""
+        with self.daemon(side, [*self.flags(side, wait), *extra]) as node:
+            yield node
+
+    @contextmanager
+    def daemon(self, side: int, flags: Sequence[str]) -> Iterator[Node]:
         """A daemon on one side. Its socket is reached from all sides."""
         under = ["ip", "netns", "exec", self.names[side]]
-        daemon = DaemonProcess([*FLAGS, *self.flags(side, wait), *extra], under=under)
+        daemon = DaemonProcess([*FLAGS, *flags], under=under)
         with ExitStack() as stack:
             daemon.start()
             stack.callback(daemon.stop)
@@ -108,6 +130,13 @@ class Network:
             node = Node(daemon, admin_pb2_grpc.AdminServiceStub(channel), channel)
             wait_until(node.has_host_pool, "the host pool is populated")
             yield node
+
+
+def _enter(namespace: int) -> None:
+    """Of a network, by the file that stands for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
 def _run(*command: str) -> None:

@@ -19,7 +19,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
 
-WHOLE, LENT, GONE, LATE, BACK = Fetched
+WHOLE, LENT, GONE, LATE, BACK, NONE = Fetched
 
 
 class RecordingStorage:

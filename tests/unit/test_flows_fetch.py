@@ -20,7 +20,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.storage_flows_rig import BACK, GONE, LATE, LENT, WHOLE, hit, keys_of, packed, storing, waits
+from tests.unit.storage_flows_rig import BACK, GONE, LATE, LENT, NONE, WHOLE, hit, keys_of, packed, storing, waits
 
 IN_FLIGHT, QUARANTINED, SEALED = PageState.IN_FLIGHT, PageState.QUARANTINED, PageState.SEALED
 
@@ -40,6 +40,21 @@ def test_what_storage_has_comes_to_the_host_and_is_a_hit_from_storage() -> None:
     assert len(at.storage.fetches) == 1
     at.rig.run(release, at.lease, 1)
     assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the second time it is a hit on the host"
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_fetch_of_which_nothing_was_begun_is_over_at_once(is_over: bool) -> None:
+    """Also where its wait had ended before."""
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    if is_over:
+        at.tell([0], LATE)
+        assert at.pages(QUARANTINED) == 4
+    at.tell([-1], NONE)
+    assert (at.pages(IN_FLIGHT), at.pages(QUARANTINED), at.pages(SEALED)) == (0, 0, 0)
+    assert hit(ask()) == (0, 0, 0)
+    assert not at.rig.model.stored.fetches
 
 
 def test_what_is_remembered_as_stored_is_bounded_however_it_came() -> None:

@@ -296,17 +296,11 @@ class MooncakeStorage:
         if (usable := self._usable(batch)) is None:
             return
         library, batch = usable
-        new = []
-        for task, is_there in zip(batch, self._have(library, batch), strict=True):
-            if is_there:
-                task.end(Outcome.OK)
-            else:
-                new.append(task)
-        for task, head in zip(new, heads, strict=False):
+        for task, head in zip(batch, heads, strict=False):
             head[:] = task.item.head[:HEADER_BYTES]
-        codes = self._call(library.batch_put_from_multi_buffers, new, heads, config)
-        are_there = self._have(library, new)
-        for task, code, is_there in zip(new, codes, are_there, strict=True):
+        codes = self._call(library.batch_put_from_multi_buffers, batch, heads, config)
+        are_there = self._have(library, batch)
+        for task, code, is_there in zip(batch, codes, are_there, strict=True):
             self._settle(task, code, is_there=is_there)
 
     def _settle(self, task: Task, code: int, *, is_there: bool) -> None:

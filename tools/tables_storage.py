@@ -1,0 +1,39 @@
+"""Tables of what storage costs, and of what the daemon adds to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.results import load, rows
+
+MIB = 1 << 20
+CALLS = {"match": "Match, resident", "match_absent": "Match, nobody has it", "step": "Step of 32"}
+
+
+def storage_calls() -> str:
+    """Calls beside storage and peers, whole and broken, as multiples of those without."""
+    found = load("storage_calls.json")
+    body = [[name, *(_call(calls[call]) for call in CALLS)] for name, calls in found["cases"].items()]
+    return rows(["p50, p99 ms (of those without storage)", *CALLS.values()], body, found["machine"])
+
+
+def _call(row: dict[str, Any]) -> str:
+    return f"{row['p50_ms']:.2f} ({row['p50_ratio']:.2f}), {row['p99_ms']:.2f} ({row['p99_ratio']:.2f})"
+
+
+def storage_engines() -> str:
+    """Reads and writes of verified objects, as shares of what there is without the daemon."""
+    body = []
+    kinds = {"file": ("storage.json", "file"), "mooncake": ("storage_mooncake.json", "rows")}
+    machines = []
+    for kind, (name, key) in kinds.items():
+        found = load(name)
+        machines.append(found["machine"])
+        for row in found[key]:
+            cells = []
+            for way in ("read", "write"):
+                cells.append(f"{row[f'{way}_gb_s']:.2f} ({row[f'{way}_ratio']:.2f})")
+                cells.append(f"{row[f'{way}_cpu_s_gb']:.2f} / {row[f'raw_{way}_cpu_s_gb']:.2f}")
+            body.append([f"{kind}, {row['bytes'] / MIB:.3g} MiB", *cells])
+    cpu = "CPU s a GB / without the daemon"
+    return rows(["", "read GB/s (of raw)", cpu, "write GB/s (of raw)", cpu], body, machines[0])
