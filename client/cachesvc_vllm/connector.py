@@ -118,12 +118,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.note_load(request)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers say of loads."""
+        """Loads that have ended on every rank."""
         if self._scheduler is not None:
-            ended, failed = (
-                getattr(connector_output, name, None) or () for name in ("finished_recving", "failed_recving")
-            )
-            self._scheduler.note_ends(ended, failed)
+            ended, failed = connector_output.finished_recving, connector_output.failed_recving
+            self._scheduler.note_ends(ended or (), failed or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """For the workers."""
@@ -156,9 +154,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- both --------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> CacheStats | None:
-        """What was seen since the last call."""
-        side = self._scheduler or self._worker
-        stats = None if side is None else side.take_stats()
+        """What the scheduler saw since the last call."""
+        stats = None if self._scheduler is None else self._scheduler.take_stats()
         return None if stats is None or stats.is_empty() else stats
 
     @classmethod

@@ -26,15 +26,19 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 def _of_parallelism(parallel: Any) -> list[str]:
     sizes = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "tensor_parallel_size": parallel.tensor_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
     }
-    return [
-        f"{name} is {size}, and only 1 is supported: run one engine for each GPU, or leave the connector out"
+    found = [
+        f"{name} is {size}, and only 1 is supported: take tensor parallelism, or leave the connector out"
         for name, size in sizes.items()
         if size != 1
     ]
+    if parallel.nnodes_within_dp != 1:
+        found.append(
+            f"an engine on {parallel.nnodes_within_dp} nodes is not supported: a daemon has one node's devices"
+        )
+    return found
 
 
 def _of_caching(vllm_config: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from cachesvc.model.answers import TicketView
@@ -127,7 +127,7 @@ class SchedulerSide:
         self._loads[request.request_id] = pages.sequence.tickets
         self._loading_since_s[request.request_id] = time.perf_counter()
 
-    def note_ends(self, ended: Iterable[str], failed: Iterable[str]) -> None:
+    def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
         """Loads of these requests have ended. Where one ``failed``, vLLM frees the request's pages, and schedules it
         again."""
         now_s = time.perf_counter()
@@ -135,6 +135,8 @@ class SchedulerSide:
             if (since_s := self._loading_since_s.pop(request_id, None)) is not None:
                 self._stats.data[LOAD_SECONDS].append(now_s - since_s)
         self._book.without_host.update(failed)
+        self._stats.data["loads"] += len(ended)
+        self._stats.data["failed_loads"] += len(failed)
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where

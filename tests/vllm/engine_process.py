@@ -28,7 +28,7 @@ def make(wish: dict[str, Any]) -> Any:
         }
     return LLM(
         model=wish["model"],
-        load_format="dummy",
+        load_format=wish["load_format"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         seed=wish.get("seed", 0),
