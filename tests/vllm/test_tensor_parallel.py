@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.rig import Node, running_node
+from tests.e2e.rig import Node, running_node, short_folder
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, make_saved_fleet, random_prompt
 
 DEVICE_BLOCKS = 72
@@ -81,3 +81,22 @@ def test_another_number_of_ranks_shares_nothing(saved: Fleet, two_devices: Node)
     prompt = random_prompt(3, 20.5)
     with engines(saved.engine(two_devices.socket, DEVICE_BLOCKS, extra={"host_blocks": 100})) as (alone,):
         assert [alone.ask(prompt)[0].cached for _ in range(2)] == [0, 20 * BLOCK_TOKENS]
+
+
+def test_all_ranks_follow_to_the_next_daemon(saved: Fleet, uncached: Engine) -> None:
+    under_way, later = random_prompt(60, 2.5, new=400), random_prompt(62, 5.5)
+    expected = [answer.said for answer in uncached.ask(under_way, later)]
+    with (
+        short_folder() as folder,
+        running_node(["--shm-devices", "2"], folder=folder) as node,
+        engines(saved.engine(node.socket, DEVICE_BLOCKS, is_split=True, options=RANKS)) as (engine,),
+    ):
+        assert engine.ask(later)[0].said == expected[1]
+        engine.send(under_way)
+        node.daemon.process.kill()
+        node.daemon.process.wait()
+        node.daemon.start()
+        assert engine.collect()[0].said == expected[0]
+        answers = [engine.ask(later)[0] for _ in range(2)]
+        assert [answer.said for answer in answers] == [expected[1]] * 2
+        assert answers[1].cached == 5 * BLOCK_TOKENS
