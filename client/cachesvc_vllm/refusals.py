@@ -56,10 +56,6 @@ def _of_caching(vllm_config: Any) -> list[str]:
         found.append(
             "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
         )
-    if vllm_config.lora_config is not None:
-        found.append(
-            "vLLM knows a LoRA adapter by its name alone, which two engines may give to two: leave out --enable-lora"
-        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         found.append(f"speculative decoding by {speculative.method} is not supported: ngram is")

@@ -27,7 +27,6 @@ def test_a_plain_engine_is_served() -> None:
         ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash is not collision-free.*take one of sha256"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "xxhash_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("", "lora_config", SimpleNamespace(), "adapter by its name alone"),
         ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
     ],
 )
@@ -38,10 +37,11 @@ def test_a_configuration_is_refused_with_what_works(part: str, name: str, value:
         require_supported(config, layers_outermost())
 
 
-def test_ngram_speculation_and_tensor_parallelism_are_served() -> None:
+def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
     config = vllm_config()
     config.speculative_config = SimpleNamespace(method="ngram")
     config.parallel_config.tensor_parallel_size = 4
+    config.lora_config = SimpleNamespace()
     require_supported(config, layers_outermost())
 
 

@@ -47,12 +47,14 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for."""
+    """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for;
+    ``adapter``: its number and folder."""
 
     tokens: tuple[int, ...]
     new: int = 8
     salt: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    adapter: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)

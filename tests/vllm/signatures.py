@@ -62,6 +62,8 @@ TEXTS = {
     ),
     "config/parallel.py": ("def nnodes_within_dp(",),
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
+    "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
+    "lora/utils.py": ("def get_adapter_absolute_path(",),
     "v1/outputs.py": ("finished_recving:", "failed_recving:"),
 }
 """What is read, or stepped into, without being called by a signature; of alternatives one."""
