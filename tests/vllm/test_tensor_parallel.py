@@ -77,6 +77,18 @@ def test_ranks_load_together_and_leave_what_they_sealed_when_one_is_killed(
         assert [answer.cached for answer in answers[:8]] == [20 * BLOCK_TOKENS] * len(prompts)
 
 
+def test_what_did_not_come_to_one_rank_is_computed_by_all(saved: Fleet, uncached: Engine) -> None:
+    prompts = [random_prompt(each, 20.5) for each in range(8)]
+    expected = [answer.said for answer in uncached.ask(*prompts)]
+    with running_node(["--shm-devices", "2", "--fault-copies", "0.05"]) as node:
+        extra, options = {"host_blocks": 400}, {**RANKS, "disable_log_stats": False}
+        with engines(saved.engine(node.socket, DEVICE_BLOCKS, is_split=True, extra=extra, options=options)) as (mine,):
+            failed = 0.0
+            while not failed:
+                assert [mine.ask(prompt)[0].said for prompt in prompts] == expected
+                failed = mine.metrics().get("vllm:cachesvc_loads_total.failed", 0)
+
+
 def test_another_number_of_ranks_shares_nothing(saved: Fleet, two_devices: Node) -> None:
     prompt = random_prompt(3, 20.5)
     with engines(saved.engine(two_devices.socket, DEVICE_BLOCKS, extra={"host_blocks": 100})) as (alone,):
