@@ -51,6 +51,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             for key, page in zip(hashes, request.pages[: request.hit_blocks], strict=False)
         }
 
+    def hide_hits(self) -> None:
+        """Let vLLM find none."""
+        self._current, self._hits = None, {}
+
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
         """A block of the current request's hit."""
         block = self._hits.get(block_hash)

@@ -108,9 +108,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.expect(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens to load from the host."""
+        """Tokens to load from the host; None: ask again later."""
         tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its pages."""
@@ -118,12 +118,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.note_load(request)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers say of loads."""
+        """Loads that have ended on every rank."""
         if self._scheduler is not None:
-            ended, failed = (
-                getattr(connector_output, name, None) or () for name in ("finished_recving", "failed_recving")
-            )
-            self._scheduler.note_ends(ended, failed)
+            ended, failed = connector_output.finished_recving, connector_output.failed_recving
+            self._scheduler.note_ends(ended or (), failed or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """For the workers."""
@@ -156,9 +154,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- both --------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> CacheStats | None:
-        """What was seen since the last call."""
-        side = self._scheduler or self._worker
-        stats = None if side is None else side.take_stats()
+        """What the scheduler saw since the last call."""
+        stats = None if self._scheduler is None else self._scheduler.take_stats()
         return None if stats is None or stats.is_empty() else stats
 
     @classmethod

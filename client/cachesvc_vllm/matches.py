@@ -13,9 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Matches:
-    """``pack``: the daemon's keys of hashes. At most one message is under way. Used from vLLM's scheduler thread."""
+    """``pack``: the daemon's keys of hashes and a salt. At most one message is under way. Used from vLLM's scheduler
+    thread."""
 
-    def __init__(self, stream: StepStream, pack: Callable[[Sequence[bytes]], bytes]) -> None:
+    def __init__(self, stream: StepStream, pack: Callable[[Sequence[bytes], bytes], bytes]) -> None:
         self._stream = stream
         self._pack = pack
         self._coming: dict[str, Wish] = {}
@@ -50,14 +51,15 @@ class Matches:
             return []
         batch = self._stream.batch()
         for wish in wishes.values():
-            batch.match(self._pack(wish.hashes) if wish.most_blocks else b"", max_blocks=wish.most_blocks)
+            keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
+            batch.match(keys, max_blocks=wish.most_blocks)
         try:
             step = self._stream.send(batch)
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
         requests = [
-            RequestPages(request_id, now_s, first_blocks=wish.first_blocks, is_matching=True)
+            RequestPages(request_id, now_s, first_blocks=wish.first_blocks, is_matching=True, salt=wish.salt)
             for request_id, wish in wishes.items()
         ]
         self._sent = step, requests

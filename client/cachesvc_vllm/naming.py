@@ -18,6 +18,9 @@ from cachesvc_vllm.errors import ConnectorRefused
 
 DIGEST_CHARACTERS = 16
 
+LORA_CAPACITIES = ("max_loras", "max_cpu_loras", "specialize_active_lora")
+"""Of vLLM's LoRA settings those that change no byte."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -32,7 +35,7 @@ class Runtime:
 def model_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, runtime: Runtime) -> dict[str, str]:
     """What the name stands for. ``weights``: the operator's own word for them. Raises ConnectorRefused."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
+    speculative, lora = vllm_config.speculative_config, vllm_config.lora_config
     return {
         "weights": weights or _weights(vllm_config),
         "config": _digest(model.hf_config.to_json_string()),
@@ -46,6 +49,7 @@ def model_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, run
         "parallel": _sizes(parallel),
         "hash": _hash(cache.prefix_caching_hash_algo, runtime),
         "speculative": "none" if speculative is None else str(speculative.method),
+        "lora": "none" if lora is None else _lora(lora),
         "vllm": ".".join(runtime.release.split(".")[:2]),
     }
 
@@ -60,6 +64,11 @@ def _sizes(parallel: Any) -> str:
         f"tp{parallel.tensor_parallel_size}.pp{parallel.pipeline_parallel_size}"
         f".pcp{parallel.prefill_context_parallel_size}.dcp{parallel.decode_context_parallel_size}"
     )
+
+
+def _lora(lora: Any) -> str:
+    """How adapters are computed; which one is, requests say."""
+    return ", ".join(f"{name}={value}" for name, value in sorted(vars(lora).items()) if name not in LORA_CAPACITIES)
 
 
 def _weights(vllm_config: Any) -> str:

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Share:
-    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of its
-    GPU; none for the daemon's first device."""
+    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of each
+    rank's GPU; none for the daemon's first devices."""
 
     model: str
     layout: Layout
@@ -48,15 +48,17 @@ class Share:
 
 class Node:
     """``instance``: the engine's id, under which its processes share a lease, and the name that operators see.
-    ``attaches``: this process uses the slab; one that does not is the scheduler's, and has a ``keeper`` for the lease.
+    ``attaches``: this process uses the slab of ``rank``; one that uses none is the scheduler's, and has a ``keeper``
+    for the lease.
     ``comes_back``: look for a lost daemon.
     """
 
-    def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool) -> None:
+    def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool, rank: int = 0) -> None:
         self._settings = settings
         self._instance = instance[:INSTANCE_CHARACTERS]
-        self._share = share
+        self.share = share
         self._attaches = attaches
+        self._rank = rank
         self.comes_back = True
         self._keeper: subprocess.Popen[bytes] | None = None
         self._client = CacheClient(
@@ -111,7 +113,7 @@ class Node:
         client.connect()
         self._lease = self._watched(client.open_lease(self._register(), instance=self._instance))
         if self._attaches:
-            self._pool = self._lease.attach(0)
+            self._pool = self._lease.attach(self._rank)
         else:
             self._keep()
         client.on_lost(self._wake.set)
@@ -134,7 +136,7 @@ class Node:
         old, self._lease, self._back = self.lease, self._back, None
         if self._attaches:
             assert self._address is not None
-            self._pool = self._lease.attach(0)
+            self._pool = self._lease.attach(self._rank)
             slab = self._pool.slab(GROUP)
             map_over(self._address, int(slab.ctypes.data), slab.nbytes)
         else:
@@ -153,7 +155,7 @@ class Node:
 
     def _register(self) -> Registration:
         """The pools, made or found. Raises ConnectorRefused (sizes), and what ``register`` raises."""
-        settings, share = self._settings, self._share
+        settings, share = self._settings, self.share
         registration = self._client.register(
             share.model,
             share.layout,
@@ -203,7 +205,7 @@ class Node:
 
     def _come_back(self) -> bool:
         """Try to get a new lease; True when there is one."""
-        client, pages = self._client, self._share.pages
+        client, pages = self._client, self.share.pages
         self._came.clear()
         lease = None
         try:

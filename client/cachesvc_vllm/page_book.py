@@ -56,7 +56,7 @@ class PageBook:
         self._ended: list[RequestPages] = []
         self._pending: PendingStep | None = None
         self._private: list[int] = []
-        self._salt: bytes | None = None
+        self._salt = b""
         self._short_until_s = 0.0
         self.without_host: set[str] = set()
         self.held_blocks = 0
@@ -229,11 +229,11 @@ class PageBook:
             self._go_adrift()
         return not self.is_adrift
 
-    def _keys(self, hashes: Sequence[bytes]) -> bytes:
+    def _keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
         keys = b"".join(hashes)
-        if self._salt is None:
-            return keys
-        return (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(self._salt, np.uint8)).tobytes()
+        for each in filter(None, (self._salt, salt)):
+            keys = (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(each, np.uint8)).tobytes()
+        return keys
 
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
         """Match a request, and those beside it that may run next."""
@@ -268,7 +268,7 @@ class PageBook:
         record = request.sequence.record
         if request.wanted <= record.asked_blocks:
             return
-        keys = b"" if request.wanted <= record.known_keys else self._keys(hashes[: request.wanted])
+        keys = b"" if request.wanted <= record.known_keys else self._keys(hashes[: request.wanted], request.salt)
         try:
             batch.publish(request.sequence, request.wanted, keys)
         except CacheClientError as error:

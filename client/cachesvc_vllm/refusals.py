@@ -26,15 +26,19 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 def _of_parallelism(parallel: Any) -> list[str]:
     sizes = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "tensor_parallel_size": parallel.tensor_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
     }
-    return [
-        f"{name} is {size}, and only 1 is supported: run one engine for each GPU, or leave the connector out"
+    found = [
+        f"{name} is {size}, and only 1 is supported: take tensor parallelism, or leave the connector out"
         for name, size in sizes.items()
         if size != 1
     ]
+    if parallel.nnodes_within_dp != 1:
+        found.append(
+            f"an engine on {parallel.nnodes_within_dp} nodes is not supported: a daemon has one node's devices"
+        )
+    return found
 
 
 def _of_caching(vllm_config: Any) -> list[str]:
@@ -51,10 +55,6 @@ def _of_caching(vllm_config: Any) -> list[str]:
     if getattr(cache, "calculate_kv_scales", False):
         found.append(
             "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
-        )
-    if vllm_config.lora_config is not None:
-        found.append(
-            "vLLM knows a LoRA adapter by its name alone, which two engines may give to two: leave out --enable-lora"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":

@@ -17,11 +17,12 @@ def computed_blocks(*, computed_tokens: int, in_flight_tokens: int, block_tokens
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What a request is matched for: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM
-    takes first, hits included."""
+    takes first, hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``)."""
 
     hashes: Sequence[bytes]
     most_blocks: int
     first_blocks: int
+    salt: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,8 @@ class RequestPages:
     its block, because kernels have the table. ``hit_blocks`` of them were found in place, ``host_blocks`` behind these
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
     blocks are computed and to be sealed. ``first_blocks``: as many as vLLM takes first, if it has room.
-    ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
+    the wish had it.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class RequestPages:
     first_blocks: int = 0
     is_matching: bool = False
     is_forgotten: bool = False
+    salt: bytes = b""
 
     @property
     def is_ahead(self) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
+from vllm.lora.utils import get_adapter_absolute_path
+
 from cachesvc.model.answers import TicketView
+from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
 from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
@@ -30,6 +33,7 @@ class SchedulerSide:
             step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
         )
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._loading_since_s: dict[str, float] = {}
@@ -58,15 +62,21 @@ class SchedulerSide:
     def expect(self, request: Any) -> None:
         """A request has come; vLLM will schedule it."""
         with self._watch:
-            self._book.expect(request.request_id, self._wish(request, None))
+            wish = self._wish(request, None)
+            if wish is not None:
+                self._book.expect(request.request_id, wish)
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
-        """As ``KVCacheManager.get_computed_blocks``, after the request's match. vLLM 0.32 has no limit to pass on."""
+        """As ``KVCacheManager.get_computed_blocks``, after the request's match; no hits while its adapter is read, and
+        ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
         with self._watch:
             self._move_if_back()
-            begun = self._book.begin(request.request_id, self._wish(request, max_cache_hit_length))
-            self._pool.show_hits(begun, request.block_hashes)
+            wish = self._wish(request, max_cache_hit_length)
+            if wish is None:
+                self._pool.hide_hits()
+            else:
+                self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
         return self._find_hits(request)
 
     def allocate_slots(
@@ -113,10 +123,10 @@ class SchedulerSide:
         """Of the lease whose pages requests have."""
         return self._node.lease.id
 
-    def host_tokens(self, request: Any) -> int:
-        """Tokens of the request's hit that have to be loaded from the host."""
+    def host_tokens(self, request: Any) -> int | None:
+        """Tokens of the request's hit that have to be loaded from the host; None where it was not matched yet."""
         pages = self._book.find(request.request_id)
-        return 0 if pages is None else pages.host_blocks * self._block_tokens
+        return None if pages is None else pages.host_blocks * self._block_tokens
 
     def note_load(self, request: Any) -> None:
         """vLLM has the pages that the request's host blocks are loaded into."""
@@ -127,7 +137,7 @@ class SchedulerSide:
         self._loads[request.request_id] = pages.sequence.tickets
         self._loading_since_s[request.request_id] = time.perf_counter()
 
-    def note_ends(self, ended: Iterable[str], failed: Iterable[str]) -> None:
+    def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
         """Loads of these requests have ended. Where one ``failed``, vLLM frees the request's pages, and schedules it
         again."""
         now_s = time.perf_counter()
@@ -135,6 +145,8 @@ class SchedulerSide:
             if (since_s := self._loading_since_s.pop(request_id, None)) is not None:
                 self._stats.data[LOAD_SECONDS].append(now_s - since_s)
         self._book.without_host.update(failed)
+        self._stats.data["loads"] += len(ended)
+        self._stats.data["failed_loads"] += len(failed)
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where
@@ -184,13 +196,19 @@ class SchedulerSide:
     def close(self) -> None:
         """Tell what is left to tell, and end the lease. Idempotent."""
         self._book.close()
+        self._adapters.close()
         self._node.close()
 
-    def _wish(self, request: Any, most_tokens: int | None) -> Wish:
+    def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
+        """None while its adapter is read."""
+        salt = self._adapters.salt(request.lora_request)
+        if salt is None:
+            return None
         tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
         may_hit = self._manager.prefix_cache_lookup_enabled(request)
         most = min(tokens // self._block_tokens, len(request.block_hashes)) if may_hit else 0
-        return Wish(request.block_hashes, most, -(-min(request.num_tokens, self._step_tokens) // self._block_tokens))
+        first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
+        return Wish(request.block_hashes, most, first, salt)
 
     def _reserve(self, request: Any, tokens: int) -> RequestPages | None:
         """Reserve a request's pages for so many tokens more; None where there is no room."""

@@ -14,12 +14,13 @@ from cachesvc_vllm.errors import ConnectorRefused
 GROUP = "full"
 
 
-def slab_layout(kv_cache_config: Any) -> Layout:
-    """The layout for a ``KVCacheConfig`` of one group. Raises ConnectorRefused where no layout has the same bytes."""
+def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
+    """The layout for a ``KVCacheConfig`` of one group, which each of ``ranks`` has. Raises ConnectorRefused where no
+    layout has the same bytes."""
     tensors = kv_cache_config.kv_cache_tensors
     if not tensors:
         raise ConnectorRefused("this model has no KV cache; leave the connector out")
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     pages, size = kv_cache_config.num_blocks, tensors[0].size
     if any(tensor.host_resident for tensor in tensors):
         raise ConnectorRefused("KV tensors in host memory are not supported; leave the connector out for this model")
@@ -33,7 +34,8 @@ def slab_layout(kv_cache_config: Any) -> Layout:
         planes = [Plane("block", 0, GROUP, (size // pages,), "uint8")]  # a block has all layers' bytes in a row
     else:
         planes = [Plane("kv", layer, GROUP, (width,), "uint8") for layer, (_, width) in enumerate(sorted(starts))]
-    layout = Layout(block_tokens, 1, (PlaneGroup(GROUP),), tuple(planes))
+    group = PlaneGroup(GROUP, replicated=ranks > 1 and _is_replicated(spec))
+    layout = Layout(spec.block_size, ranks, (group,), tuple(planes))
     geometry = device_geometry(layout, 0, pages)
     placed = [(span.offset, span.page_stride) for span in geometry.spans]
     wanted = [(0, size // pages)] if len(planes) == 1 else sorted(starts)
@@ -43,3 +45,9 @@ def slab_layout(kv_cache_config: Any) -> Layout:
             f"(layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
         )
     return layout
+
+
+def _is_replicated(spec: Any) -> bool:
+    """True where each rank computes all of it, as latents are."""
+    layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    return all(layer.max_tp_shards == 1 for layer in layers)

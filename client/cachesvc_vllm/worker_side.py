@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import vllm
@@ -12,6 +12,7 @@ from cachesvc_client import DaemonUnavailable
 from cachesvc_client.memory.pool import LoadOutcome
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -19,14 +20,16 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.memory import SlabMode, require_on_slab
-from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.naming import Runtime, model_facts, model_name
 from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
 from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.warm_up import WarmUp
+
+T = TypeVar("T")
 
 BACK_S = 30.0
 """How much later than the scheduler a worker may find a daemon that came back."""
@@ -51,34 +54,28 @@ class WorkerSide:
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
-        self._stats = CacheStats()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
 
     def memory_context(self) -> SlabMode | None:
-        """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there."""
-        config = self._kv_cache_config
-        facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
-        name = model_name(self._vllm_config.model_config.model, facts)
-        share = Share(name, slab_layout(config), config.num_blocks, _devices())
-        node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True)
+        """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there.
+        Every rank calls it, and has the same of these, or an error."""
+        uuids = self._tell_all(_uuid())
         try:
-            node.start()
-        except DaemonUnavailable as gone:
-            node.close()
-            if self._settings.required:
-                raise ConnectorRefused(
-                    f"no cachesvcd answers at {node.socket_path} ({gone}): start it, or go on without by "
-                    '"required": false in kv_connector_extra_config'
-                ) from gone
-            log.warning("no_daemon socket=%s: this engine shares nothing", node.socket_path)
-            return None
-        except BaseException:
-            node.close()
+            node = self._start(tuple(each for each in uuids if each))
+        except BaseException as error:
+            self._tell_all(Start(failure=f"{type(error).__name__}: {error}"))
             raise
-        self._node, self.share = node, share
+        model = ""
+        try:
+            model = agreed_model(self._tell_all(Start("" if node is None else node.share.model)))
+        finally:
+            if node is not None and not model:
+                node.close()
+        if node is None or not model:
+            return None
+        self._node, self.share = node, node.share
         self.comes_back = node.comes_back = not node.pool.is_on_gpu
-        log.info("shares_as model=%s facts=%s", name, facts)
-        slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: config.kv_cache_tensors[0].size]
+        slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: self._kv_cache_config.kv_cache_tensors[0].size]
         self._mode = SlabMode(slab)
         return self._mode
 
@@ -88,14 +85,13 @@ class WorkerSide:
             return
         require_on_slab(kv_caches, self._mode.slab, self._mode.given)
         self._node.keep_address()
-        self._node.page_check().check("the start, before warm-up")
+        self._check("the start, before warm-up")
         self._warm_up.begin()
 
     def end_warm_up(self) -> None:
         """What is written from here on is requests'. Raises PageChanged, where that is looked for."""
         self._warm_up.end()
-        if self._node is not None:
-            self._node.page_check().check("the start, after warm-up")
+        self._check("the start, after warm-up")
 
     def begin_step(self, lease_id: str) -> None:
         """After a loss the scheduler says that it uses another lease's pages: then it uses no others any more. Raises
@@ -124,16 +120,9 @@ class WorkerSide:
                 continue
             del self._loads[request_id]
             results.finished_recving.add(request_id)
-            self._stats.data["loads"] += 1
             if outcomes - {LoadOutcome.CAME}:
                 results.failed_recving.add(request_id)
-                self._stats.data["failed_loads"] += 1
         return results
-
-    def take_stats(self) -> CacheStats:
-        """What was seen since the last call."""
-        taken, self._stats = self._stats, CacheStats()
-        return taken
 
     def close(self) -> None:
         """Unmap, as far as nothing is held. Idempotent."""
@@ -141,16 +130,55 @@ class WorkerSide:
         if self._node is not None:
             self._node.close()
 
+    def _start(self, devices: tuple[str, ...]) -> Node | None:
+        """Have this rank's slab; None where no daemon is there, and none is required."""
+        config, ranks = self._kv_cache_config, get_tp_group()
+        facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
+        name = model_name(self._vllm_config.model_config.model, facts)
+        share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices)
+        if ranks.is_first_rank:
+            log.info("shares_as model=%s facts=%s", name, facts)
+        node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True, rank=ranks.rank_in_group)
+        try:
+            node.start()
+        except DaemonUnavailable as gone:
+            node.close()
+            if self._settings.required:
+                raise ConnectorRefused(
+                    f"no cachesvcd answers at {node.socket_path} ({gone}): start it, or go on without by "
+                    '"required": false in kv_connector_extra_config'
+                ) from gone
+            log.warning("no_daemon socket=%s: this engine shares nothing", node.socket_path)
+            return None
+        except BaseException:
+            node.close()
+            raise
+        return node
+
+    def _check(self, when: str) -> None:
+        """The first rank has the daemon look at the pages of all."""
+        if self._node is not None and get_tp_group().is_first_rank:
+            self._node.page_check().check(when)
+
+    def _tell_all(self, mine: T) -> list[T]:
+        """What each rank tells here, in their order."""
+        ranks = get_tp_group()
+        told: list[Any] = [mine] * ranks.world_size
+        if ranks.world_size > 1:
+            torch.distributed.all_gather_object(told, mine, group=ranks.cpu_group)
+        return told
+
 
 def instance_of(vllm_config: Any) -> str:
     """The engine's id, which all of its processes know."""
     return str(vllm_config.kv_transfer_config.engine_id)
 
 
-def _devices() -> tuple[str, ...]:
+def _uuid() -> str:
+    """Of this process's GPU, empty without one."""
     if not torch.cuda.is_available():
-        return ()
-    return (f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}",)
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _runtime(vllm_config: Any) -> Runtime:

@@ -179,6 +179,18 @@ def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine
     other.book.forget("fourth")
 
 
+def test_requests_of_two_adapters_share_nothing(engine: Engine, other: Engine) -> None:
+    keys, mine, theirs = hashes("a", 5), b"m" * 32, b"t" * 32
+    request = engine.book.begin("first", Wish(keys, 5, 0, mine))
+    assert engine.book.reserve(request, 5)
+    engine.book.take(request, 5)
+    engine.book.seal(request, 5, keys)
+    engine.end(request)
+    for number, (salt, blocks) in enumerate({mine: 5, theirs: 0, b"": 0}.items()):
+        assert other.book.begin(f"{number}", Wish(keys, 5, 0, salt)).hit_blocks == blocks
+        other.book.forget(f"{number}")
+
+
 def test_when_the_daemon_has_gone_requests_get_pages_that_nobody_else_was_offered(engine: Engine, node: Node) -> None:
     keys = hashes("a", 4)
     sealed = engine.compute("sealed", keys)

@@ -53,6 +53,7 @@ def test_equal_engines_share_whatever_their_pool_is() -> None:
         lambda: name(changed("parallel_config", "decode_context_parallel_size", 2)),
         lambda: name(changed("device_config", "device_type", "cuda")),
         lambda: name(changed("", "speculative_config", SimpleNamespace(method="ngram"))),
+        lambda: name(changed("", "lora_config", SimpleNamespace(max_loras=1, target_modules=None))),
         lambda: name(kv=replace(layers_outermost(), kv_cache_layout="BLHNC")),
         lambda: name(
             kv=replace(layers_outermost(), kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec(16))])
@@ -66,6 +67,15 @@ def test_equal_engines_share_whatever_their_pool_is() -> None:
 )
 def test_one_difference_keeps_engines_apart(other: Callable[[], str]) -> None:
     assert other() != name()
+
+
+def test_how_adapters_are_computed_keeps_engines_apart_and_how_many_there_are_does_not() -> None:
+    def lora(**changes: Any) -> str:
+        settings = {"max_loras": 1, "max_lora_rank": 16, "target_modules": None, **changes}
+        return name(changed("", "lora_config", SimpleNamespace(**settings)))
+
+    assert lora() == lora(max_loras=8)
+    assert lora() != lora(target_modules=["o_proj"])
 
 
 def test_what_only_pickles_depend_on_does_not_keep_others_apart() -> None:

@@ -20,14 +20,13 @@ def test_a_plain_engine_is_served() -> None:
     ("part", "name", "value", "words"),
     [
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size is 2, and only 1 is supported"),
-        ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel_size is 2"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size is 2"),
+        ("parallel_config", "nnodes_within_dp", 2, "on 2 nodes is not supported"),
         ("cache_config", "enable_prefix_caching", False, "prefix caching is off"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash is not collision-free.*take one of sha256"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "xxhash_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("", "lora_config", SimpleNamespace(), "adapter by its name alone"),
         ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
     ],
 )
@@ -38,9 +37,11 @@ def test_a_configuration_is_refused_with_what_works(part: str, name: str, value:
         require_supported(config, layers_outermost())
 
 
-def test_ngram_speculation_is_served() -> None:
+def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
     config = vllm_config()
     config.speculative_config = SimpleNamespace(method="ngram")
+    config.parallel_config.tensor_parallel_size = 4
+    config.lora_config = SimpleNamespace()
     require_supported(config, layers_outermost())
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.slab_layout import slab_layout
 
 from cachesvc.model.geometry import device_geometry
-from tests.unit.vllm_rig import KVCacheConfig, KVCacheTensor, blocks_outermost, layers_outermost
+from tests.unit.vllm_rig import FullAttentionSpec, KVCacheConfig, KVCacheTensor, blocks_outermost, layers_outermost
 
 
 def starts(config: KVCacheConfig) -> list[tuple[int, int]]:
@@ -29,6 +31,15 @@ def test_layers_of_several_tensors_are_planes_too() -> None:
 
 def test_block_after_block_is_one_plane() -> None:
     assert starts(blocks_outermost(8, 512, 3)) == [(0, 1536)]
+
+
+def test_each_rank_has_a_slab_and_the_host_one_copy_of_what_all_ranks_compute() -> None:
+    shards, latents = layers_outermost(), layers_outermost()
+    latents.kv_cache_groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec(max_tp_shards=1))]
+    for config, ranks, host_ranks in ((shards, 2, 2), (latents, 2, 1), (latents, 1, 1)):
+        layout = slab_layout(config, ranks)
+        assert (layout.ranks, layout.host_ranks(0)) == (ranks, host_ranks)
+    assert slab_layout(latents, 1) == slab_layout(shards)
 
 
 def test_what_a_slab_cannot_have_is_refused() -> None:

@@ -14,6 +14,7 @@ class FullAttentionSpec:
     block_size: int = 32
     num_kv_heads: int = 2
     prefix_replay_tokens: int = 0
+    max_tp_shards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def vllm_config() -> Any:
             pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            nnodes_within_dp=1,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         lora_config=None,

@@ -28,7 +28,7 @@ def make(wish: dict[str, Any]) -> Any:
         }
     return LLM(
         model=wish["model"],
-        load_format="dummy",
+        load_format=wish["load_format"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         seed=wish.get("seed", 0),
@@ -46,6 +46,7 @@ def make(wish: dict[str, Any]) -> Any:
 def answer(llm: Any, asked: dict[str, Any]) -> Any:
     """What becomes of one line."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     if asked.get("reset"):
         return llm.reset_prefix_cache()
@@ -64,6 +65,10 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
     ]
     plain = {"temperature": 0, "logprobs": 2, "detokenize": False, "ignore_eos": True}
     sampling = [SamplingParams(**{**plain, "max_tokens": each["new"], **each["sampling"]}) for each in asked["prompts"]]
+    adapters = [
+        LoRARequest(f"adapter-{each['adapter'][0]}", *each["adapter"]) if each["adapter"] else None
+        for each in asked["prompts"]
+    ]
     return [
         {
             "tokens": [list(said.token_ids) for said in out.outputs],
@@ -71,7 +76,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
             + [_told(at) for at in out.prompt_logprobs or ()],
             "cached": out.num_cached_tokens,
         }
-        for out in llm.generate(prompts, sampling, use_tqdm=False)
+        for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
     ]
 
 

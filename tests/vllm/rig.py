@@ -17,6 +17,7 @@ import grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import wait_until
+from tests.vllm.weights import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PYTHON_VARIABLE = "CACHESVC_VLLM_PYTHON"
@@ -46,12 +47,14 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for."""
+    """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for;
+    ``adapter``: its number and folder."""
 
     tokens: tuple[int, ...]
     new: int = 8
     salt: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    adapter: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def engine_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_CI_ENV": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM wants a NUMA node for each rank
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
 
@@ -137,6 +141,16 @@ class Engine:
         self._write({"metrics": True})
         return dict(self._read())
 
+    def workers(self) -> list[int]:
+        """Process ids of its ranks, where core and workers have processes of their own."""
+        parents = {int(each.name): _parent(each) for each in Path("/proc").iterdir() if each.name.isdigit()}
+        grandchildren = [pid for pid, parent in parents.items() if parents.get(parent) == self.process.pid]
+        return [pid for pid in sorted(grandchildren) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def wait_dead(self) -> int:
+        """Until it has ended by itself: its exit code."""
+        return self._end()
+
     def kill(self) -> None:
         """With all of its processes, at once."""
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -171,9 +185,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Makes engines of one model; ``socket``: of their daemon, None: plain vLLM."""
+    """Makes engines of one model."""
 
     folder: Path
+    load_format: str = "dummy"
 
     def engine(
         self,
@@ -184,9 +199,15 @@ class Fleet:
         extra: Mapping[str, Any] | None = None,
         **wish: Any,
     ) -> Engine:
-        """An engine that starts."""
-        settings = None if socket is None else {"socket": socket, **(extra or {})}
-        return Engine({"model": str(self.folder), "blocks": blocks, "extra": settings, **wish}, is_split=is_split)
+        """An engine that starts. ``socket``: of its daemon, None: plain vLLM."""
+        wished = {
+            "model": str(self.folder),
+            "load_format": self.load_format,
+            "blocks": blocks,
+            "extra": None if socket is None else {"socket": socket, **(extra or {})},
+            **wish,
+        }
+        return Engine(wished, is_split=is_split)
 
 
 @contextmanager
@@ -200,6 +221,14 @@ def engines(*started: Engine) -> Iterator[Sequence[Engine]]:
     finally:
         for each in started:
             each.kill_if_running()
+
+
+def _parent(process: Path) -> int:
+    """Of a process of /proc; 0 where it has just gone."""
+    try:
+        return int((process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def check_daemon(socket: str) -> None:
@@ -218,9 +247,16 @@ def check_daemon(socket: str) -> None:
 
 
 def make_fleet(folder: Path) -> Fleet:
-    """Engines of a model of random weights, the same in each of them."""
+    """Engines of a model of random weights, the same in each of them, and on each rank."""
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     return Fleet(folder)
+
+
+def make_saved_fleet(folder: Path) -> Fleet:
+    """Engines of a model whose random weights are on disk."""
+    made = make_fleet(folder)
+    write_checkpoint(folder, MODEL, seed=1)
+    return Fleet(made.folder, "auto")
 
 
 def random_prompt(seed: int, blocks: float, new: int = 8, head: Sequence[int] = ()) -> Prompt:

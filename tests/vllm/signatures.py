@@ -53,7 +53,18 @@ TEXTS = {
     "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),
     "v1/worker/gpu/block_table.py": ("if self.redirect_writes_to_null_block:",),
     "v1/core/kv_cache_utils.py": ("def resolve_none_hash_seed(",),
-    "v1/kv_cache_interface.py": ("kv_cache_layout:", "hash_block_size:", "host_resident:", "def prefix_replay_tokens("),
+    "v1/kv_cache_interface.py": (
+        "kv_cache_layout:",
+        "hash_block_size:",
+        "host_resident:",
+        "def prefix_replay_tokens(",
+        "max_tp_shards:",
+    ),
+    "config/parallel.py": ("def nnodes_within_dp(",),
+    "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
+    "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
+    "lora/utils.py": ("def get_adapter_absolute_path(",),
+    "v1/outputs.py": ("finished_recving:", "failed_recving:"),
 }
 """What is read, or stepped into, without being called by a signature; of alternatives one."""
 

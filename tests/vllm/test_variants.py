@@ -1,0 +1,37 @@
+"""What decides a page's bytes, or how it comes to be computed, beside the model: shared by engines that agree on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.e2e.rig import running_node
+from tests.vllm.rig import BLOCK_TOKENS, PYTHON_VARIABLE, Fleet, engine_environment, engines, random_prompt
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def has_numba() -> bool:
+    """Whether this vLLM can look for n-grams."""
+    command = [os.environ[PYTHON_VARIABLE], "-c", "import numba"]
+    return not subprocess.run(command, env=engine_environment(), capture_output=True, check=False).returncode
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"speculative_config": NGRAM}], ids=["fp8", "ngram"])
+def test_engines_that_agree_share_and_others_do_not(fleet: Fleet, options: dict[str, Any]) -> None:
+    if "speculative_config" in options and not has_numba():
+        pytest.skip("needs numba")
+    prompts = [random_prompt(each, 6.5, new=60) for each in range(4)]
+    with engines(fleet.engine(None, caching=False, options=options)) as (plain,):
+        expected = [answer.said for answer in plain.ask(*prompts)]
+    with running_node() as node:
+        for found in (0, 6):
+            with engines(fleet.engine(node.socket, options=options)) as (mine,):
+                answers = mine.ask(*prompts)
+                assert [answer.said for answer in answers] == expected
+                assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * 4
+        with engines(fleet.engine(node.socket)) as (other,):
+            assert other.ask(prompts[0])[0].cached == 0

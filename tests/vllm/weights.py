@@ -1,0 +1,76 @@
+"""Checkpoints of random weights for the tests' model, and adapters for it, written without torch.
+
+vLLM's dummy weights are the same on each rank, so that ranks could be mistaken for each other; these are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCALE = 0.05
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+    """A Llama's weights beside its ``config.json``."""
+    hidden, between, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        stem = f"model.layers.{layer}"
+        shapes |= {f"{stem}.{name}.weight": shape for name, shape in _projections(config).items()}
+        shapes |= {
+            f"{stem}.mlp.gate_proj.weight": (between, hidden),
+            f"{stem}.mlp.up_proj.weight": (between, hidden),
+            f"{stem}.mlp.down_proj.weight": (hidden, between),
+            f"{stem}.input_layernorm.weight": (hidden,),
+            f"{stem}.post_attention_layernorm.weight": (hidden,),
+        }
+    _write(folder / "model.safetensors", shapes, seed)
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], seed: int, rank: int = 8) -> None:
+    """A LoRA adapter of attention's projections."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (rows, columns) in _projections(config).items():
+            stem = f"base_model.model.model.layers.{layer}.{name}"
+            shapes |= {f"{stem}.lora_A.weight": (rank, columns), f"{stem}.lora_B.weight": (rows, rank)}
+    _write(folder / "adapter_model.safetensors", shapes, seed)
+    told = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "tiny",
+        "r": rank,
+        "lora_alpha": 64 * rank,
+        "target_modules": sorted(name.rpartition(".")[2] for name in _projections(config)),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    shapes = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden)}
+    return {f"self_attn.{name}": shape for name, shape in {**shapes, "o_proj": (hidden, heads)}.items()}
+
+
+def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+    """In the format of safetensors: a length, names and places in JSON, and the bytes."""
+    rng, header, parts, offset = np.random.default_rng(seed), {}, [], 0
+    for name, shape in shapes.items():
+        values = rng.normal(1.0 if len(shape) == 1 else 0.0, SCALE, shape).astype(np.float32)
+        parts.append((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())  # bfloat16: the upper half
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + len(parts[-1])]}
+        offset += len(parts[-1])
+    told = json.dumps(header).encode()
+    path.write_bytes(len(told).to_bytes(8, "little") + told + b"".join(parts))
