@@ -19,6 +19,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
+from cachesvc.mover import processes
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
@@ -209,6 +210,26 @@ def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> N
         assert [rig.device_page(rank, 1, page, SECOND) for page in range(3)] == [
             rig.host_page(rank, 1, page) for page in (10, 11, 12)
         ]
+
+
+def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PEER_SECONDS", 0.05)
+    movers = Processes([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
+    movers.start()
+    movers.listen(lambda _: None)
+    hung = movers.mover_pids()["shm-1"]
+    os.kill(hung, signal.SIGSTOP)
+    kept, closed = (movers.create_slab("shm-0", 4096) for _ in range(2))
+    closed.close()
+    assert not movers.can_reach("shm-0", "shm-1"), "it does not know the slab yet"
+    assert movers.can_reach("shm-1", "shm-0")
+    os.kill(hung, signal.SIGCONT)
+    for thread in threading.enumerate():
+        if thread.name == "mover-peer":
+            thread.join()
+    assert movers.can_reach("shm-0", "shm-1")
+    kept.close()
+    movers.close()
 
 
 def test_budgets_and_names_are_checked_before_a_mover_is_asked(rig: Rig) -> None:
