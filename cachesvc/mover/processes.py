@@ -112,8 +112,8 @@ class Processes:
             raise failed
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
-        """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered. Raises
-        PoolExhausted (in bytes), Unavailable."""
+        """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
+        Raises PoolExhausted (in bytes), Unavailable."""
         self._check_running()
         at = self._mover(device)
         slab = at.create_slab(next(self._regions), size_bytes)

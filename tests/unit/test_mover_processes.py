@@ -17,9 +17,10 @@ import pytest
 from cachesvc import __version__
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
+from cachesvc.model.errors import CopiesHang, InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import processes
+from cachesvc.mover.process import Process
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
@@ -290,10 +291,11 @@ def test_what_a_mover_refuses_is_what_the_start_says() -> None:
 class InThreads:
     """Begins movers as threads, on GPUs that ``gpus`` gives one after another."""
 
-    def __init__(self, gpus: list[HostGpu]) -> None:
+    def __init__(self, gpus: list[HostGpu], process: Process | None = None) -> None:
         self._gpus = iter(gpus)
+        self._process = process
 
-    def __call__(self) -> tuple[socket.socket, None]:
+    def __call__(self) -> tuple[socket.socket, Process | None]:
         ours, theirs = socket.socketpair()
         gpu = next(self._gpus)
 
@@ -302,15 +304,31 @@ class InThreads:
             return Equipment(backend, dict)
 
         threading.Thread(target=Server(theirs, __version__, equip).serve, daemon=True).start()
-        return ours, None
+        return ours, self._process
+
+
+class Unkillable:
+    """A child that stands in a call of the driver."""
+
+    is_child = True
+
+    def kill(self) -> None:
+        """It does not hear."""
+
+    def has_ended(self, seconds: float | None) -> bool:
+        assert seconds is not None, "nobody waits for it for ever"
+        return False
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 @contextlib.contextmanager
-def on_gpus(*gpus: HostGpu) -> Iterator[Rig]:
+def on_gpus(*gpus: HostGpu, process: Process | None = None) -> Iterator[Rig]:
     """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
     layout = mixed_layout(1)
     settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
-    movers = Processes([settings], __version__, begins=[InThreads(list(gpus))])
+    movers = Processes([settings], __version__, begins=[InThreads(list(gpus), process)])
     movers.start()
     rig = Rig(layout, movers)
     rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
@@ -361,3 +379,30 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
         heard.wait("mover_started")
         rig.backend.probe()
         assert rig.backend.fault("GPU-host-0") == ""
+
+
+@pytest.mark.parametrize("process", [None, Unkillable()])
+def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
+    process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, fresh = HostGpu(), HostGpu()
+    with on_gpus(hung, fresh, process=process) as rig:
+        hung.hangs = {"wait"}
+        free = rig.engine.free_slots(MODEL, REPLICA)
+        rig.move(LOAD, (0, [1], [1]))
+        assert hung.hung.acquire()
+        monkeypatch.setattr("cachesvc.memory.copy_watch.PATIENCE_S", 0.0)
+        rig.backend.probe()
+        rig.settle()
+        monkeypatch.undo()
+        error = rig.ended[-1][1]
+        assert "died: 196 bytes" in str(error), "no end is told before the mover is gone"
+        may_write = process is not None
+        assert isinstance(error, CopiesHang) == may_write == rig.engine.hangs(MODEL)
+        assert rig.engine.free_slots(MODEL, REPLICA) == free - may_write
+        heard.wait("mover_started")
+        attach_replica(rig, REPLICA + 1)
+        rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
+        rig.settle()
+        assert rig.ended[-1] == (7, None)
+    hung.goes_on.set()
