@@ -305,6 +305,19 @@ def test_a_wait_on_its_way_at_the_loss_is_released_though_its_call_blocks(rig: G
         pool.confirm(load())
 
 
+def test_words_stay_pinned_while_a_stream_is_being_told_to_wait(rig: GpuRig) -> None:
+    pool = rig.pool()
+
+    def end() -> None:  # the load has ended, so nothing is pending; but the call is under way
+        rig.write(WORD, 14)
+        assert not pool.close()
+
+    rig.gpu.on_wait = end
+    pool.wait_ticket_on(7, load())
+    assert pool.close()
+    assert rig.gpu.is_whole()
+
+
 def test_words_stay_mapped_until_no_stream_can_wait_and_are_released_even_then(rig: GpuRig) -> None:
     pool = rig.pool()
     pool.wait_ticket_on(7, load())
