@@ -182,9 +182,9 @@ class Processes:
         return self._mover(device).fault
 
     def probe(self) -> None:
-        """Ask every mover for its device."""
-        for mover in self._at.values():
-            mover.probe()
+        """Ask every mover for its device, all at once."""
+        with ThreadPoolExecutor(len(self._at)) as threads:
+            list(threads.map(DeviceMover.probe, self._at.values()))
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""

@@ -280,7 +280,7 @@ class Vault:
             with self._lock:
                 model, holding = self._retired.popitem()
             if self._engine.hangs(model):
-                log.error("memory_kept model=%d reason=copies that did not end may still write it", model)
+                log.error("memory_kept model=%d", model)
                 continue
             with ExitStack() as every:  # from the last to the first, whatever one of them raises
                 for host_slab in (slab for group in holding.host for slab in group):
