@@ -32,6 +32,8 @@ SPARE_BYTES = 64 << 20
 """Left of a device beside the pool, for what rounding slabs up to 2 MiB takes."""
 ANSWER_S = 5.0
 """The longest that ``probe`` waits for GPUs to say that they work; they go on, and are not asked again meanwhile."""
+LOOK_S = 2.0
+"""Between looks at the last copies, while they are waited for."""
 
 
 class CudaSlab:
@@ -227,17 +229,16 @@ class CudaBackend:
     def probe(self) -> None:
         """Ask every GPU that works for its free memory: one that fell off the bus is known before somebody copies. One
         whose copies do not end hangs: they fail. Waits for no answer that takes long."""
-        for at in self._devices.values():
-            if not at.health.reason and (why := at.copying.overdue()):
-                at.health.hung(why)
-                at.copying.abandon(why)
-        for uuid, at in self._devices.items():
+        self._look_at_copies()
+        asked: list[threading.Thread] = []
+        for uuid, at in list(self._devices.items()):
             if not at.health.reason and (uuid not in self._asked or not self._asked[uuid].is_alive()):
-                asked = partial(at.health.attempt, at.gpu.free_bytes)
-                self._asked[uuid] = threading.Thread(target=asked, name=f"probe-{uuid}", daemon=True)
+                ask = partial(at.health.attempt, at.gpu.free_bytes)
+                self._asked[uuid] = threading.Thread(target=ask, name=f"probe-{uuid}", daemon=True)
                 self._asked[uuid].start()
+                asked.append(self._asked[uuid])
         until = time.monotonic() + ANSWER_S
-        for asking in self._asked.values():
+        for asking in asked:
             asking.join(max(0.0, until - time.monotonic()))
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
@@ -290,8 +291,13 @@ class CudaBackend:
     def close(self) -> None:
         """Stop the streams, then free every slab, pin and word; what a broken GPU keeps is logged. Idempotent."""
         self._running = False
+        over = threading.Event()
+        looking = threading.Thread(target=self._look_until, args=(over,), name="last-looks", daemon=True)
+        looking.start()
         for device in self._devices.values():
             device.copying.close()
+        over.set()
+        looking.join()
         for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues.values():
                 device.health.attempt(queue.close)
@@ -313,6 +319,17 @@ class CudaBackend:
         self._regions = Regions({})
         for uuid, gpu in self._gpus.items():
             self._health[uuid].attempt(gpu.close)
+
+    def _look_at_copies(self) -> None:
+        for at in list(self._devices.values()):
+            if not at.health.hangs and (why := at.copying.overdue()):
+                at.health.hung(why)
+                at.copying.abandon(why)
+
+    def _look_until(self, over: threading.Event) -> None:
+        """Root of a thread: copies may hang while their end is waited for."""
+        while not over.wait(LOOK_S):
+            self._look_at_copies()
 
     def _open(self, uuid: str, gpu: GpuDevice) -> Device:
         health = self._health[uuid]

@@ -20,8 +20,9 @@ class Stage:
 
     def __init__(self, call: str) -> None:
         self.now = 0.0
+        self.step_s = 0.0
         self.gpus = (HostGpu(0), HostGpu(1))
-        self.backend = CudaBackend(self.gpus, DEVICE_BYTES, timeline_words=64, clock=lambda: self.now)
+        self.backend = CudaBackend(self.gpus, DEVICE_BYTES, timeline_words=64, clock=self.time)
         self.backend.start()
         for gpu in self.gpus:
             self.backend.open_sheet(gpu.uuid, 0)
@@ -30,6 +31,11 @@ class Stage:
         self.region, self.memory = host(self.bench, 4096)
         self.slab = self.backend.create_slab(self.gpus[0].uuid, 4096)
         self.gpus[0].hangs = {call}
+
+    def time(self) -> float:
+        """Each question may take time itself."""
+        self.now += self.step_s
+        return self.now
 
     def look(self, seconds: float) -> None:
         """Some time later."""
@@ -92,6 +98,21 @@ def test_a_slice_that_lands_late_ends_no_job_again() -> None:
     stage.gpus[0].goes_on.set()
     stage.backend.close()  # ``done`` asserts that it is called once
     assert isinstance(stage.bench.ended[0], CopiesHang)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_end_waits_for_no_gpu_that_hangs(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachesvc.memory.cuda.LOOK_S", 0.001)
+    stage = Stage("wait")
+    stage.load(0, 5)
+    assert stage.gpus[0].hung.acquire()
+    if is_broken:
+        stage.gpus[0].is_dead = True
+        stage.look(1.0)
+    stage.step_s = MOST_COUNTED_S
+    stage.backend.close()
+    assert isinstance(stage.bench.ended[0], CopiesHang)
+    stage.gpus[0].goes_on.set()
 
 
 def test_a_process_that_was_stopped_blames_no_gpu() -> None:
