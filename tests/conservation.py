@@ -255,16 +255,14 @@ def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> Iterato
                     out.append(f"{place.name} row {row}: absent, yet it names a page")
                 continue
             settled = states[row] == READY
-            claim(
-                group,
-                place.pages[group][row],
-                PageState.SEALED if settled else PageState.IN_FLIGHT,
-                f"row {row}",
-            )
+            page_state = PageState.SEALED if settled else PageState.IN_FLIGHT
+            claim(group, place.pages[group][row], page_state, f"row {row}")
     if position == 0:
         _host_holders(ledger, model, claim)
     else:
         _device_holders(ledger, model, position - 1, claim)
+    for group, page in ((group, page) for group, pool in enumerate(place.pools) for page in pool.stuck):
+        claim(group, page, PageState.QUARANTINED, "copies that never ended")
     yield from out
     for group, pool in enumerate(place.pools):
         yield from pool.problems()

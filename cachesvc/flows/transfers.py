@@ -175,7 +175,7 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
         if ticket.direction is Direction.STORE and not arrived:
             did_not_come(core, model, rows)
         for row in rows:
-            model.blocks.finish_fill(place, row, arrived=arrived)
+            model.blocks.finish_fill(place, row, arrived=arrived, may_write=ticket.may_write)
         if ticket.direction is Direction.LOAD:
             _count_loaded(core, model, ticket, rows)
         elif arrived:
@@ -183,7 +183,7 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     if left > 0 and (drains := ticket.take_drains(max(1, int(left * core.turns.drained)))):
         left -= len(drains) / core.turns.drained
         for drain in drains:
-            model.evictor.finish_drain(replica.place, drain, arrived=arrived)
+            model.evictor.finish_drain(replica.place, drain, arrived=arrived, may_write=ticket.may_write)
         if arrived:
             came_to_host(core, model, [drain.row for drain in drains if drain.copied])
         core.count(Count.EVICTIONS, len(drains) if arrived else 0)

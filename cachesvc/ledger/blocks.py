@@ -376,14 +376,18 @@ class BlockLedger:
                 each.window_leaves[group].remove_all(rows_of[group])
         return filled
 
-    def finish_fill(self, place: Place, row: int, *, arrived: bool) -> None:
-        """The transfer has ended: FILLING copies become READY, or go. Raises LedgerBroken where none brings them."""
+    def finish_fill(self, place: Place, row: int, *, arrived: bool, may_write: bool = False) -> None:
+        """The transfer has ended: FILLING copies become READY, or go. ``may_write``: though they go, their bytes may
+        still come. Raises LedgerBroken where none brings them."""
         if not place.filling[row]:
             raise LedgerBroken(f"row {row} is filled on {place.name} by no ticket")
         place.filling[row] = 0
         for group, states in enumerate(place.states):
             if states[row] == FILLING:
-                (place.arrive if arrived else place.fail)(group, row)
+                if arrived:
+                    place.arrive(group, row)
+                else:
+                    place.fail(group, row, may_write=may_write)
                 if group in place.window_leaves:
                     for each in self.index.places:
                         each.window_leaves[group].update(row)

@@ -201,8 +201,9 @@ class Evictor:
         ledger.evicted_blocks += len(plan.drops)
         return coming
 
-    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool) -> bool:
+    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool, may_write: bool = False) -> bool:
         """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed.
+        ``may_write``: as of ``finish_fill``.
 
         True when it went.
         """
@@ -211,7 +212,7 @@ class Evictor:
         needed = place.pins[row] > 0 or place.children[row] > 0 or not arrived
         ledger.end_drain(place, row, needed=needed)
         if drain.copied:
-            ledger.finish_fill(ledger.host, row, arrived=arrived)
+            ledger.finish_fill(ledger.host, row, arrived=arrived, may_write=may_write)
         else:
             ledger.end_flight(row)
         if not needed:

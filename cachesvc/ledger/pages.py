@@ -25,7 +25,7 @@ LEGAL_PAGE_MOVES = frozenset(
         (PRIVATE, IN_FLIGHT),  # a preempted sequence's page goes out
         (IN_FLIGHT, PRIVATE),
         (IN_FLIGHT, SEALED),  # a load or write-back arrived
-        (IN_FLIGHT, QUARANTINED),
+        (IN_FLIGHT, QUARANTINED),  # it did not come, but its bytes may still
         (SEALED, IN_FLIGHT),  # a write-back that frees this page began
         (PRIVATE, FREE),
         (SEALED, FREE),
@@ -56,6 +56,7 @@ class PagePool:
         self.counts = [0] * len(PageState)
         self.usable = 0
         self.reserved = 0
+        self.stuck = array("i")  # in quarantine for good: copies to them never ended
         self._added = bytearray(pages)
         self._state_column = np.frombuffer(self.states, np.uint8)
         self._generation_column = np.frombuffer(self.generations, np.uint32)
@@ -181,6 +182,11 @@ class PagePool:
         self.counts[target] += len(pages)
         for run in runs_of(pages) if target == FREE else ():
             self._give_back(run.first, run.count)
+
+    def keep_back(self, pages: Sequence[int]) -> None:
+        """Bytes may still come to pages in flight, and nobody can say until when. Raises IllegalMove."""
+        self.move_all(pages, QUARANTINED)
+        self.stuck.extend(pages)
 
     def are_private(self, pages: Column) -> npt.NDArray[np.bool_]:
         """Which of the pages are private; NO_PAGE is not."""

@@ -37,7 +37,7 @@ from cachesvc.model.int32s import array_of, column, distinct
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 
-FREE, PRIVATE, SEALED, IN_FLIGHT, _ = PageState
+FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 MOVES: dict[tuple[CopyState, CopyState], tuple[PageState, PageState]] = {
     (ABSENT, READY): (PRIVATE, SEALED),
     (ABSENT, FILLING): (FREE, IN_FLIGHT),
@@ -258,9 +258,14 @@ class Place:
         """A copy's bytes are here. Raises IllegalMove."""
         self._move(group, row, FILLING, READY)
 
-    def fail(self, group: int, row: int) -> None:
-        """A copy's bytes have not come; its page is free. Raises IllegalMove."""
-        self._move(group, row, FILLING, ABSENT)
+    def fail(self, group: int, row: int, *, may_write: bool = False) -> None:
+        """A copy's bytes have not come; its page is free, unless they may still. Raises IllegalMove."""
+        if may_write:
+            page = self.pages[group][row]
+            self._move(group, row, FILLING, ABSENT, into=QUARANTINED)
+            self.pools[group].stuck.append(page)
+        else:
+            self._move(group, row, FILLING, ABSENT)
 
     def drain(self, group: int, row: int) -> None:
         """A copy's bytes are being written back before it goes. Raises IllegalMove."""
@@ -298,6 +303,7 @@ class Place:
         target: CopyState,
         page: int = NO_PAGE,
         cause: Cause | None = None,
+        into: PageState | None = None,
     ) -> None:
         states, pages = self.states[group], self.pages[group]
         if states[row] != source:
@@ -308,7 +314,7 @@ class Place:
             self.pools[group].shift(page, page_source, page_target)
             pages[row] = page
         else:
-            self.pools[group].shift(pages[row], page_source, page_target)
+            self.pools[group].shift(pages[row], page_source, page_target if into is None else into)
             if target == ABSENT:
                 pages[row] = NO_PAGE
         states[row] = target

@@ -192,8 +192,8 @@ class Sequence(BlockTables):
 
         Its own pages are private where it is now, and free where it is not. Only where a swap in failed do the device
         pages stay its own too, as spares: the failure has released launches that waited for it, and they write there.
-        Returns, by group, the device pages of a sequence that has ended, in flight still: whoever was to write them may
-        do so.
+        Pages to which copies may still come stay in quarantine, and are nobody's. Returns, by group, the device pages
+        of a sequence that has ended, in flight still: whoever was to write them may do so.
         """
         left = ticket.direction is Direction.STORE
         failed = bool(ticket.failing)
@@ -202,8 +202,15 @@ class Sequence(BlockTables):
         self.swap_ticket = 0
         for moved in ticket.moves:
             group, pool = moved.group, self.place.pools[moved.group]
-            self.ledger.host.pools[group].move_all(moved.host_pages, PageState.PRIVATE if is_out else PageState.FREE)
-            if self.is_open:
+            host = self.ledger.host.pools[group]
+            if ticket.may_write and left:
+                host.keep_back(moved.host_pages)
+            else:
+                host.move_all(moved.host_pages, PageState.PRIVATE if is_out else PageState.FREE)
+            if ticket.may_write and not left:
+                pool.keep_back(moved.own)
+                self.own[group].difference_update(moved.own)
+            elif self.is_open:
                 pool.move_all(moved.own, PageState.FREE if is_out and left else PageState.PRIVATE)
             else:
                 rest[group] = moved.own

@@ -108,6 +108,11 @@ class Ticket:
         """True while copies are to be settled."""
         return bool(self.rows or self.drains)
 
+    @property
+    def may_write(self) -> bool:
+        """True where its copies never ended: what they were to bring may still come."""
+        return isinstance(self.landed, Failed) and self.landed.may_write
+
     def take_rows(self, most: int) -> array[int]:
         """The next rows to settle, which it no longer has then: root first where they have come, so that a hit never
         has a gap, and leaves first where they have not, so that no child stays where its parent is gone."""

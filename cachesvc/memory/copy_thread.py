@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
+from cachesvc.memory.copy_watch import CopyWatch, Errand
 from cachesvc.memory.seam import CopyJob, Slice, SliceRunner
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import CopiesHang, Unavailable
 from cachesvc.model.transfer import Direction
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ WriteWord = Callable[[int, int], None]
 
 class CopyThread:
     """One direction. ``changed`` is held around the arbiter, by both threads of the device; ``write_word`` sets a
-    timeline word of a job that failed."""
+    timeline word of a job that failed. ``errand``: what the thread waits for now, for a watch."""
 
     def __init__(
         self,
@@ -43,6 +44,10 @@ class CopyThread:
         self._on_way: deque[tuple[Slice, object]] = deque()
         self._errors: dict[int, Exception] = {}
         self._jobs: dict[int, CopyJob] = {}
+        self._begun: set[int] = set()  # those of which slices may be on their way
+        self.errand: Errand | None = None
+        self._hangs = ""
+        self._over = threading.Event()
         self._broken: Exception | None = None
         self._closed = False
         self._drained = False
@@ -56,6 +61,8 @@ class CopyThread:
         """Queue a job. Raises Unavailable after ``close`` and LimitExceeded when the queue is full."""
         queued = self._arbiter.prepare(job)
         with self._changed:
+            if self._hangs:
+                raise Unavailable(f"copy stream {self.name} hangs ({self._hangs}); restart the daemon")
             if self._closed:
                 raise Unavailable(f"copy stream {self.name} is closed")
             self._arbiter.admit(self._direction, queued, self._clock())
@@ -64,12 +71,28 @@ class CopyThread:
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not
-        wait."""
+        wait, nor for a thread that hangs."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._over.wait()
+            if not self._hangs:
+                self._thread.join()
+
+    def abandon(self, why: str) -> None:
+        """The device hangs: every job ends now, those that have begun as ones that may still write."""
+        with self._changed:
+            self._hangs = why
+            self._closed = self._drained = True
+            jobs = list(self._jobs.values())
+            for job in jobs:
+                self._arbiter.fail(job)
+            self._changed.notify_all()
+        for job in jobs:
+            kind = CopiesHang if id(job) in self._begun else Unavailable
+            self._end(job, kind(f"copy stream {self.name} hangs ({why}); recompute, and restart the daemon"))
+        self._over.set()
 
     def _serve(self) -> None:
         try:
@@ -81,6 +104,8 @@ class CopyThread:
         except Exception as failure:
             log.exception("copy_stream_broken name=%s", self.name)
             self._give_up(failure)
+        finally:
+            self._over.set()
 
     def _serve_slices(self) -> None:
         while True:
@@ -116,7 +141,9 @@ class CopyThread:
 
     def _end(self, job: CopyJob, error: Exception | None) -> None:
         with self._changed:
-            self._jobs.pop(id(job), None)
+            if self._jobs.pop(id(job), None) is None:
+                return  # abandoned before
+            self._begun.discard(id(job))
         end_job(job, error, self._write_word)
 
     def _next(self) -> tuple[Slice | None, list[CopyJob]]:
@@ -131,6 +158,8 @@ class CopyThread:
                     return None, []
                 now = self._clock()
                 piece = self._arbiter.pop(self._direction, now)
+                if piece is not None:
+                    self._begun.add(id(piece.job))
                 if piece is not None or self._on_way:
                     return piece, []
                 until = self._arbiter.next_time(self._direction, now)
@@ -142,20 +171,25 @@ class CopyThread:
         if self._broken is not None:  # not raised again: each time its traceback would grow, and keep a slice
             self._settle(piece, self._broken)
             return
+        self.errand = Errand(piece)
         try:
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
+            self.errand = None
             self._settle(piece, failure)
         else:
+            self.errand = None
             self._on_way.append((piece, started))
 
     def _land_oldest(self) -> None:
         piece, started = self._on_way.popleft()
         error: Exception | None = None
+        self.errand = Errand(piece)
         try:
             self._runner.wait(started)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             error = failure
+        self.errand = None
         self._settle(piece, error)
 
     def _settle(self, piece: Slice, error: Exception | None) -> None:
@@ -196,6 +230,7 @@ class CopyThreads:
             )
             for direction, runner in runners.items()
         }
+        self._watch = CopyWatch(list(self.streams.values()), clock)
 
     def start(self) -> None:
         """Start the threads."""
@@ -223,6 +258,16 @@ class CopyThreads:
         """Close both streams. Idempotent."""
         for stream in self.streams.values():
             stream.close()
+
+    def overdue(self) -> str:
+        """What has taken longer than it can, as far as was looked; nothing where all is well. To be asked again and
+        again, by one thread at a time."""
+        return self._watch.look()
+
+    def abandon(self, why: str) -> None:
+        """The device hangs: end every job, and take no more."""
+        for stream in self.streams.values():
+            stream.abandon(why)
 
 
 def end_job(job: CopyJob, error: Exception | None, write_word: WriteWord) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
-from cachesvc.memory.copy_thread import CopyThread, CopyThreads
+from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
 from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
@@ -29,6 +30,10 @@ from cachesvc.model.transfer import Direction
 
 SPARE_BYTES = 64 << 20
 """Left of a device beside the pool, for what rounding slabs up to 2 MiB takes."""
+ANSWER_S = 5.0
+"""The longest that ``probe`` waits for GPUs to say that they work; they go on, and are not asked again meanwhile."""
+LOOK_S = 2.0
+"""Between looks at the last copies, while they are waited for."""
 
 
 class CudaSlab:
@@ -84,7 +89,9 @@ class CudaBackend:
         vmm: bool = False,
         timeline_words: int = TIMELINE_WORDS,
         rules: CopyRules | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._device_bytes = device_bytes
         self._vmm = vmm
@@ -98,8 +105,9 @@ class CudaBackend:
         self._slabs: dict[int, CudaSlab] = {}
         self._holds = Holds()
         self._regions = Regions({})  # replaced, never changed: copy threads read it without the lock
-        self._hosts: dict[int, tuple[memoryview, int]] = {}
+        self._hosts: dict[int, tuple[memoryview, int, str]] = {}  # and whose driver calls pinned it
         self._peers: dict[int, GpuMemory] = {}
+        self._asked: dict[str, threading.Thread] = {}
         self._running = False
 
     def devices(self) -> tuple[str, ...]:
@@ -219,23 +227,36 @@ class CudaBackend:
         return self._health[device].reason
 
     def probe(self) -> None:
-        """Ask every GPU that works for its free memory: one that fell off the bus is known before somebody copies."""
+        """Ask every GPU that works for its free memory: one that fell off the bus is known before somebody copies. One
+        whose copies do not end hangs: they fail. Waits for no answer that takes long."""
+        self._look_at_copies()
+        asked: list[threading.Thread] = []
         for uuid, at in list(self._devices.items()):
-            if not self._health[uuid].reason:
-                at.health.attempt(at.gpu.free_bytes)
+            if not at.health.reason and (uuid not in self._asked or not self._asked[uuid].is_alive()):
+                ask = partial(at.health.attempt, at.gpu.free_bytes)
+                self._asked[uuid] = threading.Thread(target=ask, name=f"probe-{uuid}", daemon=True)
+                self._asked[uuid].start()
+                asked.append(self._asked[uuid])
+        until = time.monotonic() + ANSWER_S
+        for asking in asked:
+            asking.join(max(0.0, until - time.monotonic()))
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
-        """Pin host memory for all GPUs; it must stay mapped until ``close``. Raises Unavailable."""
+        """Pin host memory for all GPUs, by the first that works; it must stay mapped until ``close``. Raises
+        Unavailable."""
         del fd
         self._check_running()
-        address, gpu = address_of(buffer), next(iter(self._gpus.values()))
+        working = [gpu for uuid, gpu in self._gpus.items() if not self._health[uuid].reason]
+        if not working:
+            raise Unavailable("host memory cannot be pinned: no GPU works any more; restart the daemon")
+        address, gpu = address_of(buffer), working[0]
         try:
             gpu.register_host(address, buffer.nbytes)
         except RuntimeError as error:
             raise Unavailable(f"host memory cannot be pinned (ulimit -l, or too little of it): {error}") from error
         region = self._add_region(Region(address, buffer.nbytes, None))
         with self._lock:
-            self._hosts[region] = (buffer, address)
+            self._hosts[region] = (buffer, address, gpu.uuid)
         return region
 
     def open_peer(self, handle: Handle, fd: int | None) -> int:
@@ -270,8 +291,13 @@ class CudaBackend:
     def close(self) -> None:
         """Stop the streams, then free every slab, pin and word; what a broken GPU keeps is logged. Idempotent."""
         self._running = False
+        over = threading.Event()
+        looking = threading.Thread(target=self._look_until, args=(over,), name="last-looks", daemon=True)
+        looking.start()
         for device in self._devices.values():
             device.copying.close()
+        over.set()
+        looking.join()
         for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues.values():
                 device.health.attempt(queue.close)
@@ -281,16 +307,29 @@ class CudaBackend:
             self.close_peer(region)
         for device in self._devices.values():
             device.health.attempt(device.timeline.close)
-        for region, (_, address) in self._hosts.items():
+        is_quiet = not any(health.hangs for health in self._health.values())
+        for region, (_, address, uuid) in self._hosts.items():
             self._holds.end(region)
-            uuid, gpu = next(iter(self._gpus.items()))
-            self._health[uuid].attempt(partial(gpu.unregister_host, address))
-        self._hosts.clear()
+            if is_quiet:  # else copies may be on their way to it
+                self._health[uuid].attempt(partial(self._gpus[uuid].unregister_host, address))
+        if is_quiet:
+            self._hosts.clear()
         self._devices.clear()
         self._reach.clear()
         self._regions = Regions({})
         for uuid, gpu in self._gpus.items():
             self._health[uuid].attempt(gpu.close)
+
+    def _look_at_copies(self) -> None:
+        for at in list(self._devices.values()):
+            if not at.health.hangs and (why := at.copying.overdue()):
+                at.health.hung(why)
+                at.copying.abandon(why)
+
+    def _look_until(self, over: threading.Event) -> None:
+        """Root of a thread: copies may hang while their end is waited for."""
+        while not over.wait(LOOK_S):
+            self._look_at_copies()
 
     def _open(self, uuid: str, gpu: GpuDevice) -> Device:
         health = self._health[uuid]
@@ -304,7 +343,8 @@ class CudaBackend:
                 queue.start()
                 runners[way] = CudaRunner(queue, timeline, lambda: self._regions, health)
             undo.pop_all()
-        return Device(gpu, timeline, queues, CopyThreads(uuid, self._rules, runners, timeline.write), health)
+        copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock)
+        return Device(gpu, timeline, queues, copying, health)
 
     def _open_peers(self) -> None:
         for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):

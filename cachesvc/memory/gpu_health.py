@@ -1,7 +1,7 @@
 """Whether a GPU still works for this process.
 
 After a fault on the device every call of CUDA fails, in this process and for good: it is said once in the log, and
-nothing is tried again.
+nothing is tried again. One that hangs is not even called to give something back: the call would not return.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class GpuHealth:
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
         self._reason = ""
+        self.hangs = False
         self._lock = threading.Lock()
 
     def broke(self, error: Exception) -> None:
@@ -30,6 +31,11 @@ class GpuHealth:
             self._reason = self._reason or str(error) or type(error).__name__
         if is_news:
             log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
+
+    def hung(self, why: str) -> None:
+        """The GPU does not answer any more."""
+        self.hangs = True
+        self.broke(RuntimeError(why))
 
     @property
     def reason(self) -> str:
@@ -45,6 +51,8 @@ class GpuHealth:
 
     def attempt(self, call: Callable[[], object]) -> None:
         """Ask something or give it back; where the GPU cannot any more, what comes after is done all the same."""
+        if self.hangs:
+            return
         try:
             call()
         except RuntimeError as error:

@@ -34,9 +34,11 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A transfer has ended, and nothing that it was to bring can be relied on. ``reason``: never empty."""
+    """A transfer has ended, and nothing that it was to bring can be relied on. ``reason``: never empty. ``may_write``:
+    its bytes may still come, for its copies hang."""
 
     reason: str
+    may_write: bool = False
 
 
 DONE = Done()

@@ -17,7 +17,7 @@ import numpy as np
 
 from cachesvc.memory.seam import Handle
 from cachesvc.memory.timeline import HostTimeline, Sheet
-from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, CopiesHang, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 from cachesvc.mover import records
 from cachesvc.mover.channel import MoverFault
@@ -360,8 +360,9 @@ class DeviceMover:
             state.fault = state.fault or "its mover has ended"
             why, state.life = f"{state.fault}; a new one is started", None
             jobs, state.jobs, state.began = list(state.jobs.values()), {}, {}
+        kind = CopiesHang if life.lingers else Unavailable
         for job in jobs:
-            error = Unavailable(f"the mover of {self.device} died: {why}")
+            error = kind(f"the mover of {self.device} died: {why}")
             self._end(job, RankEnd(job.ticket, self.device, error, None))
         life.give_back()
         if not self._closing.is_set():

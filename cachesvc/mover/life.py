@@ -27,6 +27,10 @@ GOING_SECONDS = 2.0
 """How long a process may take to end after it has hung up; then it is killed."""
 
 
+UNKILLABLE_SECONDS = 30.0
+"""A process that was killed and is still there after so long stands in a driver's call that does not return."""
+
+
 class Life:
     """``start`` opens it. ``version``: what it has to be of."""
 
@@ -41,6 +45,7 @@ class Life:
         self._known: set[int] = set()
         self.facts: dict[str, Any] = {}
         self.pid = 0
+        self.lingers = False  # it was killed and does not end: it may still write
 
     def start(self) -> None:
         """Start the process, or find it, and open it for the device. Raises a CacheError that says what is missing."""
@@ -178,7 +183,7 @@ class Life:
             return
         if not process.has_ended(GOING_SECONDS) and process.is_child:
             process.kill()
-            process.has_ended(None)
+            self.lingers = not process.has_ended(UNKILLABLE_SECONDS)
 
     def _forget_process(self) -> None:
         if self._process is not None:

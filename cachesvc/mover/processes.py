@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.transfer import Direction
-from cachesvc.mover.channel import MoverGone
+from cachesvc.mover.channel import MoverFault, MoverGone
 from cachesvc.mover.device import DeviceMover, SlabOfMover
 from cachesvc.mover.life import Life
 from cachesvc.mover.process import Begin, child
@@ -30,6 +33,10 @@ log = logging.getLogger(__name__)
 
 PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
+
+
+PEER_SECONDS = 1.0
+"""How long a slab is waited for that movers of other devices are told of: one that hangs is told when it answers."""
 
 
 class _Chunk(NamedTuple):
@@ -60,6 +67,7 @@ class Processes:
         self._chunks: dict[int, _Chunk] = {}
         self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
         self._lives: dict[str, Life] = {}
+        self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target is not told of, by (source, target)
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
             one.device: DeviceMover(
@@ -104,7 +112,8 @@ class Processes:
             raise failed
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
-        """Zeroed memory, which the movers that reach it can copy from. Raises PoolExhausted (in bytes), Unavailable."""
+        """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
+        Raises PoolExhausted (in bytes), Unavailable."""
         self._check_running()
         at = self._mover(device)
         slab = at.create_slab(next(self._regions), size_bytes)
@@ -114,16 +123,15 @@ class Processes:
             with self._lock:
                 self._slabs.pop(closed.region, None)
                 peers = self._peers(device)
-            for life in peers:
-                _tolerated(partial(life.forget_peer, closed.region))
+            _at_once([partial(_tolerated, partial(life.forget_peer, closed.region)) for _, life in peers])
             close(closed)
 
         slab.on_close = give_back
         with self._lock:
             self._slabs[slab.region] = at, slab
             peers = self._peers(device)
-        for life in peers:
-            _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
+            self._untold.update((device, target) for target, _ in peers)
+        _at_once([self._telling(device, target, life, slab) for target, life in peers])
         return slab
 
     def timeline(self, device: str) -> HostTimeline:
@@ -143,10 +151,10 @@ class Processes:
         self._mover(device).close_sheet(sheet)
 
     def can_reach(self, source: str, target: str) -> bool:
-        """As the hardware says."""
+        """As the hardware says, while the target's mover knows the source's slabs."""
         self._mover(source)
         self._mover(target)
-        return source == target or self._reaches is None or (source, target) in self._reaches
+        return source == target or (self._is_wired(source, target) and not self._untold[source, target])
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone gets it when
@@ -174,9 +182,9 @@ class Processes:
         return self._mover(device).fault
 
     def probe(self) -> None:
-        """Ask every mover for its device."""
-        for mover in self._at.values():
-            mover.probe()
+        """Ask every mover for its device, all at once."""
+        with ThreadPoolExecutor(len(self._at)) as threads:
+            list(threads.map(DeviceMover.probe, self._at.values()))
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""
@@ -261,7 +269,7 @@ class Processes:
         for region, chunk in chunks.items():
             life.learn_host(region, chunk.view.nbytes, chunk.fd)
         for mover, slab in slabs:
-            if mover.device != device and self.can_reach(mover.device, device):
+            if mover.device != device and self._is_wired(mover.device, device):
                 _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
 
     def _lost(self, device: str, why: str) -> None:
@@ -269,8 +277,26 @@ class Processes:
             self._lives.pop(device, None)
         self._on_lost(device, why)
 
-    def _peers(self, source: str) -> list[Life]:
-        return [life for device, life in self._lives.items() if device != source and self.can_reach(source, device)]
+    def _is_wired(self, source: str, target: str) -> bool:
+        return self._reaches is None or (source, target) in self._reaches
+
+    def _peers(self, source: str) -> list[tuple[str, Life]]:
+        return [each for each in self._lives.items() if each[0] != source and self._is_wired(source, each[0])]
+
+    def _telling(self, source: str, target: str, life: Life, slab: SlabOfMover) -> Callable[[], None]:
+        """Tells a mover of another one's slab; may come late, when the slab's own descriptor is closed."""
+        fd = None if slab.fd is None else os.dup(slab.fd)
+
+        def tell() -> None:
+            try:
+                _tolerated(partial(life.learn_peer, slab.region, slab.handle, fd))
+            finally:
+                if fd is not None:
+                    os.close(fd)
+                with self._lock:
+                    self._untold[source, target] -= 1
+
+        return tell
 
     def _mover(self, device: str) -> DeviceMover:
         if device not in self._at:
@@ -290,10 +316,22 @@ def _outcome_of(call: Callable[[], object]) -> CacheError | None:
     return None
 
 
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make all calls, each on a thread of its own, and wait for them; for ``PEER_SECONDS`` at most, and then those that
+    are left go on."""
+    threads = [threading.Thread(target=call, name="mover-peer", daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + PEER_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 def _tolerated(call: Callable[[], object]) -> None:
     """A mover that dies meanwhile is told with its next life, or never again."""
-    refused = _outcome_of(call)
-    if refused is not None:
+    try:
+        call()
+    except (CacheError, MoverFault) as refused:
         log.info("mover_peer_not_told reason=%s", refused)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from cachesvc.memory.mapped import map_memfd
 from cachesvc.memory.seam import Backend, Handle, Slab
-from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.model.errors import CopiesHang, NotFound, Unavailable
 from cachesvc.mover import records
 from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.ring import Reader, Ring, Writer
@@ -182,7 +182,8 @@ class _Work:
         self._ends.put(records.began_record(ticket, now))
 
     def _ended(self, end: RankEnd) -> None:
-        self._ends.put(records.end_record(end))
+        if not isinstance(end.error, CopiesHang):  # that one the daemon ends, once this process cannot write any more
+            self._ends.put(records.end_record(end))
         if end.error is not None and (fault := self._backend.fault(self._device)):
             self._ends.put(records.broken_record(fault))
 

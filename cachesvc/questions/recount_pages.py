@@ -77,6 +77,8 @@ def capture_pages(ledger: Ledger, model: Model, place: Place, position: int) -> 
         _host_holders(ledger, model, seen)
     else:
         _device_holders(ledger, model, position - 1, seen)
+    for group, pool in enumerate(place.pools):
+        _hold(seen, group, PageState.QUARANTINED, "copies that never ended", pool.stuck)
     return seen
 
 

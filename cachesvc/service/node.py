@@ -19,7 +19,7 @@ from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import tidy
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
+from cachesvc.model.errors import CacheError, CopiesHang, DeadlineExceeded, Unavailable
 from cachesvc.model.transfer import DONE, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
@@ -105,7 +105,8 @@ class Node:
 
     def on_transfer_done(self, ticket: int, error: Exception | None) -> None:
         """A transfer has ended; called by the swap engine's threads."""
-        outcome = DONE if error is None else Failed(str(error) or type(error).__name__)
+        hangs = isinstance(error, CopiesHang)
+        outcome = DONE if error is None else Failed(str(error) or type(error).__name__, may_write=hangs)
         self._soon(self._land, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:

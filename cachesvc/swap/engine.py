@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.memory.seam import Slab
-from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
+from cachesvc.model.errors import CopiesHang, InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot, Transfer, Urgency
 from cachesvc.swap.attached import (
@@ -75,6 +75,7 @@ class SwapEngine:
         self._on_done = on_done
         self._models: dict[int, AttachedModel] = {}
         self._flights: dict[int, _Flight] = {}
+        self._hang: set[int] = set()
         self._words = 0
         self._lock = threading.Lock()
         self._landed = threading.Condition(self._lock)
@@ -100,6 +101,10 @@ class SwapEngine:
     def in_flight(self) -> int:
         """Tickets that have not ended."""
         return len(self._flights)
+
+    def hangs(self, model_id: int) -> bool:
+        """True where copies of a model never ended: its memory may still be written, and is to be kept."""
+        return model_id in self._hang
 
     def waiting(self) -> dict[tuple[str, Urgency], Waiting]:
         """Transfers that have not ended, by direction and urgency."""
@@ -253,7 +258,7 @@ class SwapEngine:
         with self._lock:
             flight = self._flights[end.ticket]
             flight.left -= 1
-            flight.error = flight.error or end.error
+            flight.error = end.error if isinstance(end.error, CopiesHang) else flight.error or end.error
             if end.began is not None:
                 flight.began = end.began if flight.began is None else min(flight.began, end.began)
             if flight.left:
@@ -268,7 +273,10 @@ class SwapEngine:
             slots = self._models[flight.transfer.model].slots
             del self._flights[flight.transfer.ticket]
             self._landed.notify_all()
-        slots.release(flight.slot)
+        if isinstance(flight.error, CopiesHang):
+            self._hang.add(flight.transfer.model)  # and a GPU that goes on may still set its words
+        else:
+            slots.release(flight.slot)
         try:
             self._on_done(flight.transfer.ticket, flight.error)
         except Exception:

@@ -7,6 +7,7 @@ A model of which something is still to be made or freed is not in the ledger.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import Run
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.headroom import Headroom, PoolSizes
+
+log = logging.getLogger(__name__)
 
 OnHostPages = Callable[[int, int, Run], None]
 """``(model, group, run)``: more host pages of a group are usable on every rank; called from a thread of the pool."""
@@ -276,6 +279,9 @@ class Vault:
         while self._retired:
             with self._lock:
                 model, holding = self._retired.popitem()
+            if self._engine.hangs(model):
+                log.error("memory_kept model=%d", model)
+                continue
             with ExitStack() as every:  # from the last to the first, whatever one of them raises
                 for host_slab in (slab for group in holding.host for slab in group):
                     every.callback(self._pool.release, host_slab)

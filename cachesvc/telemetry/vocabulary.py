@@ -49,6 +49,11 @@ VOCABULARY: dict[str, Event] = {
         "The slabs of a device went with its mover: so many leases are lost, and what replicas had there.",
         ("device", "reason", "leases"),
     ),
+    "memory_kept": Event(
+        "error",
+        "A model's memory is not given to another one: copies to it hang, and may go on. Restart the daemon.",
+        ("model",),
+    ),
     "device_loss_broke": Event(
         "error", "A defect: the ledger still counts on memory that is gone.", ("device", "traceback")
     ),

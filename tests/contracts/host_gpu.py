@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ UNIT_BYTES = 64 << 10
 
 class HostGpu:
     """``breaks``: calls that fail; ``breaks_after``: how often a call goes well before; ``is_dead``: everything fails.
+    ``hangs``: calls that do not return before ``goes_on`` is set; ``hung`` is given a permit for each.
 
     ``held``: what was taken and not given back. What is given back to a dead one still counts as given back.
     """
@@ -29,6 +31,9 @@ class HostGpu:
         self.breaks: set[str] = set()
         self.breaks_after: dict[str, int] = {}
         self.is_dead = False
+        self.hangs: set[str] = set()
+        self.hung = threading.Semaphore(0)
+        self.goes_on = threading.Event()
         self.held: Counter[str] = Counter()
         self.is_started = False
         self.told: Counter[str] = Counter()
@@ -36,6 +41,9 @@ class HostGpu:
     def call(self, name: str) -> None:
         """What each call begins with."""
         self.told[name] += 1
+        if name in self.hangs:
+            self.hung.release()
+            self.goes_on.wait()
         allowed = self.breaks_after.get(name, self.told[name])
         if self.is_dead or name in self.breaks or self.told[name] > allowed:
             raise RuntimeError(f"{name} broke")

@@ -18,7 +18,7 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.mapped import populate
 from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import KeyReused, Unavailable
+from cachesvc.model.errors import CopiesHang, KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
@@ -148,7 +148,7 @@ class SimNode:
         self.inbox.append(lambda: host_pages_arrived(self.core, model, group, run))
 
     def _land(self, ticket: int, error: Exception | None) -> None:
-        landed = DONE if error is None else Failed(str(error))
+        landed = DONE if error is None else Failed(str(error), may_write=isinstance(error, CopiesHang))
         self.meetings.landing(ticket, landed, lambda: land(self.core, ticket, landed))
 
     def deliver(self) -> None:

@@ -214,9 +214,9 @@ class Rig:
         finally:
             self.check()
 
-    def land(self, ticket: int, error: str = "") -> list[int]:
+    def land(self, ticket: int, error: str = "", *, may_write: bool = False) -> list[int]:
         del self.mover.transfers[ticket]
-        ended = land(self.core, ticket, Failed(error) if error else DONE)
+        ended = land(self.core, ticket, Failed(error, may_write=may_write) if error else DONE)
         self.check()
         return ended
 

@@ -160,6 +160,20 @@ def test_a_failed_load_wakes_and_says_so(daemon: FakeDaemon, pool: AttachedPool)
         pool.wait_layer(load(state="failed"), 0, timeout_s=0)
 
 
+def test_a_failure_that_is_asked_for_late_is_not_lost_in_later_ones(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    for later in (14, 18, 30):  # the slot's later loads failed too
+        daemon.timeline.write(5, later)
+        daemon.timeline.write(4, later)
+        with pytest.raises(LoadFailed, match="recompute"):
+            pool.wait_layer(load(), 0, timeout_s=0)
+
+
+def test_later_loads_of_its_slot_that_come_say_nothing_of_a_load(daemon: FakeDaemon, pool: AttachedPool) -> None:
+    daemon.timeline.write(5, 10)  # one before it failed
+    daemon.timeline.write(4, 22)
+    pool.wait_layer(load(), 0, timeout_s=0)
+
+
 def test_what_need_not_or_cannot_be_waited_for(pool: AttachedPool) -> None:
     pool.wait_ticket(load(state="done"), timeout_s=0)
     with pytest.raises(InvalidRequest, match="layer 4 of a load of 4"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,15 +13,12 @@ from pathlib import Path
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
+from cachesvc.mover import processes
 from cachesvc.mover.processes import Processes
-from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
-from cachesvc.swap.engine import SwapEngine
-from tests.contracts.host_gpu import HostGpu
 from tests.unit.mover_rig import Heard
 from tests.unit.swap_rig import (
     DEVICE_PAGES,
@@ -211,6 +206,26 @@ def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> N
         ]
 
 
+def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PEER_SECONDS", 0.05)
+    movers = Processes([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
+    movers.start()
+    movers.listen(lambda _: None)
+    hung = movers.mover_pids()["shm-1"]
+    os.kill(hung, signal.SIGSTOP)
+    kept, closed = (movers.create_slab("shm-0", 4096) for _ in range(2))
+    closed.close()
+    assert not movers.can_reach("shm-0", "shm-1"), "it does not know the slab yet"
+    assert movers.can_reach("shm-1", "shm-0")
+    os.kill(hung, signal.SIGCONT)
+    for thread in threading.enumerate():
+        if thread.name == "mover-peer":
+            thread.join()
+    assert movers.can_reach("shm-0", "shm-1")
+    kept.close()
+    movers.close()
+
+
 def test_budgets_and_names_are_checked_before_a_mover_is_asked(rig: Rig) -> None:
     movers = movers_of(rig)
     with pytest.raises(PoolExhausted) as refused:
@@ -261,82 +276,3 @@ def test_what_a_mover_refuses_is_what_the_start_says() -> None:
     with pytest.raises(InvalidRequest, match="tape"):
         movers.start()
     movers.close()
-
-
-# -- movers in threads of this process, for what no real process shows -------------------------------------------------
-
-
-class InThreads:
-    """Begins movers as threads, on GPUs that ``gpus`` gives one after another."""
-
-    def __init__(self, gpus: list[HostGpu]) -> None:
-        self._gpus = iter(gpus)
-
-    def __call__(self) -> tuple[socket.socket, None]:
-        ours, theirs = socket.socketpair()
-        gpu = next(self._gpus)
-
-        def equip(settings: Settings) -> Equipment:
-            backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
-            return Equipment(backend, dict)
-
-        threading.Thread(target=Server(theirs, __version__, equip).serve, daemon=True).start()
-        return ours, None
-
-
-@contextlib.contextmanager
-def on_gpus(*gpus: HostGpu) -> Iterator[Rig]:
-    """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
-    layout = mixed_layout(1)
-    settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
-    movers = Processes([settings], __version__, begins=[InThreads(list(gpus))])
-    movers.start()
-    rig = Rig(layout, movers)
-    rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
-    rig.engine.start()
-    rig.add_hosts()
-    attach_replica(rig, REPLICA)
-    try:
-        yield rig
-    finally:
-        rig.close()
-
-
-def test_a_gpu_is_driven_by_its_mover_alone() -> None:
-    gpu = HostGpu()
-    with on_gpus(gpu) as rig:
-        content = [rig.host_page(0, 1, page) for page in (3, 30)]
-        rig.move(LOAD, (1, [0, 9], [3, 30]), layered=True)
-        rig.settle()
-        assert [rig.device_page(0, 1, page) for page in (0, 9)] == content
-        rig.move(STORE, (1, [0, 9], [11, 12]))
-        rig.settle()
-        assert [rig.host_page(0, 1, page) for page in (11, 12)] == content
-        assert [error for _, error in rig.ended] == [None, None]
-    assert gpu.is_whole()
-
-
-def test_a_gpu_that_broke_gives_way_to_a_new_mover(heard: Heard) -> None:
-    broken, fresh = HostGpu(), HostGpu()
-    with on_gpus(broken, fresh) as rig:
-        broken.is_dead = True
-        rig.move(LOAD, (0, [1], [1]))
-        rig.settle()
-        assert rig.ended[-1][1] is not None
-        heard.wait("gpu_broken")
-        heard.wait("mover_started")
-        attach_replica(rig, REPLICA + 1)
-        rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
-        rig.settle()
-        assert rig.ended[-1] == (7, None)
-        assert rig.device_page(0, 0, 1, REPLICA + 1) == rig.host_page(0, 0, 1)
-
-
-def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
-    broken, fresh = HostGpu(), HostGpu()
-    with on_gpus(broken, fresh) as rig:
-        broken.is_dead = True
-        rig.backend.probe()
-        heard.wait("mover_started")
-        rig.backend.probe()
-        assert rig.backend.fault("GPU-host-0") == ""

@@ -207,3 +207,14 @@ def no_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory_to_which_copies_may_still_write_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(SteppedBackend(1, POOL_BYTES))
+    desk.register("m")
+    [device], [model] = desk.vault.devices(), desk.core.ledger.models
+    taken = desk.vault.device_free_bytes(device)
+    assert taken < POOL_BYTES
+    monkeypatch.setattr(SwapEngine, "hangs", lambda _, number: number == model)
+    desk.vault.close_model(model)
+    assert desk.vault.device_free_bytes(device) == taken

@@ -307,8 +307,9 @@ class AttachedPool:
         words = self.timeline
         if not has_reached(int(words[slot.word]), slot.end):
             return LoadOutcome.LOST if self._life.lost.is_set() else LoadOutcome.RUNNING
-        if int(words[slot.failed_word]) != slot.end:
-            return LoadOutcome.CAME
+        failed, is_reused = int(words[slot.failed_word]), int(words[slot.word]) != slot.end
+        if failed != slot.end and not (is_reused and has_reached(failed, slot.end)):
+            return LoadOutcome.CAME  # where a later load of the slot failed, nothing tells any more of this one
         is_ours = self._waits is not None and self._waits.has_released(slot)
         return LoadOutcome.LOST if is_ours else LoadOutcome.FAILED
 

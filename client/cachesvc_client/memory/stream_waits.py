@@ -49,6 +49,7 @@ class StreamWaits:
         self._pending: dict[int, PendingWait] = {}
         self._released: set[tuple[int, int]] = set()
         self._prune_at = PRUNE_AT
+        self._entering = 0
         self._is_lost = False
         self._is_closed = False
         self._ended = threading.Event()
@@ -76,7 +77,12 @@ class StreamWaits:
                     f"the daemon went away before load {ticket} was waited for; recompute its blocks"
                 )
             self._remember(PendingWait(ticket, slot))
-        self._device.wait_word(stream, self._base + WORD_BYTES * slot.word, target)
+            self._entering += 1
+        try:
+            self._device.wait_word(stream, self._base + WORD_BYTES * slot.word, target)
+        finally:
+            with self._lock:
+                self._entering -= 1
 
     def lose(self) -> None:
         """The daemon is gone: end the waits, refuse further ones. Idempotent."""
@@ -97,13 +103,14 @@ class StreamWaits:
         return (slot.word, slot.end) in self._released
 
     def close(self) -> bool:
-        """Let the words go; True when they may be unmapped. False while a stream may still wait for one: they stay
-        mapped then, and a loss is still answered; call it again after the streams. Raises GpuFailed."""
+        """Let the words go; True when they may be unmapped. False while a stream may still wait for one, or is being
+        told to: they stay mapped then, and a loss is still answered; call it again after the streams. Raises
+        GpuFailed."""
         with self._lock:
             if self._is_closed:
                 return True
             self._prune()
-            if self._pending and not self._is_lost:
+            if self._entering or (self._pending and not self._is_lost):
                 return False
             self._is_closed = True
             address, self._words = self._words.ctypes.data, self._words[:0].copy()  # nothing of the mapping is held

@@ -1,0 +1,160 @@
+"""Movers of GPUs, in threads of this process for what no real process shows: a GPU that breaks or hangs is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc import __version__
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.model.errors import CopiesHang
+from cachesvc.model.transfer import PagePairs, Transfer
+from cachesvc.mover.process import Process
+from cachesvc.mover.processes import Processes
+from cachesvc.mover.server import Equipment, Server
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.engine import SwapEngine
+from tests.contracts.host_gpu import HostGpu
+from tests.unit.mover_rig import Heard
+from tests.unit.swap_rig import (
+    LOAD,
+    MODEL,
+    REPLICA,
+    STORE,
+    Rig,
+    attach_replica,
+    mixed_layout,
+)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler, log = Heard(), logging.getLogger("cachesvc.mover.device")
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+class InThreads:
+    """Begins movers as threads, on GPUs that ``gpus`` gives one after another."""
+
+    def __init__(self, gpus: list[HostGpu], process: Process | None = None) -> None:
+        self._gpus = iter(gpus)
+        self._process = process
+
+    def __call__(self) -> tuple[socket.socket, Process | None]:
+        ours, theirs = socket.socketpair()
+        gpu = next(self._gpus)
+
+        def equip(settings: Settings) -> Equipment:
+            backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
+            return Equipment(backend, dict)
+
+        threading.Thread(target=Server(theirs, __version__, equip).serve, daemon=True).start()
+        return ours, self._process
+
+
+class Unkillable:
+    """A child that stands in a call of the driver."""
+
+    is_child = True
+
+    def kill(self) -> None:
+        """It does not hear."""
+
+    def has_ended(self, seconds: float | None) -> bool:
+        assert seconds is not None, "nobody waits for it for ever"
+        return False
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@contextlib.contextmanager
+def on_gpus(*gpus: HostGpu, process: Process | None = None) -> Iterator[Rig]:
+    """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
+    layout = mixed_layout(1)
+    settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
+    movers = Processes([settings], __version__, begins=[InThreads(list(gpus), process)])
+    movers.start()
+    rig = Rig(layout, movers)
+    rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
+    rig.engine.start()
+    rig.add_hosts()
+    attach_replica(rig, REPLICA)
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+def test_a_gpu_is_driven_by_its_mover_alone() -> None:
+    gpu = HostGpu()
+    with on_gpus(gpu) as rig:
+        content = [rig.host_page(0, 1, page) for page in (3, 30)]
+        rig.move(LOAD, (1, [0, 9], [3, 30]), layered=True)
+        rig.settle()
+        assert [rig.device_page(0, 1, page) for page in (0, 9)] == content
+        rig.move(STORE, (1, [0, 9], [11, 12]))
+        rig.settle()
+        assert [rig.host_page(0, 1, page) for page in (11, 12)] == content
+        assert [error for _, error in rig.ended] == [None, None]
+    assert gpu.is_whole()
+
+
+def test_a_gpu_that_broke_gives_way_to_a_new_mover(heard: Heard) -> None:
+    broken, fresh = HostGpu(), HostGpu()
+    with on_gpus(broken, fresh) as rig:
+        broken.is_dead = True
+        rig.move(LOAD, (0, [1], [1]))
+        rig.settle()
+        assert rig.ended[-1][1] is not None
+        heard.wait("gpu_broken")
+        heard.wait("mover_started")
+        attach_replica(rig, REPLICA + 1)
+        rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
+        rig.settle()
+        assert rig.ended[-1] == (7, None)
+        assert rig.device_page(0, 0, 1, REPLICA + 1) == rig.host_page(0, 0, 1)
+
+
+def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
+    broken, fresh = HostGpu(), HostGpu()
+    with on_gpus(broken, fresh) as rig:
+        broken.is_dead = True
+        rig.backend.probe()
+        heard.wait("mover_started")
+        rig.backend.probe()
+        assert rig.backend.fault("GPU-host-0") == ""
+
+
+@pytest.mark.parametrize("process", [None, Unkillable()])
+def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
+    process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, fresh = HostGpu(), HostGpu()
+    with on_gpus(hung, fresh, process=process) as rig:
+        hung.hangs = {"wait"}
+        free = rig.engine.free_slots(MODEL, REPLICA)
+        rig.move(LOAD, (0, [1], [1]))
+        assert hung.hung.acquire()
+        monkeypatch.setattr("cachesvc.memory.copy_watch.PATIENCE_S", 0.0)
+        rig.backend.probe()
+        rig.settle()
+        monkeypatch.undo()
+        error = rig.ended[-1][1]
+        assert "died: 196 bytes" in str(error), "no end is told before the mover is gone"
+        may_write = process is not None
+        assert isinstance(error, CopiesHang) == may_write == rig.engine.hangs(MODEL)
+        assert rig.engine.free_slots(MODEL, REPLICA) == free - may_write
+        heard.wait("mover_started")
+        attach_replica(rig, REPLICA + 1)
+        rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
+        rig.settle()
+        assert rig.ended[-1] == (7, None)
+    hung.goes_on.set()
