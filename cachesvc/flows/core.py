@@ -45,7 +45,6 @@ class Fetched(Enum):
     GONE = "gone"  # it does not come: missing, wrong, refused, failed
     LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
     BACK = "back"  # it was late: its memory is nobody's now
-    NONE = "none"  # in place of all objects of a fetch: none was begun, since its first block is not there
 
 
 class FetchedObject(NamedTuple):
@@ -82,8 +81,9 @@ class Storage(Protocol):
     keeps_all: bool
     keeps_used: bool
 
-    def expects(self, model: Model, keys: bytes) -> int:
-        """Of how many of packed ``keys`` from the first on it is worth while to ask for; 0 while nothing is asked."""
+    def expects(self, model: Model, keys: bytes) -> int | None:
+        """Of how many of packed ``keys`` from the first on it is worth while to ask for; 0 while nothing is asked, None
+        where nobody knows before it was."""
 
     def has(self, model: Model, key: bytes) -> bool:
         """True where it believes to have a block, as far as it knows without asking anybody."""

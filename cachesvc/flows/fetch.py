@@ -28,41 +28,56 @@ from cachesvc.model.transfer import DONE, Inward, Urgency
 
 MOST_BLOCKS = 1024
 """Of one fetch: 16k tokens in blocks of 16. What lies behind is for the next one, while these are used."""
+PEEKED_BLOCKS = 16
+"""Of the first fetch of a call, where nobody knows whether there is anything."""
 HOST_SHARE = 2
 """One fetch takes no more than this part of the host's pages, one in so many."""
 
 
 def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
-    """Begin (or join) a fetch of what storage has beyond ``hit``; None: the hit is all that there will be."""
+    """Begin (or join) a fetch of what storage has beyond ``hit``; None: the hit is all that there will be.
+
+    Where nobody knows what it has, a few blocks are asked for, and all others when these have come: most prompts are
+    not there, and pages of the host are taken, and evicted for, before anything comes.
+    """
     storage = core.storage
     wanted = len(keys) // KEY_BYTES
     wanted = min(wanted, max_blocks) if max_blocks else wanted
     if storage is None or wanted <= hit.blocks:
         return None
     model = call.model
+    left = storage.wait_seconds
     if (fetch := sharing.fetch) is not None:
-        is_out = core.ledger.tickets.is_running(fetch.ticket) and not fetch.has_begun
-        if is_out and call.now - sharing.fetch_since >= storage.wait_seconds:  # who does not wait tells nothing
+        left -= call.now - sharing.fetch_since
+        is_running = core.ledger.tickets.is_running(fetch.ticket)
+        if is_running and not fetch.has_begun and left <= 0:  # who does not wait tells nothing
             storage.lagged()
-        return None
+        if is_running or sharing.goes_on or not fetch.is_whole or left <= 0:
+            return None
     joined = model.stored.fetching.get(keys[hit.blocks * KEY_BYTES : (hit.blocks + 1) * KEY_BYTES])
     if joined is None:
-        expected = storage.expects(model, keys[hit.blocks * KEY_BYTES : (hit.blocks + MOST_BLOCKS) * KEY_BYTES])
-        if not expected:
+        ahead = keys[hit.blocks * KEY_BYTES : (hit.blocks + MOST_BLOCKS) * KEY_BYTES]
+        expected = storage.expects(model, ahead)
+        if expected == 0 or (fetch is not None and expected is not None):
             return None
+        if expected is None:
+            expected = PEEKED_BLOCKS if fetch is None else len(ahead) // KEY_BYTES
         begun = _begin(core, call, keys, hit, min(wanted - hit.blocks, expected))
         if begun is None or isinstance(begun, Wait):
             return begun
         joined = begun
-    sharing.fetch, sharing.fetch_since = joined, call.now
-    return Wait((joined.ticket,), storage.wait_seconds)
-
-
-def fetched_blocks(hit: Hit, fetch: Fetch | None) -> int:
-    """How many blocks of a hit, behind what is in place, came with the fetch that its call waited for."""
     if fetch is None:
+        sharing.fetch_since, sharing.fetched_first = call.now, joined.first
+    sharing.fetch, sharing.goes_on = joined, fetch is not None
+    return Wait((joined.ticket,), left)
+
+
+def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
+    """How many blocks of a hit, behind what is in place, came with the fetches that its call waited for."""
+    last = sharing.fetch
+    if last is None:
         return 0
-    return max(0, min(hit.blocks, fetch.first + fetch.admitted) - max(hit.device_blocks, fetch.first))
+    return max(0, min(hit.blocks, last.first + last.admitted) - max(hit.device_blocks, sharing.fetched_first))
 
 
 def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch | Wait | None:
@@ -124,11 +139,6 @@ def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[FetchedObj
 
 def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
     block, groups, outcome = found
-    if outcome is Fetched.NONE:
-        fetch.has_begun = True
-        fetch.refuse()
-        note_unstored(model, fetch.keys[0])
-        return
     if outcome is not Fetched.LATE:
         fetch.has_begun = True
         fetch.came_back(block)

@@ -59,7 +59,7 @@ def match(
     sequence = Sequence(sequence_id, lease.id, model.id, replica.id, model.blocks, replica.place, keys)
     sequence.hold(hit, core.ledger.stamp())
     lease.sequences[sequence_id] = sequence
-    stored = 0 if sharing is None else fetched_blocks(hit, sharing.fetch)
+    stored = 0 if sharing is None else fetched_blocks(hit, sharing)
     _count_hit(model, hit, stored)
     waited = min(waited, MOST_WAITED_SECONDS)
     came = call.now - waited if clock is None else clock

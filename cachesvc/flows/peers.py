@@ -39,7 +39,8 @@ class Sharing:
     """What one call has done so far to reach more than its replica does; made for the call, handed to each of its runs.
 
     ``ticket``: the load from another replica that the call began; with it the replica has ``blocks`` blocks in place.
-    ``fetch``: what it waits for from storage, since ``fetch_since``.
+    ``fetch``: what it waits for from storage, since ``fetch_since``; the first one was from block ``fetched_first`` on.
+    ``goes_on``: it waits for what lies behind that one.
     """
 
     urgency: Urgency = Urgency.AWAITED
@@ -50,6 +51,8 @@ class Sharing:
     blocks: int = 0
     fetch: Fetch | None = None
     fetch_since: float = 0.0
+    fetched_first: int = 0
+    goes_on: bool = False
 
 
 class _Source(NamedTuple):

@@ -67,6 +67,11 @@ class Fetch:
         return self._pin
 
     @property
+    def is_whole(self) -> bool:
+        """True where all of it has come."""
+        return self.admitted == len(self.keys)
+
+    @property
     def is_done(self) -> bool:
         """True where it holds nothing any more."""
         return self.is_over and not any(self.out)
@@ -160,14 +165,6 @@ class Fetch:
         self.out[block] -= 1
         if self.is_over and not self.out[block]:
             self._free(block, PageState.FREE)
-
-    def refuse(self) -> None:
-        """None of its objects was begun, and none comes."""
-        self.cut(0)
-        for block, out in enumerate(self.out):
-            self.out[block] = 0
-            if out and self.is_over:
-                self._free(block, PageState.FREE)
 
     def _free(self, block: int, state: PageState) -> None:
         for group, pages in enumerate(self._pages):

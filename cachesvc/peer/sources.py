@@ -34,7 +34,7 @@ class Sources:
 
     def __init__(self, peers: PeerStorage, store: StorageBackend) -> None:
         self.kind = store.kind
-        self.caps: Caps = replace(store.caps, lends=True)
+        self.caps: Caps = replace(store.caps)
         self.peers = peers
         self.store = store
 

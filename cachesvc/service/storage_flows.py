@@ -11,7 +11,7 @@ from cachesvc.flows.fetch import fetched
 from cachesvc.flows.keep import begin_soon, kept, pump_all
 from cachesvc.ledger.ledger import Model
 from cachesvc.storage.seam import Outcome
-from cachesvc.storage.tier import ALL, News, Tier
+from cachesvc.storage.tier import News, Tier
 
 Run = Callable[[int, Callable[[], None]], None]
 """``(model, flow)``: runs a flow of a model on the ledger thread, as the root of a callback."""
@@ -54,10 +54,7 @@ class StorageFlows:
 
     def _told(self, model: int, ticket: int, key: bytes, news: list[News]) -> None:
         if ticket:
-            found = [
-                FetchedObject(each.block, each.groups, Fetched.NONE if each.block == ALL else _as_fetched(each.outcome))
-                for each in news
-            ]
+            found = [FetchedObject(each.block, each.groups, _as_fetched(each.outcome)) for each in news]
             self._run(model, lambda: fetched(self._core, model, ticket, found))
         else:
             outcomes = [_as_fetched(each.outcome) for each in news]

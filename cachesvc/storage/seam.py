@@ -109,7 +109,7 @@ class Caps:
 
     ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 128. ``max_bytes``: of
     an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
-    pages must lie in chunks that were registered. ``lends``: what is said to exist is lent from then on.
+    pages must lie in chunks that were registered.
     """
 
     is_shared: bool
@@ -118,7 +118,6 @@ class Caps:
     max_bytes: int = 0
     evicts_itself: bool = False
     needs_registration: bool = False
-    lends: bool = False
 
 
 @dataclass(slots=True)

@@ -46,10 +46,6 @@ Post = Callable[[Callable[[], None]], None]
 """Has something called on the ledger thread."""
 
 
-ALL = -1
-"""In place of a block: none of a fetch was begun, since its first block is not there."""
-
-
 class News(NamedTuple):
     """What has become of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
 
@@ -70,16 +66,11 @@ class Coming(NamedTuple):
     keys: bytes
     pages: Sequence[Sequence[int]]
 
-    @property
-    def blocks(self) -> int:
-        """How many they are."""
-        return len(self.keys) // KEY_BYTES
-
-    def wanted(self, blocks: int | None = None) -> list[tuple[int, Shape]]:
-        """Its objects, by block; those of the first ``blocks`` alone."""
+    def wanted(self) -> list[tuple[int, Shape]]:
+        """Its objects, by block."""
         return [
             (block, shape)
-            for block in range(self.blocks if blocks is None else blocks)
+            for block in range(len(self.keys) // KEY_BYTES)
             for shape in (*self.shapes.full, *self.shapes.windows)
             if all(self.pages[group][block] != NO_PAGE for group in shape.groups)
         ]
@@ -156,16 +147,14 @@ class Tier:
             self.backend.describe(known.scope, model.name)
         return known
 
-    def expects(self, model: ModelFacts, keys: bytes) -> int:
-        """Of how many of packed ``keys`` it is worth while to ask for. What an engine must be asked for counts whole:
-        it is asked before anything is fetched."""
+    def expects(self, model: ModelFacts, keys: bytes) -> int | None:
+        """Of how many of packed ``keys`` it is worth while to ask for; None where the engine must be asked."""
         if not self.breaker.is_closed:
             return 0
         shapes = self.shapes(model)
         if not self._is_fast_enough(model, shapes):
             return 0
-        expected = self.store.expects(shapes.scope, keys, shapes.parts)
-        return len(keys) // KEY_BYTES if expected is None else expected
+        return self.store.expects(shapes.scope, keys, shapes.parts)
 
     def has(self, model: ModelFacts, key: bytes) -> bool:
         """True where the engine believes to have all of a block, as far as it knows without asking."""
@@ -249,39 +238,19 @@ class Tier:
         if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
             self._get(asked, coming)
             return
-        asked.put_to_engine()
-        is_peeked = coming.wanted(1) and not self.backend.caps.lends  # a loan of one block would be for nothing
-        self._look(asked, coming, 1 if is_peeked else coming.blocks)
-
-    def _look(self, asked: Asked, coming: Coming, blocks: int) -> None:
-        """Ask what is there of the first ``blocks``, and then of all: prompts that nobody has end at the first, and a
-        thousand names take the interpreter from calls for ten milliseconds."""
-        shapes, wanted = coming.shapes, coming.wanted(blocks)
-        names = [ObjectName(shapes.scope, key_at(coming.keys, block), shape.part) for block, shape in wanted]
+        wanted = coming.wanted()
+        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
         def found(there: Sequence[bool]) -> None:
-            missing = next(
-                (
-                    block
-                    for (block, shape), is_there in zip(wanted, there, strict=True)
-                    if not is_there and shape in shapes.full
-                ),
-                None,
+            missing = (
+                block
+                for (block, shape), is_there in zip(wanted, there, strict=True)
+                if not is_there and shape in shapes.full
             )
-            if missing == 0:
-                self._none_comes(asked, coming)
-            elif missing is None and blocks < coming.blocks:
-                self._getting.add(partial(self._look, asked, coming, coming.blocks), asked.fail)
-            else:
-                self._getting.add(partial(self._get, asked, coming, missing), asked.fail)
+            self._getting.add(partial(self._get, asked, coming, next(missing, None)), asked.fail)
 
+        asked.put_to_engine()
         self.backend.exists(names, asked.deadline, found)
-
-    def _none_comes(self, asked: Asked, coming: Coming) -> None:
-        """Not even the first block is there: never promised, so nothing against the engine."""
-        if asked.claim():
-            asked.begun()
-            self._tell_later(News(coming.model, coming.ticket, b"", ALL, (), Outcome.BUSY))
 
     def _get(self, asked: Asked, coming: Coming, end: int | None = None) -> None:
         """Ask for the blocks before ``end``; the rest does not come."""

@@ -19,23 +19,26 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
 
-WHOLE, LENT, GONE, LATE, BACK, NONE = Fetched
+WHOLE, LENT, GONE, LATE, BACK = Fetched
 
 
 class RecordingStorage:
-    """Believes to have what ``there`` says; an object for each group of a block."""
+    """Believes to have what ``there`` says, if it ``knows``; an object for each group of a block."""
 
     def __init__(self) -> None:
         self.wait_seconds = 0.25
         self.keeps_all = True
         self.keeps_used = True
+        self.knows = True
         self.there: set[bytes] = set()
         self.fetches: list[FetchRequest] = []
         self.keeps: list[KeepRequest] = []
         self.lags = 0
         self.bytes_left = 1 << 40
 
-    def expects(self, model: Model, keys: bytes) -> int:
+    def expects(self, model: Model, keys: bytes) -> int | None:
+        if not self.knows:
+            return None
         count = 0
         while keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in self.there:
             count += 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from string import ascii_letters
 
 import pytest
 
+from cachesvc.flows.fetch import PEEKED_BLOCKS
 from cachesvc.flows.idle import idle_models
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
@@ -20,7 +22,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.storage_flows_rig import BACK, GONE, LATE, LENT, NONE, WHOLE, hit, keys_of, packed, storing, waits
+from tests.unit.storage_flows_rig import BACK, GONE, LATE, LENT, WHOLE, hit, keys_of, packed, storing, waits
 
 IN_FLIGHT, QUARANTINED, SEALED = PageState.IN_FLIGHT, PageState.QUARANTINED, PageState.SEALED
 
@@ -40,21 +42,6 @@ def test_what_storage_has_comes_to_the_host_and_is_a_hit_from_storage() -> None:
     assert len(at.storage.fetches) == 1
     at.rig.run(release, at.lease, 1)
     assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the second time it is a hit on the host"
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-def test_a_fetch_of_which_nothing_was_begun_is_over_at_once(is_over: bool) -> None:
-    """Also where its wait had ended before."""
-    at = storing("abcd")
-    ask = at.ask("abcd", 1)
-    waits(ask())
-    if is_over:
-        at.tell([0], LATE)
-        assert at.pages(QUARANTINED) == 4
-    at.tell([-1], NONE)
-    assert (at.pages(IN_FLIGHT), at.pages(QUARANTINED), at.pages(SEALED)) == (0, 0, 0)
-    assert hit(ask()) == (0, 0, 0)
-    assert not at.rig.model.stored.fetches
 
 
 def test_what_is_remembered_as_stored_is_bounded_however_it_came() -> None:
@@ -225,6 +212,34 @@ def test_room_is_made_on_the_host_and_no_more_than_its_share() -> None:
     assert len(at.storage.fetches[0].keys) // KEY_BYTES == 4, "half of the host at most"
     at.tell(range(4), WHOLE)
     assert hit(answer()) == (0, 4, 4)
+
+
+def test_where_nobody_knows_a_few_are_asked_for_and_then_all() -> None:
+    """What is not there takes, and evicts, no more of the host than these few."""
+    names = ascii_letters[:40]
+    at = storing(names, host=128)
+    at.storage.knows = False
+    ask = at.ask(names, 1)
+    waits(ask())
+    assert at.pages(IN_FLIGHT) == len(at.storage.fetches[0].keys) // KEY_BYTES == PEEKED_BLOCKS
+    at.tell(range(PEEKED_BLOCKS), WHOLE)
+    waits(ask())
+    assert len(at.storage.fetches[1].keys) // KEY_BYTES == len(names) - PEEKED_BLOCKS
+    at.tell(range(len(names) - PEEKED_BLOCKS), WHOLE)
+    assert hit(ask()) == (0, 40, 40)
+    assert len(at.storage.fetches) == 2
+
+
+def test_where_not_all_of_the_few_are_there_no_more_is_asked_for() -> None:
+    names = ascii_letters[:40]
+    at = storing(names, host=128)
+    at.storage.knows = False
+    ask = at.ask(names, 1)
+    waits(ask())
+    at.tell(range(PEEKED_BLOCKS - 1), WHOLE)
+    at.tell([PEEKED_BLOCKS - 1], GONE)
+    assert hit(ask()) == (0, PEEKED_BLOCKS - 1, PEEKED_BLOCKS - 1)
+    assert len(at.storage.fetches) == 1
 
 
 def test_without_a_host_pool_nothing_is_fetched() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from cachesvc.model.errors import InvalidRequest
@@ -12,10 +10,10 @@ from cachesvc.model.words import NO_PAGE
 from cachesvc.storage.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
 from cachesvc.storage.budget import WriteBudget
 from cachesvc.storage.canary import SCOPE as CANARY
-from cachesvc.storage.seam import WHOLE, Found, ObjectName, Outcome
+from cachesvc.storage.seam import WHOLE, ObjectName, Outcome
 from cachesvc.storage.shapes import SMALL_PAGE_BYTES, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import ALL, BAD, TRY_ANYWAY, Tier
+from cachesvc.storage.tier import BAD, TRY_ANYWAY, Tier
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.ledger_rig import chain, one_group, windowed
@@ -54,37 +52,11 @@ def test_what_an_engine_lets_go_of_is_told_by_model_and_block() -> None:
 def test_an_engine_that_has_to_be_asked_is_asked_before_it_is_read() -> None:
     rig = TierRig(engine=SimStorage(knows=False))
     rig.keep("ab")
-    assert rig.tier.expects(rig.model, chain(*"abcd")) == 4, "who knows"
+    assert rig.tier.expects(rig.model, chain(*"abcd")) is None, "who knows"
     rig.tier.fetch(rig.model, 7, chain(*"abcd"), [[10, 11, 12, 13]])
     rig.settle()
     assert {news.block: news.outcome for news in rig.told} == {0: OK, 1: OK, 2: BUSY, 3: BUSY}
     assert rig.tier.store.counts.items.total() == 4, "two were put and two got: what is not there was not read"
-
-
-def test_of_a_prompt_that_an_engine_lacks_one_block_is_asked_for() -> None:
-    asked: list[int] = []
-
-    class Counting(SimStorage):
-        def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-            asked.append(len(names))
-            super().exists(names, deadline, found)
-
-    rig = TierRig(engine=Counting(knows=False))
-    rig.keep("ab", first_page=0)
-    rig.tier.fetch(rig.model, 1, chain(*"xbcd"), [[4, 5, 6, 7]])
-    rig.settle()
-    assert [(news.block, news.outcome) for news in rig.told] == [(ALL, BUSY)]
-    assert asked == [1]
-    rig.told.clear()
-    rig.tier.fetch(rig.model, 2, chain(*"abcd"), [[4, 5, 6, 7]])
-    rig.settle()
-    assert sorted((news.block, news.outcome is OK) for news in rig.told) == [
-        (0, True),
-        (1, True),
-        (2, False),
-        (3, False),
-    ]
-    assert asked == [1, 1, 4]
 
 
 def test_what_an_engine_never_promised_says_nothing_against_it() -> None:
