@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copy_watch import CopyWatch, Errand
 from cachesvc.memory.seam import CopyJob, Slice, SliceRunner
-from cachesvc.model.errors import CopiesHang, Unavailable
-from cachesvc.model.transfer import Direction
+from cachesvc.model.errors import Unavailable
+from cachesvc.model.transfer import CopiesHang, Direction
 
 log = logging.getLogger(__name__)
 

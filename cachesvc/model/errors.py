@@ -313,10 +313,6 @@ class Unavailable(CacheError):
     code = ErrorCode.UNAVAILABLE
 
 
-class CopiesHang(Unavailable):
-    """Copies of a transfer do not end, and may still write where they were to."""
-
-
 class DaemonUnavailable(Unavailable):
     """The daemon is not there, went away, or is about to (``is_draining``)."""
 

@@ -32,6 +32,10 @@ class Done:
     """A transfer has ended: every byte has arrived."""
 
 
+class CopiesHang(Exception):
+    """Copies of a transfer do not end, and may still write where they were to. Callers are told that it failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A transfer has ended, and nothing that it was to bring can be relied on. ``reason``: never empty. ``may_write``:

@@ -17,8 +17,8 @@ import numpy as np
 
 from cachesvc.memory.seam import Handle
 from cachesvc.memory.timeline import HostTimeline, Sheet
-from cachesvc.model.errors import CacheError, CopiesHang, LedgerBroken, PoolExhausted, Unavailable
-from cachesvc.model.transfer import Direction
+from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
+from cachesvc.model.transfer import CopiesHang, Direction
 from cachesvc.mover import records
 from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life

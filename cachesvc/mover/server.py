@@ -18,7 +18,8 @@ import numpy as np
 
 from cachesvc.memory.mapped import map_memfd
 from cachesvc.memory.seam import Backend, Handle, Slab
-from cachesvc.model.errors import CopiesHang, NotFound, Unavailable
+from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.model.transfer import CopiesHang
 from cachesvc.mover import records
 from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.ring import Reader, Ring, Writer

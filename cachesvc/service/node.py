@@ -19,8 +19,8 @@ from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import tidy
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CacheError, CopiesHang, DeadlineExceeded, Unavailable
-from cachesvc.model.transfer import DONE, Failed, Outcome
+from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
+from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.owners import shown_id

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.memory.seam import Slab
-from cachesvc.model.errors import CopiesHang, InvalidRequest, LedgerBroken, NotFound, Unavailable
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import TimelineSlot, Transfer, Urgency
+from cachesvc.model.transfer import CopiesHang, TimelineSlot, Transfer, Urgency
 from cachesvc.swap.attached import (
     AttachedModel,
     HostPages,

@@ -8,7 +8,8 @@ import pytest
 
 from cachesvc.memory.copy_watch import MOST_COUNTED_S, PATIENCE_S
 from cachesvc.memory.cuda import CudaBackend
-from cachesvc.model.errors import CopiesHang, Unavailable
+from cachesvc.model.errors import Unavailable
+from cachesvc.model.transfer import CopiesHang
 from tests.contracts.host_gpu import HostGpu
 from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, step
 

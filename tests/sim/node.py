@@ -18,10 +18,10 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.mapped import populate
 from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import CopiesHang, KeyReused, Unavailable
+from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
+from cachesvc.model.transfer import DONE, CopiesHang, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Run
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule

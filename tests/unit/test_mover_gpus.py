@@ -12,8 +12,7 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.memory.cuda import CudaBackend
-from cachesvc.model.errors import CopiesHang
-from cachesvc.model.transfer import PagePairs, Transfer
+from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
 from cachesvc.mover.process import Process
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.server import Equipment, Server
