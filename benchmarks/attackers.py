@@ -184,7 +184,7 @@ class Attacker:
         with subprocess.Popen(command) as process:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
             self.connections["frozen"] += 100
-            time.sleep(self.rng.random())
+            time.sleep(self.rng.random())  # what is held is the attack
             process.send_signal(signal.SIGKILL)
 
     def hold(self, name: str, kind: int, path: str, count: int, says: bytes, times: int = 1) -> None:

@@ -179,7 +179,7 @@ def movers() -> Figures:
             with client.open_lease(model) as lease:
                 prefill(lease, keys)
                 with Bystander(socket, (model, keys)) as alone:
-                    time.sleep(QUIET_SECONDS)
+                    time.sleep(QUIET_SECONDS)  # the bystander is measured alone
                 sequence = lease.match(rng.bytes(512 * KEY_BYTES))
                 sequence.allocate(512)
                 began = time.perf_counter()

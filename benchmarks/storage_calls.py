@@ -199,7 +199,7 @@ def told(daemon: DaemonProcess, event: str) -> dict[str, Any]:
                 return dict(said)
         if daemon.process.poll() is not None:
             raise RuntimeError(f"the daemon has ended before {event}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)  # between two looks; nothing is timed here
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def chaos(fleet: Fleet, known: Sequence[tuple[Prompt, Any]], seconds: float, kil
             picks = pick(rng, known)
             engine.send([known[each][0] for each in picks], at_a_time=6, seconds=20.0)
             if time.monotonic() > kill_s:
-                time.sleep(rng.random() * 0.5)
+                time.sleep(rng.random() * 0.5)  # at any moment of what runs
                 fleet.kill(engine.name)
                 found["kills"] += 1
                 generation, kill_s = generation + 1, 0.0

@@ -17,10 +17,13 @@ import pytest
 from cachesvc_ctl.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2_grpc
 
+from tests.e2e.engine import Engine, Served, prompt
 from tests.e2e.rig import FLAGS, Node, wait_until
 from tests.e2e.test_access import Authority
 
 PORT = 7100
+BLOCKS, LONG = 8, 64
+"""Of a prompt, and of one that takes a while on its way."""
 CLONE_NEWNET = 0x40000000
 """Of setns(2); Python has it from 3.12 on."""
 TOKEN = "a-token-that-only-nodes-know-0123456789"
@@ -130,6 +133,19 @@ class Network:
             node = Node(daemon, admin_pb2_grpc.AdminServiceStub(channel), channel)
             wait_until(node.has_host_pool, "the host pool is populated")
             yield node
+
+
+def engine_on(node: Node) -> Engine:
+    """With room for two long prompts."""
+    return Engine(node.socket, device_pages=2 * LONG, host_pages=512)
+
+
+def serve(engine: Engine, seed: int, blocks: int = BLOCKS) -> Served:
+    """Answer a prompt; it fails the test unless every byte is right."""
+    served = engine.serve(prompt(seed, blocks))
+    assert served.bad == [], "every byte that is served is right"
+    assert served.device + served.host + served.computed == blocks
+    return served
 
 
 def _enter(namespace: int) -> None:

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.engine import Engine, Served, prompt
-from tests.e2e.network import Network
+from tests.e2e.engine import Engine
+from tests.e2e.network import BLOCKS, LONG, Network, engine_on, serve
 from tests.e2e.rig import Node, short_folder, wait_until
 
-BLOCKS = 8
-LONG = 64
 PATIENT = "?wait=5s&deadline=20s"
 HASTY = "?wait=200ms&deadline=2s"
 
@@ -27,17 +25,6 @@ HASTY = "?wait=200ms&deadline=2s"
 def network() -> Iterator[Network]:
     with short_folder() as folder, Network(folder) as made:
         yield made
-
-
-def engine_on(node: Node) -> Engine:
-    return Engine(node.socket, device_pages=2 * LONG, host_pages=512)
-
-
-def serve(engine: Engine, seed: int, blocks: int = BLOCKS) -> Served:
-    served = engine.serve(prompt(seed, blocks))
-    assert served.bad == [], "every byte that is served is right"
-    assert served.device + served.host + served.computed == blocks
-    return served
 
 
 def check(*nodes: Node) -> None:

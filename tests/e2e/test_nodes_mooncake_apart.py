@@ -13,12 +13,10 @@ from contextlib import contextmanager
 import pytest
 
 from tests.contracts.mooncake_rig import Store, require
-from tests.e2e.engine import Engine, Served, prompt
-from tests.e2e.network import Network
+from tests.e2e.engine import Engine
+from tests.e2e.network import BLOCKS, LONG, Network, engine_on, serve
 from tests.e2e.rig import Node, short_folder, wait_until
 
-BLOCKS = 8
-LONG = 64
 BEHIND = 4
 """Prompts that the first node is ahead of the second: what it computes takes a moment to be stored."""
 HASTY = "wait=200ms&deadline=2s"
@@ -47,17 +45,6 @@ def node_on(network: Network, side: int, store: Store, wait: str = "wait=5s&dead
     with network.daemon(side, flags) as node:
         wait_until(lambda: "storage_connected" in node.log(), "the master was found")
         yield node
-
-
-def engine_on(node: Node) -> Engine:
-    return Engine(node.socket, device_pages=2 * LONG, host_pages=512)
-
-
-def serve(engine: Engine, seed: int, blocks: int = BLOCKS) -> Served:
-    served = engine.serve(prompt(seed, blocks))
-    assert served.bad == [], "every byte that is served is right"
-    assert served.device + served.host + served.computed == blocks
-    return served
 
 
 def keep(node: Node, engine: Engine, seed: int, blocks: int = BLOCKS) -> None:
