@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 from cachesvc_client.memory.stream_waits import PRUNE_AT, StreamWaits
@@ -28,6 +30,19 @@ def test_words_stay_pinned_while_a_stream_is_being_told_to_wait() -> None:
     gpu.on_wait = end
     waits.wait(1, TimelineSlot(WORD, FAILED, 10, LAYERS), 7, 14)
     assert waits.close()
+
+
+def test_words_stay_mapped_for_as_long_as_they_are_pinned() -> None:
+    gpu, words = FakeGpu(), np.zeros(64, np.uint32)
+    gpu.start()
+    forgotten, closed = StreamWaits(gpu, words, ()), StreamWaits(gpu, np.zeros(64, np.uint32), ())
+    left = [weakref.ref(each._words) for each in (forgotten, closed)]  # noqa: SLF001
+    forgotten.start()
+    closed.start()
+    assert closed.close()
+    del forgotten, closed, words
+    gc.collect()
+    assert [each() is None for each in left] == [False, True]
 
 
 def test_a_word_that_the_dying_daemons_gpu_sets_back_is_released_again() -> None:

@@ -29,6 +29,10 @@ AGAIN_S = (0.005, 0.02, 0.1, 0.4, 1.0, 2.0)
 
 log = logging.getLogger(__name__)
 
+_PINNED: dict[int, Words] = {}
+"""The words that the driver has pinned, by their address. They stay mapped until they are unpinned, also where nobody
+closes. (The driver refuses to pin what comes to lie at an address that it still takes for pinned.)"""
+
 
 class PendingWait(NamedTuple):
     """A slot that a stream may wait for."""
@@ -57,7 +61,9 @@ class StreamWaits:
 
     def start(self) -> None:
         """Pin the words for this process's streams. Raises GpuFailed."""
-        self._base = self._device.pin(self._words.ctypes.data, self._words.nbytes)
+        address = self._words.ctypes.data
+        self._base = self._device.pin(address, self._words.nbytes)
+        _PINNED[address] = self._words
 
     def wait(self, ticket: int, slot: TimelineSlot, stream: int, target: int) -> None:
         """Have a stream wait for a word. Raises DaemonUnavailable after the loss, AlreadyClosed, DaemonFault (no such
@@ -118,6 +124,7 @@ class StreamWaits:
         if self._repeater.is_alive():
             self._repeater.join()
         self._device.unpin(address)
+        del _PINNED[address]
         return True
 
     def _remember(self, wait: PendingWait) -> None:
