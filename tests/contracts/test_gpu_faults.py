@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,14 @@ from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, step
 CALLS_OF_START = ("start", "shrink", "free_bytes", "queue", "open_peer")
 
 
-def memory_files() -> int:
-    """How many are open. Threads of other tests' libraries open descriptors of other kinds when they like."""
-    open_now = list(Path("/proc/self/fd").iterdir())
-    return sum("memfd:" in str(path.readlink()) for path in open_now if path.is_symlink())
+def memory_files() -> set[int]:
+    """Inodes of those open. Threads of other tests' libraries open descriptors of other kinds when they like."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "memfd:" in str(path.readlink()):
+                found.add(path.stat().st_ino)
+    return found
 
 
 def started(*gpus: HostGpu) -> Bench:
@@ -43,7 +48,7 @@ def test_a_start_that_breaks_anywhere_leaves_nothing_behind(name: str, good: int
         backend.start()
     assert all(gpu.is_whole() for gpu in gpus)
     gc.collect()  # threads that never ran
-    assert memory_files() == files
+    assert memory_files() <= files  # what an earlier test left may have gone meanwhile
     with pytest.raises(Unavailable):
         backend.create_slab(gpus[0].uuid, 1)
 

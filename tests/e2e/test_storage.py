@@ -94,6 +94,8 @@ def test_what_is_stored_and_what_goes_is_told_and_why_knows_it(tmp_path: Path) -
             def in_storage() -> set[bytes]:
                 return {key for key, spots in mirror.spots.items() if Spot(0, "storage", 0) in spots}
 
+            while not mirror.is_whole:  # from here on nothing that happens is missed
+                mirror.apply(next(batches))
             engine.serve(prompt(1, BLOCKS))
             while len(in_storage()) < BLOCKS:
                 mirror.apply(next(batches))

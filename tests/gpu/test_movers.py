@@ -25,8 +25,8 @@ def test_a_prefix_is_a_hit_in_place_and_comes_back_from_the_host_layer_by_layer(
     blocks = 60
     with (
         running_node((*BACKED_UP, *PROCESS, "--device-memory", memory)) as node,
-        RemoteGpuEngine(node.socket, layout=layout, device_pages=80, host_pages=80) as a,
-        GpuEngine(node.socket, layout=LAYOUTS[layout], device_pages=80, host_pages=80) as b,
+        RemoteGpuEngine(node.socket, layout=layout, device_pages=80, host_pages=160) as a,
+        GpuEngine(node.socket, layout=LAYOUTS[layout], device_pages=80, host_pages=160) as b,
     ):
         a.ask("start")
         first = a.ask("serve", tokens=prompt(1, blocks))

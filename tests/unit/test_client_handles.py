@@ -118,6 +118,7 @@ def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: F
 
     interrupter = threading.Thread(target=interrupt)
     with lease.match(b"") as sequence:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind & ignores it
         interrupter.start()
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -125,6 +126,7 @@ def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: F
         finally:
             interrupted.set()
             interrupter.join()
+            signal.signal(signal.SIGINT, before)
             may_answer.set()
         sequence.publish(0)
         assert sequence.blocks == 2
