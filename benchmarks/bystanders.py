@@ -172,7 +172,7 @@ def movers() -> Figures:
     layout = opaque(block_bytes=256 << 10, block_tokens=BLOCK_TOKENS, layers=32)
     rng, found = np.random.default_rng(4), Figures()
     keys = rng.bytes(PROMPT_BLOCKS * KEY_BYTES)
-    for kind in MOVERS[1:]:
+    for kind in MOVERS:
         flags = ["--movers", kind, "--device-pool", "1GiB", "--host-pool", "512MiB", "--calibration", "never"]
         with daemon(*flags) as socket, CacheClient(socket, engine="swapper") as client:
             model = client.register("swapped", layout, device_pages=[PROMPT_BLOCKS + 1024], host_pages=[1024])

@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="planes of 32, 64 and 128 KiB in runs of 1 alone")
     parser.add_argument(
-        "--movers", nargs="+", choices=MOVERS[1:], default=["inside"], help="what copies, one after another"
+        "--movers", nargs="+", choices=MOVERS, default=["inside"], help="what copies, one after another"
     )
     arguments = parser.parse_args()
     ground = GROUNDS[arguments.backend]

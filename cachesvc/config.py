@@ -18,7 +18,7 @@ from cachesvc.model.words import WritePolicy
 BACKENDS = ("auto", "shm", "cuda")
 DEVICE_MEMORY = ("ipc", "vmm")
 CALIBRATION = ("start", "never")
-MOVERS = ("auto", "inside", "process")
+MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
@@ -43,12 +43,12 @@ class Config:
     the daemon's own uid, by name or number, or empty. ``listen``: loopback TCP, or empty. ``health_listen``: where
     probes are answered, anywhere, or empty.
     ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend. ``device_memory``: how
-    engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``movers``: what copies, threads of the daemon
-    or a process for each device; ``auto``: processes on shm, threads on GPUs. ``mover``: sockets of such processes that
-    run already, one for each device in order. ``calibration``: when each GPU's link is measured. ``load_limit``,
-    ``store_limit``: bytes per second and device, 0 for none. ``slice_bytes``: what is copied before the next choice
-    between jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits
-    for transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish.
+    engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``movers``: what copies, a process for each
+    device or threads of the daemon. ``mover``: sockets of such processes that run already, one for each device in
+    order. ``calibration``: when each GPU's link is measured. ``load_limit``, ``store_limit``: bytes per second and
+    device, 0 for none. ``slice_bytes``: what is copied before the next choice between jobs. ``lease_seconds``: silence
+    after which a lease is lost. ``wait_seconds``: longest that a call waits for transfers. ``drain_seconds``: how long
+    SIGTERM waits for engines to finish.
     ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
     transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
     ``lanes_per_process``: lanes that one life connection may have; 0: none, everybody calls by gRPC.
@@ -84,7 +84,7 @@ class Config:
     store_limit: int = 0
     slice_bytes: int = 32 << 20
     device_memory: str = "ipc"
-    movers: str = "auto"
+    movers: str = "process"
     mover: tuple[str, ...] = ()
     calibration: str = "start"
     write_policy: str = WritePolicy.WRITE_BACK.value
@@ -130,8 +130,8 @@ class Config:
         _one_of("device_memory", self.device_memory, DEVICE_MEMORY)
         _one_of("calibration", self.calibration, CALIBRATION)
         _one_of("movers", self.movers, MOVERS)
-        if self.mover and self.movers != "process":
-            raise InvalidRequest("mover names sockets of movers that run already: it needs movers = process")
+        if self.mover and self.movers == "inside":
+            raise InvalidRequest("mover names sockets of movers that run already: it cannot be with movers = inside")
         if len(set(self.mover)) < len(self.mover):
             raise InvalidRequest(f"mover names a socket twice, and each is for one device: {', '.join(self.mover)}")
         _one_of("log_level", self.log_level, LOG_LEVELS)

@@ -123,7 +123,7 @@ def gpu_hardware(config: Config) -> Hardware:
     """Every GPU that this process sees. The host pool is divided among their NUMA nodes.
 
     Raises CudaMissing, CudaError."""
-    if config.movers == "process":
+    if config.movers != "inside":
         return _gpus_of_movers(config)
     gpus = find_gpus()
     backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
