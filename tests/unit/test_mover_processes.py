@@ -123,7 +123,6 @@ def test_a_mover_that_hangs_is_replaced(heard: Heard) -> None:
     movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
     movers.start()
     movers.listen(lambda _: None)
-    movers.probe()
     os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
     movers.probe()
     heard.wait("mover_started")
