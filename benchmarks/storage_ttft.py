@@ -11,7 +11,7 @@ everything is loaded, then computed. ``matched`` and ``loaded`` are of the latte
 is on the device. Before each, the tiers above are emptied and the device's pages overwritten; afterwards the daemon
 must have counted every block as a hit of its storage, and the result must equal that of a resident prefix bit for bit.
 The folder is read around the page cache where its filesystem lets us, which is said. A tier that has had
-``--tier-seconds`` gets no further repeat.
+``--tier-seconds`` gets no further repeat; interrupted, it still writes the rows that there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from cachesvc_client import AttachedPool, CacheClientError, gqa
@@ -103,6 +102,9 @@ class Run:
         self.blocks: int = said.prefix // BLOCK_TOKENS
         self.size_bytes = self.blocks * backend.block_bytes
         self.rows: list[Row] = []
+        self.left_out: dict[str, str] = {}
+        self.filesystem = ""
+        self.is_direct = False
 
     @contextmanager
     def node(self, *flags: str, event: str = "ready") -> Iterator[tuple[DaemonProcess, Engine]]:
@@ -203,29 +205,28 @@ class Run:
         print(f"{row.tier:>10} {row.repeats:>7} {cells}", flush=True)
 
 
-def measure(run: Run, folder: Path, readers: int) -> dict[str, Any]:
-    """Every row; what is to be known of the folder, and what was left out."""
+def measure(run: Run, folder: Path, readers: int) -> None:
+    """Every row that can be had here."""
     heads = ("overlapped", "max", "after", "max", "matched", "loaded", "GB/s")
     print(f"{'tier':>10} {'repeats':>7} {' '.join(f'{head:>10}' for head in heads)}   (ms, p50 and max)")
     capacity = 2 * run.size_bytes + GIB
     keeps = f"file:{folder}/cache?capacity={capacity}&floor=0&readers={readers}&{WRITE}&{WAIT}"
     with run.node("--storage", keeps, "--peer-listen", "127.0.0.1:0") as (daemon, engine):
+        run.filesystem = filesystem_of(folder)
+        run.is_direct = "storage_not_direct" not in daemon.log.read_text(encoding="utf-8")
         run.prepare(engine)
-        run.device(engine)
+        run.recompute(engine)
         run.host(engine)
+        run.device(engine)
         run.storage("file", engine)
-        is_direct = "storage_not_direct" not in daemon.log.read_text(encoding="utf-8")
         lender = told(daemon, "peers_ready")["port"]
         with run.node("--peers", f"127.0.0.1:{lender}?{WAIT}") as (_, borrower):
             run.storage("peer", borrower)
-        run.recompute(engine)
-    left_out = {}
     if why := mooncake_rig.why_not():
-        left_out["mooncake"] = why
+        run.left_out["mooncake"] = why
         print(f"{'mooncake':>10} left out: {why}")
     else:
         measure_mooncake(run, folder, readers)
-    return {"filesystem": filesystem_of(folder), "direct": is_direct, "left_out": left_out}
 
 
 def measure_mooncake(run: Run, folder: Path, readers: int) -> None:
@@ -257,7 +258,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=32768, help=f"tokens, a multiple of {BLOCK_TOKENS}")
     parser.add_argument("--new", type=int, default=NEW_TOKENS, help="tokens behind it, likewise")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tier-seconds", type=float, default=20.0, help="then no further repeat of a tier begins")
+    parser.add_argument("--tier-seconds", type=float, default=15.0, help="then no further repeat of a tier begins")
     parser.add_argument("--readers", type=int, default=4, help="threads that read of the folder and of the store")
     parser.add_argument("--folder", type=Path, help="on the disk that is meant (where temporary files go)")
     said = parser.parse_args()
@@ -269,9 +270,11 @@ def main() -> None:
     run = Run(BACKENDS[said.backend], said)
     try:
         with tempfile.TemporaryDirectory(prefix="ttft-", dir=said.folder) as folder:
-            about = measure(run, Path(folder), said.readers)
+            measure(run, Path(folder), said.readers)
     except (DaemonFailed, CacheClientError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        run.left_out["others"] = "interrupted"
     if said.json:
         found = {
             "benchmark": "storage_ttft",
@@ -282,7 +285,9 @@ def main() -> None:
             "prefix_bytes": run.size_bytes,
             "readers": said.readers,
             "seconds": round(time.monotonic() - began, 1),
-            **about,
+            "filesystem": run.filesystem,
+            "direct": run.is_direct,
+            "left_out": run.left_out,
             "rows": [
                 {name: round(one, 2) if isinstance(one, float) else one for name, one in asdict(row).items()}
                 for row in run.rows
