@@ -5,22 +5,14 @@ Hidden 4096, 32 query heads, 8 kv heads of 128, MLP 14336, bf16. No rotary embed
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.prefill_engine import BLOCK_TOKENS, VOCABULARY, BeforeLayer
+
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 32, 4096, 32, 8, 128, 14336
-VOCABULARY = 32_000
-BLOCK_TOKENS = 64
 EPSILON = 1e-6
-
-BeforeLayer = Callable[[int], None]
-
-
-def wait_for_nothing(layer: int) -> None:
-    """For a prefix that is in place."""
-    del layer
 
 
 class PrefillModel:
@@ -39,7 +31,7 @@ class PrefillModel:
         self._kv = weight(HIDDEN, 2 * KV_HEADS * HEAD_DIM)
         self._up, self._down = weight(HIDDEN, 2 * MLP), weight(MLP, HIDDEN)
 
-    def forward(self, tokens: Any, table: Any, first: int, before_layer: BeforeLayer = wait_for_nothing) -> Any:
+    def forward(self, tokens: Any, table: Any, first: int, before_layer: BeforeLayer) -> Any:
         """Hidden state of the last of ``tokens``, whose positions begin at ``first``; both multiples of a block.
 
         ``table``: pages of all blocks up to their end, int64 on the GPU. Writes the K and V of ``tokens``.
@@ -59,15 +51,6 @@ class PrefillModel:
             gate, up = (normed @ self._up).chunk(2, dim=-1)
             hidden = hidden + (torch.nn.functional.silu(gate) * up) @ self._down
         return hidden[-1].clone()
-
-    def prefill(self, tokens: Any, table: Any, chunk_tokens: int) -> Any:
-        """``forward`` of a whole prompt, so many tokens at a time."""
-        last = None
-        for first in range(0, len(tokens), chunk_tokens):
-            part = tokens[first : first + chunk_tokens]
-            blocks = (first + len(part)) // BLOCK_TOKENS
-            last = self.forward(part, table[:blocks], first)
-        return last
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:

@@ -10,7 +10,6 @@ namespaces, are left out where there are none, in words.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ import numpy as np
 from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_ctl.daemon_process import DaemonProcess
 
+from benchmarks.daemon_log import told
 from benchmarks.machine import describe_machine
 from benchmarks.recording import write_result
 from tests.contracts import mooncake_rig
@@ -35,7 +35,6 @@ MATCH_BLOCKS = 2048
 STEP_SEQUENCES = 32
 ROUNDS = 40
 CALLS = 50
-LOOK_SECONDS = 0.02
 FLAGS = ["--backend", "shm", "--device-pool", "256MiB", "--host-pool", "256MiB", "--host-chunk", "64MiB"]
 WAIT = "wait=250ms&deadline=2s"
 
@@ -189,17 +188,6 @@ def why_not(name: str) -> str:
     """Why a case cannot be had here; empty where it can."""
     why = mooncake_rig.why_not() if name.startswith("mooncake") else ""
     return why or (network_rig.why_not() if name.endswith("slow") else "")
-
-
-def told(daemon: DaemonProcess, event: str) -> dict[str, Any]:
-    """What a daemon says of an event; waits for it."""
-    while True:
-        for line in daemon.log.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.startswith("{") and line.endswith("}\n") and (said := json.loads(line)).get("event") == event:
-                return dict(said)
-        if daemon.process.poll() is not None:
-            raise RuntimeError(f"the daemon has ended before {event}")
-        time.sleep(LOOK_SECONDS)  # between two looks; nothing is timed here
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------

@@ -339,6 +339,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "inspection": tables_running.inspection,
     "storage-calls": tables_storage.storage_calls,
     "storage-engines": tables_storage.storage_engines,
+    "storage-ttft": tables_storage.storage_ttft,
 }
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.results import load, rows
+from tools.results import RESULTS, load, rows
 
 MIB = 1 << 20
 CALLS = {"match": "Match, resident", "match_absent": "Match, nobody has it", "step": "Step of 32"}
@@ -37,3 +37,27 @@ def storage_engines() -> str:
             body.append([f"{kind}, {row['bytes'] / MIB:.3g} MiB", *cells])
     cpu = "CPU s a GB / without the daemon"
     return rows(["", "read GB/s (of raw)", cpu, "write GB/s (of raw)", cpu], body, machines[0])
+
+
+def storage_ttft() -> str:
+    """Time to first token by where a prefix lies, with computing all of it as the last row."""
+    if not (RESULTS / "storage_ttft.json").exists():
+        return "Not recorded yet."
+    found = load("storage_ttft.json")
+    by_tier = {row["tier"]: row for row in found["rows"]}
+    recompute = by_tier.pop("recompute")
+    names = {"file": f"file, {found['filesystem']}, {'direct' if found['direct'] else 'by the page cache'}"}
+    body = []
+    for tier, row in [*by_tier.items(), ("recompute", recompute)]:
+        of_recompute = f"{recompute['overlapped_p50_ms'] / row['overlapped_p50_ms']:.1f}x"
+        loads = [_p50_max(row, name) for name in ("overlapped", "after", "loaded")]
+        rate = "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
+        body.append([names.get(tier, tier), *loads, rate, of_recompute, str(row["repeats"])])
+    head = ["the prefix comes from", "layer by layer, p50 / max ms", "load, then compute", "of that, the load", "GB/s"]
+    return rows([*head, "over recompute", "repeats"], body, found["machine"])
+
+
+def _p50_max(row: dict[str, Any], name: str) -> str:
+    if row[f"{name}_p50_ms"] is None:
+        return "-"
+    return f"{row[f'{name}_p50_ms']:.0f} / {row[f'{name}_max_ms']:.0f}"

@@ -44,7 +44,14 @@ def test_a_simulation_says_what_policies_hit_and_how_fast(tmp_path: Path) -> Non
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
 @pytest.mark.parametrize(
     "arguments",
-    [("swap", "--backend", "cuda"), ("fairness", "--backend", "cuda"), ("interference",), ("overlap",), ("attach",)],
+    [
+        ("swap", "--backend", "cuda"),
+        ("fairness", "--backend", "cuda"),
+        ("interference",),
+        ("overlap",),
+        ("attach",),
+        ("storage_ttft",),
+    ],
     ids=lambda arguments: str(arguments[0]),
 )
 def test_without_a_gpu_a_benchmark_says_so(arguments: tuple[str, ...]) -> None:
@@ -75,3 +82,18 @@ def test_fairness_on_shm_gives_both_times(tmp_path: Path) -> None:
     assert 0 < found["alone_ms"] <= found["alone_worst_ms"]
     assert 0 < found["behind_ms"] <= found["behind_worst_ms"]
     assert found["ratio"] == pytest.approx(found["behind_ms"] / found["alone_ms"], rel=1e-9)
+
+
+def test_a_prefix_comes_from_every_tier_on_shm(tmp_path: Path) -> None:
+    out = tmp_path / "ttft.json"
+    small = ("--backend", "shm", "--prefix", "256", "--new", "64", "--repeats", "2", "--folder", str(tmp_path))
+    ended = run("storage_ttft", *small, "--json", str(out))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rows = {row["tier"]: row for row in found["rows"]}
+    assert {"device", "host", "file", "peer", "recompute", "mooncake"} == set(rows) | set(found["left_out"])
+    for tier in ("host", "file", "peer"):
+        row = rows[tier]
+        assert row["matched_p50_ms"] <= row["loaded_p50_ms"] <= row["loaded_max_ms"] <= row["after_max_ms"]
+        assert row["gb_per_s"] == pytest.approx(found["prefix_bytes"] / row["loaded_p50_ms"] / 1e6, rel=0.05)
+    assert [each.name for each in tmp_path.iterdir()] == ["ttft.json"], "its folder is gone"
