@@ -60,7 +60,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepTransfers):
-            self._worker.start_loads(metadata.loads)
+            self._worker.start_loads(metadata.loads, may_wait=metadata.is_empty)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request runs once all of it has come."""
@@ -127,7 +127,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """For the workers."""
         if self._scheduler is None:
             return StepTransfers()
-        return StepTransfers(self._scheduler.take_loads(), self._scheduler.lease_id)
+        is_empty = not scheduler_output.total_num_scheduled_tokens
+        return StepTransfers(self._scheduler.take_loads(), self._scheduler.lease_id, is_empty)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks may be freed."""

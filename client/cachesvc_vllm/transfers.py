@@ -22,7 +22,9 @@ class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """To the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
-    ``lease_id``: of the lease whose pages the tables of this step are of; empty without a daemon."""
+    ``lease_id``: of the lease whose pages the tables of this step are of; empty without a daemon. ``is_empty``: the
+    step computes nothing."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
     lease_id: str = ""
+    is_empty: bool = False

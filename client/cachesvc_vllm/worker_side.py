@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 import vllm
-from cachesvc_client import DaemonUnavailable
+from cachesvc_client import CacheClientError, DaemonUnavailable
 from cachesvc_client.memory.pool import LoadOutcome
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -30,6 +31,9 @@ from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
+
+EMPTY_STEP_S = 0.005
+"""So long a step that computes nothing waits for a load. A request that comes meanwhile is scheduled so much later."""
 
 BACK_S = 30.0
 """How much later than the scheduler a worker may find a daemon that came back."""
@@ -55,6 +59,7 @@ class WorkerSide:
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
+        self._may_wait = False
 
     def memory_context(self) -> SlabMode | None:
         """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there.
@@ -104,9 +109,10 @@ class WorkerSide:
             raise ConnectorRefused("the daemon went again before this worker had followed its scheduler")
         self._node.move()
 
-    def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]]) -> None:
-        """Watch these loads."""
+    def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:
+        """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""
         self._loads.update(loads)
+        self._may_wait = may_wait
 
     def take_results(self) -> KVConnectorTransferResults:
         """Loads that have ended since, well or not."""
@@ -114,6 +120,10 @@ class WorkerSide:
         if not self._loads:
             return results
         assert self._node is not None
+        oldest = next(iter(self._loads.values()))
+        if self._may_wait and oldest:
+            with suppress(CacheClientError):  # what has become of it is looked at below
+                self._node.pool.wait_ticket(oldest[-1], EMPTY_STEP_S)
         for request_id, tickets in list(self._loads.items()):
             outcomes = {self._node.pool.outcome(ticket) for ticket in tickets}
             if LoadOutcome.RUNNING in outcomes:
