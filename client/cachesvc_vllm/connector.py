@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
@@ -21,8 +20,9 @@ from cachesvc_vllm.transfers import StepTransfers, WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide, instance_of
 
 
-class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM makes one for the scheduler and one for each worker."""
+class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM makes one for the scheduler and one for each worker. Without ``SupportsHMA``, by which vLLM would divide the
+    layers of a hybrid model into groups: so all of them keep whole sequences, in one group."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -135,12 +135,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.finish(request)
         return False, None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``."""
-        return self.request_finished(request, block_ids[0])
 
     def take_events(self) -> tuple[()]:
         """Comes last in each step."""

@@ -67,8 +67,8 @@ def _of_groups(kv_cache_config: Any) -> list[str]:
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         why = (
-            f"this model has {len(groups)} KV cache groups ({kinds}); hybrid models are not supported: leave the "
-            "connector out, or try --disable-hybrid-kv-cache-manager"
+            f"this model has {len(groups)} KV cache groups ({kinds}), and only one, of whole sequences, is supported: "
+            "leave the connector out"
         )
         return [why]
     kind, block = type(groups[0].kv_cache_spec).__name__, groups[0].kv_cache_spec.block_size

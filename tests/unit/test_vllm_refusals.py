@@ -51,7 +51,7 @@ def test_hybrid_models_windows_and_finer_hashes_are_refused() -> None:
     window.kv_cache_groups = [SimpleNamespace(kv_cache_spec=SlidingWindowSpec())]
     finer.hash_block_size = 16
     for config, words in (
-        (hybrid, "2 KV cache groups .*hybrid models are not supported"),
+        (hybrid, "2 KV cache groups .*only one, of whole sequences, is supported"),
         (window, "groups of SlidingWindowSpec are not supported"),
         (finer, "keys are of 16 tokens and blocks of 32"),
     ):

@@ -22,7 +22,6 @@ CLASSES = {
     "BlockPool": "v1/core/block_pool.py",
     "KVCacheManager": "v1/core/kv_cache_manager.py",
     "KVConnectorBase_V1": "distributed/kv_transfer/kv_connector/v1/base.py",
-    "SupportsHMA": "distributed/kv_transfer/kv_connector/v1/base.py",
     "KVConnectorStats": "distributed/kv_transfer/kv_connector/v1/metrics.py",
     "KVConnectorPromMetrics": "distributed/kv_transfer/kv_connector/v1/metrics.py",
 }
@@ -110,9 +109,8 @@ def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
     yield from _unlike(release, DaemonBlockPool, {name: told["BlockPool"][name] for name in replaced})
     managed = ("get_computed_blocks", "allocate_slots")
     yield from _unlike(release, SchedulerSide, {name: told["KVCacheManager"][name] for name in managed})
-    hooks = {**told["SupportsHMA"], **told["KVConnectorBase_V1"]}
     for mine, theirs in (
-        (CachesvcConnector, hooks),
+        (CachesvcConnector, told["KVConnectorBase_V1"]),
         (CacheStats, told["KVConnectorStats"]),
         (CacheMetrics, told["KVConnectorPromMetrics"]),
     ):
