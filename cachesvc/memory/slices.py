@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cachesvc.memory.copies import extremes
 from cachesvc.memory.extents import Int64s
 from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyJob, CopyStep, Slice
 
@@ -86,6 +87,12 @@ def _pieces(copy: list[int], slice_bytes: int) -> Iterator[tuple[CopyBatch, int]
 def _sizes(copies: CopyBatch) -> Int64s:
     """Bytes of each copy; 0 for one that no memory can hold."""
     width, height = copies[:, 4], copies[:, 5]
+    if len(copies):
+        least, most = extremes(copies)
+        reach_at_most = most[5] * max(most[4], most[6], most[7])
+        if min(least) >= 0 and min(least[4:6]) > 0 and max(reach_at_most, most[1], most[3]) < _REACH_LIMIT:
+            product: Int64s = width * height
+            return product
     reach = np.maximum(np.maximum(copies[:, 6], copies[:, 7]), np.maximum(width, 1))
     is_sane = (width > 0) & (height > 0) & (height <= _REACH_LIMIT // reach)
     is_sane &= (copies[:, [1, 3, 6, 7]] >= 0).all(axis=1) & (copies[:, [1, 3]] < _REACH_LIMIT).all(axis=1)

@@ -104,7 +104,7 @@ class GroupMove:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block in this group on this rank."""
-        return sum(span.width for span in self.device.geometry.spans)
+        return self.device.geometry.page_bytes
 
     def pieces(self, layers: frozenset[int], costs: LinkCosts) -> tuple[tuple[Piece, Piece], ...]:
         """See ``pieces_of``."""
@@ -132,7 +132,7 @@ def plan(
     runs = [
         runs_of(move.device.table, move.host.table, move.device_pages, move.host_pages, direction) for move in moves
     ]
-    present = sorted({span.plane.layer for move in moves for span in move.device.geometry.spans})
+    present = sorted({layer for move in moves for layer in move.device.geometry.layers})
     if layers_per_step != 0 and present and present[0] > 0:  # layers that nothing is moved for are there at once
         yield CopyStep(_NONE, (base + present[0]) & WORD_MASK)
     memos: list[_Memo] = [{} for _ in moves]
@@ -254,27 +254,40 @@ def _template(piece: Piece, runs: Runs, direction: Direction, costs: LinkCosts) 
     by_planes, by_blocks, by_singles = _way_costs(piece, runs.lengths, costs)
     as_singles = by_singles < np.minimum(by_planes, by_blocks)
     as_blocks = (by_blocks < by_planes) & ~as_singles
-    pages = np.flatnonzero(np.repeat(~(as_blocks | as_singles), runs.lengths))
-    upright = _rows(piece, runs, pages, direction)
-    upright[:, 5] = piece.planes
-    upright[:, 6:8] = _pitches(piece.device_pitch, piece.host_pitch, direction)
-    alone = np.flatnonzero(np.repeat(as_singles, runs.lengths))
-    chosen = np.concatenate((runs.starts[as_blocks], alone))
-    heights = np.concatenate((runs.lengths[as_blocks], np.ones(len(alone), np.int64)))
+    batches = []
+    if not (as_blocks | as_singles).all():
+        pages = np.flatnonzero(np.repeat(~(as_blocks | as_singles), runs.lengths))
+        upright = _rows(piece, runs, pages, direction)
+        upright[:, 5] = piece.planes
+        upright[:, 6:8] = _pitches(piece.device_pitch, piece.host_pitch, direction)
+        batches.append(upright)
+    if as_blocks.any() or as_singles.any():
+        alone = np.flatnonzero(np.repeat(as_singles, runs.lengths))
+        chosen = np.concatenate((runs.starts[as_blocks], alone))
+        heights = np.concatenate((runs.lengths[as_blocks], np.ones(len(alone), np.int64)))
+        batches.append(_flat(piece, runs, chosen, heights, direction, costs))
+    batch = np.concatenate(batches) if len(batches) > 1 else batches[0]
+    is_row = batch[:, 5] == 1
+    batch[is_row, 6:8] = batch[is_row, 4:5]
+    return batch
+
+
+def _flat(
+    piece: Piece, runs: Runs, pages: Int64s, heights: Int64s, direction: Direction, costs: LinkCosts
+) -> CopyBatch:
+    """A copy for each plane of runs that begin at ``pages`` and are as many blocks long."""
     planes = np.arange(piece.planes, dtype=np.int64)
-    flat = _rows(piece, runs, np.repeat(chosen, piece.planes), direction)
+    flat = _rows(piece, runs, np.repeat(pages, piece.planes), direction)
     pitches = _pitches(piece.device_pitch, piece.host_pitch, direction)
-    flat[:, 1] += np.tile(planes * pitches[0], len(chosen))
-    flat[:, 3] += np.tile(planes * pitches[1], len(chosen))
+    flat[:, 1] += np.tile(planes * pitches[0], len(pages))
+    flat[:, 3] += np.tile(planes * pitches[1], len(pages))
     flat[:, 5] = np.repeat(heights, piece.planes)
     flat[:, 6:8] = _pitches(piece.device_stride, piece.host_stride, direction)
     if piece.is_dense:
         whole = flat[:, 4] * flat[:, 5] <= costs.max_pitch_bytes
         flat[whole, 4] *= flat[whole, 5]
         flat[whole, 5] = 1
-    batch = np.concatenate((upright, flat))
-    batch[batch[:, 5] == 1, 6:8] = batch[batch[:, 5] == 1, 4:5]
-    return batch
+    return flat
 
 
 def _rows(piece: Piece, runs: Runs, pages: Int64s, direction: Direction) -> CopyBatch:
@@ -310,7 +323,7 @@ def _step_of(
     lost = {size: _lost_us(sides, runs, present, size, costs) for size in _doublings(len(present))}
     ideal_us = (
         sum(
-            count * length * sum(span.width for span in device.geometry.spans)
+            count * length * device.geometry.page_bytes
             for (device, _), (count, length) in zip(sides, runs, strict=True)
         )
         / costs.bytes_per_us
