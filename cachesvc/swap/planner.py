@@ -51,7 +51,7 @@ class LinkCosts:
     ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
     link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).
     Infinite: it is a copy like others. ``min_efficiency``: a layered load takes the smallest step that is estimated to
-    reach this part of what the best one would.
+    reach this part of what the best one would. ``row_ns``: (width, nanoseconds) of rows that were measured.
     """
 
     per_copy_us: float = 3.1
@@ -61,12 +61,23 @@ class LinkCosts:
     max_pitch_bytes: int = (1 << 31) - 1
     min_efficiency: float = 0.90
     per_single_us: float = math.inf
+    row_ns: tuple[tuple[int, float], ...] = ()
+
+    def row_us(self, width: int) -> float:
+        """What a row costs beside its bytes: as was measured for the next width, or ``per_row_ns``."""
+        return _row_us(self, width)
 
     def single_us(self, width: int) -> float:
         """What a copy of one row costs beside its bytes' own time."""
         if math.isinf(self.per_single_us):
-            return self.per_copy_us + self.per_row_ns / 1e3
+            return self.per_copy_us + self.row_us(width)
         return max(SINGLE_LOST_US, self.per_single_us - width / self.bytes_per_us)
+
+
+@lru_cache(maxsize=KEPT_CHOICES)
+def _row_us(costs: LinkCosts, width: int) -> float:
+    _, row_ns = min(costs.row_ns or ((width, costs.per_row_ns),), key=lambda row: abs(math.log(row[0] / width)))
+    return row_ns / 1e3
 
 
 H100_COSTS = LinkCosts(per_single_us=0.65)
@@ -219,7 +230,7 @@ def _copies(
 
 def _way_costs(piece: Piece, lengths: Int64s, costs: LinkCosts) -> tuple[Float64s, Float64s, Float64s]:
     """Microseconds beyond the bytes' own time for each run: rows = planes, rows = blocks, singles."""
-    row_us = costs.per_row_ns / 1e3
+    row_us = costs.row_us(piece.row_width)
     single_us = costs.single_us(piece.row_width)
     blocks: Float64s = lengths.astype(np.float64)
     rows = blocks

@@ -47,3 +47,9 @@ def test_nothing_is_planned_before_it_is_asked_for() -> None:
     steps = plan([wrong], Direction.LOAD, layers=32, base=0, layers_per_step=0, costs=CHEAP_LINK)
     with pytest.raises(InvalidRequest):
         next(steps)
+
+
+def test_a_row_costs_what_the_next_width_was_measured_to_cost() -> None:
+    costs = LinkCosts(per_row_ns=30.0, row_ns=((4096, 60.0), (8448, 150.0), (32768, 20.0)))
+    assert [costs.row_us(width) for width in (1, 4096, 8192, 30_000, 1 << 20)] == [0.06, 0.06, 0.15, 0.02, 0.02]
+    assert LinkCosts(per_row_ns=30.0).row_us(4096) == 0.03
