@@ -52,6 +52,7 @@ class LinkCosts:
     link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).
     Infinite: it is a copy like others. ``min_efficiency``: a layered load takes the smallest step that is estimated to
     reach this part of what the best one would. ``row_ns``: (width, nanoseconds) of rows that were measured.
+    ``per_slice_us``: what the processor takes for a step beside its copies; a shorter step keeps the link waiting.
     """
 
     per_copy_us: float = 3.1
@@ -62,6 +63,7 @@ class LinkCosts:
     min_efficiency: float = 0.90
     per_single_us: float = math.inf
     row_ns: tuple[tuple[int, float], ...] = ()
+    per_slice_us: float = 100.0
 
     def row_us(self, width: int) -> float:
         """What a row costs beside its bytes: as was measured for the next width, or ``per_row_ns``."""
@@ -358,9 +360,11 @@ def _lost_us(
     """Microseconds beyond the bytes' own time with steps of ``size`` layers."""
     lost_us = 0.0
     for at in range(0, len(present), size):
-        lost_us += costs.per_step_us
+        size_bytes = 0
         for (device, host), (count, length) in zip(sides, runs, strict=True):
             for _, shape in pieces_of(device, host, frozenset(present[at : at + size]), costs.max_pitch_bytes):
                 ways = _way_costs(shape, np.array([length]), costs)
                 lost_us += count * float(min(way[0] for way in ways))
+                size_bytes += count * length * shape.planes * shape.row_width
+        lost_us += max(costs.per_step_us, costs.per_slice_us - size_bytes / costs.bytes_per_us)
     return lost_us

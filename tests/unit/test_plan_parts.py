@@ -53,3 +53,13 @@ def test_a_row_costs_what_the_next_width_was_measured_to_cost() -> None:
     costs = LinkCosts(per_row_ns=30.0, row_ns=((4096, 60.0), (8448, 150.0), (32768, 20.0)))
     assert [costs.row_us(width) for width in (1, 4096, 8192, 30_000, 1 << 20)] == [0.06, 0.06, 0.15, 0.02, 0.02]
     assert LinkCosts(per_row_ns=30.0).row_us(4096) == 0.03
+
+
+@pytest.mark.parametrize(("pages", "least", "most"), [(32, 8, 12), (512, 32, 33)])
+def test_a_short_load_takes_no_more_steps_than_the_processor_can_make(pages: int, least: int, most: int) -> None:
+    move = scattered_move(pages)
+    costs = LinkCosts(per_single_us=0.65)
+    steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=None, costs=costs))
+    words = [step.word_value for step in steps if step.word_value is not None]
+    assert words[0] == 1
+    assert least <= len(words) <= most
