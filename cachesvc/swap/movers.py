@@ -87,6 +87,7 @@ class _UnderWay:
     """A job that has not ended."""
 
     job: RankJob
+    urgency: Urgency
     began: float | None = None
 
 
@@ -129,7 +130,7 @@ class Inside:
 
     def submit(self, job: RankJob) -> None:
         """Queue a job; one that cannot be ends here, with its waiters released."""
-        mine = self._under_way[job.device, job.ticket] = _UnderWay(job)
+        mine = self._under_way[job.device, job.ticket] = _UnderWay(job, job.urgency)
         try:
             if self._is_stopped:
                 raise Unavailable("the swap engine is closed")
@@ -144,6 +145,8 @@ class Inside:
         """A ticket is awaited now."""
         del direction
         for device in devices:
+            if (mine := self._under_way.get((device, ticket))) is not None:
+                mine.urgency = Urgency.AWAITED
             self._backend.expedite(device, ticket)
 
     def began(self, device: str, ticket: int) -> float | None:
@@ -179,13 +182,15 @@ class Inside:
             failed_word=slot.failed_word,
             end_value=slot.end,
             done=lambda error: self._end(mine, error),
-            urgency=job.urgency,
+            urgency=mine.urgency,
             begun=lambda now: self._begin(mine, now),
             size_bytes=sum(len(move.device_pages) * move.page_bytes for move in job.moves),
         )
         is_load = job.direction is Direction.LOAD
         stream = self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
         stream.submit(copies)
+        if mine.urgency is not copies.urgency:  # expedited by another thread before they were queued
+            self._backend.expedite(job.device, job.ticket)
 
     def _begin(self, mine: _UnderWay, now: float) -> None:
         mine.began = now

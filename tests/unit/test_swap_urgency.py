@@ -8,7 +8,7 @@ import pytest
 
 from cachesvc.model.errors import NotFound
 from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
-from tests.sim.stepped_backend import SteppedBackend
+from tests.sim.stepped_backend import SteppedBackend, SteppedStream
 from tests.unit.swap_rig import MODEL, REPLICA, Rig, mixed_layout, rig_of
 
 LOAD, STORE = Direction
@@ -55,3 +55,18 @@ def test_write_backs_are_paused_on_the_named_devices_alone(rig: Rig) -> None:
         rig.engine.pause_write_backs(["nowhere"], 0.5)
     rig.settle()
     assert backend_of(rig).now >= 0.5
+
+
+def test_what_is_expedited_before_it_is_queued_is_awaited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(rig)
+    stream_of = backend.store_stream
+
+    def expedite_first(device: str) -> SteppedStream:
+        rig.engine.expedite(2)  # as another thread may
+        return stream_of(device)
+
+    monkeypatch.setattr(backend, "store_stream", expedite_first)
+    rig.engine.submit(transfer(1, LOAD, Urgency.AWAITED))
+    rig.engine.submit(transfer(2, STORE, Urgency.BACKGROUND))
+    assert {(device, STORE, 2) for device in DEVICES} <= set(streams(rig))
+    rig.settle(2)
