@@ -27,7 +27,7 @@ from cachesvc.service.host.device_line import DeviceLine
 from cachesvc.swap.movers import Inside
 from cachesvc.swap.planner import H100_COSTS, LinkCosts
 from cachesvc.telemetry import events
-from gpu_ops.calibration import LinkFigures, calibrate
+from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 
@@ -190,8 +190,8 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
     """
     figured: list[LinkFigures] = []
     for gpu in gpus:
-        try:
-            figures = calibrate(gpu) if config.calibration == "start" else None
+        try:  # one after another: they share the time that a start may take
+            figures = calibrate(gpu, buffer_bytes=BUFFER_BYTES // len(gpus)) if config.calibration == "start" else None
         except RuntimeError as error:
             raise Unavailable(
                 f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
@@ -211,6 +211,7 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
         per_step_us=slowest.per_step_us,
         max_pitch_bytes=slowest.max_pitch_bytes,
         per_single_us=slowest.per_single_us,
+        row_ns=slowest.row_ns,
     )
 
 

@@ -1,8 +1,10 @@
-"""Measures a GPU's link: what bytes, copies, rows and steps cost. Some 100 ms; for planners and for operators.
+"""Measures a GPU's link: what bytes, copies, rows and steps cost. Some 0.5 s; for planners and for operators.
 
-The model: a pitched copy of h rows of w bytes takes ``per_copy_us + h * per_row_ns / 1000 + h * w / bytes_per_us``. The
-cost of a row is read off tall copies of narrow rows, that of a copy off many copies of two rows. Copies of one row go
-another way where the driver has it, and are limited by the processor: ``per_single_us`` is what each takes it.
+The model: a pitched copy of h rows of w bytes takes ``per_copy_us + h * row_ns(w) / 1000 + h * w / bytes_per_us``. The
+cost of a row is read off tall copies of rows of several widths, that of a copy off many copies of two rows. Copies of
+one row go another way where the driver has it, and are limited by the processor: ``per_single_us`` is what each takes
+it. Copies are like those of pages: anywhere in both memories, dense on the host and a plane apart on the device, and
+other ones each time, for what was copied just before is in caches that a page is not in.
 """
 
 from __future__ import annotations
@@ -11,28 +13,39 @@ import math
 import mmap
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.gpu import Gpu
 from gpu_ops.streams import PITCHED_FIELDS, CopyQueue, PitchedCopies
 
-BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = 1 << 30
+LEAST_BYTES = 64 << 20
+"""Where there is not more on the device, or not in time on the host."""
+TOUCH_S = 0.5
+"""1 GiB takes 0.3 s in huge pages, and 2 s where there are none."""
+MOVED_BYTES = 64 << 20
+"""At a time, in whatever rows: what a measurement takes by itself is the same for all."""
 ROW_BYTES = 8 << 10
+WIDTHS = (4 << 10, ROW_BYTES, 8448, 32 << 10, 72 << 10, 128 << 10)
+"""Of rows: planes of common layouts. 8448 is a DSA indexer's page, whose rows are not aligned."""
 TALL_ROWS = 64
 SHORT_ROWS = 2
 STEPS = 64
-REPEATS = 5
+REPEATS = 9
 HALF = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
     """What was measured. ``bytes_per_us`` is MB/s; ``both`` counts the bytes of both ways together. ``per_single_us``:
-    infinite where copies of one row are copies like others."""
+    infinite where copies of one row are copies like others. ``per_row_ns`` is of rows of ``ROW_BYTES``, ``row_ns`` of
+    each width that was tried."""
 
     load_bytes_per_us: float
     store_bytes_per_us: float
@@ -43,6 +56,7 @@ class LinkFigures:
     max_pitch_bytes: int
     is_batched: bool
     per_single_us: float = math.inf
+    row_ns: tuple[tuple[int, float], ...] = ()
 
     @property
     def narrow_plane_bytes(self) -> int:
@@ -51,74 +65,115 @@ class LinkFigures:
         return int(HALF / (1 - HALF) * per_row_us * self.load_bytes_per_us)
 
 
-def calibrate(gpu: Gpu) -> LinkFigures:
-    """Measure a started GPU that nobody else uses much. Raises CudaError."""
-    host = mmap.mmap(-1, BUFFER_BYTES)
+class _Ground(NamedTuple):
+    """Memory on both sides, by address."""
+
+    host: int
+    device: int
+    size_bytes: int
+
+
+def calibrate(gpu: Gpu, widths: Sequence[int] = WIDTHS, *, buffer_bytes: int = BUFFER_BYTES) -> LinkFigures:
+    """Measure a started GPU that nobody else uses much, by rows of ``ROW_BYTES`` and ``widths``, on ``buffer_bytes`` of
+    memory at most on either side. Raises CudaError."""
+    host = mmap.mmap(
+        -1, max(LEAST_BYTES, buffer_bytes // LEAST_BYTES * LEAST_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    with suppress(OSError):  # a kernel without huge pages
+        host.madvise(mmap.MADV_HUGEPAGE)
     view = np.frombuffer(host, np.uint8)
-    view[:: mmap.PAGESIZE] = 1  # give it its pages: a zero page is nobody's memory
-    address = int(view.ctypes.data)
+    address, size_bytes = int(view.ctypes.data), _touch(view)
     with ExitStack() as undo:
-        device = gpu.allocate(BUFFER_BYTES, vmm=False)
+        try:
+            device = gpu.allocate(size_bytes, vmm=False)
+        except MemoryError:
+            size_bytes = LEAST_BYTES
+            device = gpu.allocate(size_bytes, vmm=False)
         undo.callback(device.close)
-        gpu.register_host(address, BUFFER_BYTES)
+        gpu.register_host(address, size_bytes)
         undo.callback(gpu.unregister_host, address)
         queues = (gpu.queue(), gpu.queue())
         for queue in queues:
             undo.callback(queue.close)
             queue.start()
-        return _measure(gpu, queues, address, device.address)
+        return _measure(gpu, queues, _Ground(address, device.address, size_bytes), sorted({ROW_BYTES, *widths}))
 
 
-def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], host: int, device: int) -> LinkFigures:
+def _touch(view: npt.NDArray[np.uint8]) -> int:
+    """Give memory its pages, for a zero page is nobody's memory; says how many bytes of it have theirs in time."""
+    until = time.perf_counter() + TOUCH_S
+    touched = 0
+    while touched < len(view) and (not touched or time.perf_counter() < until):
+        view[touched : touched + LEAST_BYTES : mmap.PAGESIZE] = 1
+        touched = min(len(view), touched + LEAST_BYTES)
+    return touched
+
+
+def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequence[int]) -> LinkFigures:
     loads, stores = queues
-    half = BUFFER_BYTES // 2
-    load_us = _timed(queues, lambda: loads.copy(_flat(host, device, BUFFER_BYTES)))
-    store_us = _timed(queues, lambda: stores.copy(_flat(device, host, BUFFER_BYTES)))
 
-    def both() -> None:
-        loads.copy(_flat(host, device, half))
-        stores.copy(_flat(device + half, host + half, half))
+    def flat(queue: CopyQueue, size_bytes: int = MOVED_BYTES, first: int = 0) -> Callable[[int], Callable[[], None]]:
+        def prepare(repeat: int) -> Callable[[], None]:
+            copies = _flat(ground, first + repeat * MOVED_BYTES % ground.size_bytes, size_bytes, is_load=queue is loads)
+            return lambda: queue.copy(copies)
 
+        return prepare
+
+    def pitched(width: int, height: int) -> Callable[[int], Callable[[], None]]:
+        def prepare(repeat: int) -> Callable[[], None]:
+            copies = _pitched(ground, width, height, repeat)
+            return lambda: loads.copy(copies)
+
+        return prepare
+
+    def both(repeat: int) -> Callable[[], None]:
+        half = MOVED_BYTES // 2
+        works = flat(loads, half)(repeat), flat(stores, half, half)(repeat)
+        return lambda: [work() for work in works][-1]
+
+    def steps(repeat: int) -> Callable[[], None]:
+        tall = _pitched(ground, ROW_BYTES, TALL_ROWS, repeat)
+
+        def work() -> None:
+            for step in range(STEPS):
+                at = step % len(tall)
+                loads.copy(tall[at : at + 1])
+                loads.write_words([(ground.device, step)])
+
+        return work
+
+    load_us, store_us = _timed(queues, flat(loads)), _timed(queues, flat(stores))
     both_us = _timed(queues, both)
-    rate = BUFFER_BYTES / load_us
-    tall = _pitched(host, device, TALL_ROWS)
-    short = _pitched(host, device, SHORT_ROWS)
-    singles = _pitched(host, device, 1)
-    tall_us = _timed(queues, lambda: loads.copy(tall))
-    short_us = _timed(queues, lambda: loads.copy(short))
-    singles_us = _timed(queues, lambda: loads.copy(singles))
-    rows = len(singles)
-    beyond_tall = max(0.0, tall_us - rows * ROW_BYTES / rate)
-    beyond_short = max(beyond_tall, short_us - rows * ROW_BYTES / rate)
-    # rows / h * copy + rows * row = beyond, for h of SHORT_ROWS and of TALL_ROWS
-    per_copy = (beyond_short - beyond_tall) / (rows * (1 / SHORT_ROWS - 1 / TALL_ROWS))
-    per_row = max(0.0, beyond_tall / rows - per_copy / TALL_ROWS)
-
-    def steps() -> None:
-        for step in range(STEPS):
-            at = step % len(tall)
-            loads.copy(tall[at : at + 1])
-            loads.write_words([(device, step)])
-
-    steps_us = _timed(queues, steps)
-    one_us = per_copy + TALL_ROWS * (per_row + ROW_BYTES / rate)
+    rate = MOVED_BYTES / load_us
+    tall_us = {width: _timed(queues, pitched(width, TALL_ROWS)) for width in widths}
+    rows = {width: len(_pitched(ground, width, 1, 0)) for width in widths}
+    short_us = _timed(queues, pitched(ROW_BYTES, SHORT_ROWS))
+    singles_us = _timed(queues, pitched(ROW_BYTES, 1))
+    beyond = {width: max(0.0, tall_us[width] - rows[width] * width / rate) / rows[width] for width in widths}
+    beyond_short = max(beyond[ROW_BYTES], short_us / rows[ROW_BYTES] - ROW_BYTES / rate)
+    # a row of a copy of h costs copy / h + row, for h of SHORT_ROWS and of TALL_ROWS
+    per_copy = (beyond_short - beyond[ROW_BYTES]) / (1 / SHORT_ROWS - 1 / TALL_ROWS)
+    row_us = {width: max(0.0, beyond[width] - per_copy / TALL_ROWS) for width in widths}
+    one_us = per_copy + TALL_ROWS * (row_us[ROW_BYTES] + ROW_BYTES / rate)
     return LinkFigures(
         load_bytes_per_us=rate,
-        store_bytes_per_us=BUFFER_BYTES / store_us,
-        both_bytes_per_us=BUFFER_BYTES / both_us,
+        store_bytes_per_us=MOVED_BYTES / store_us,
+        both_bytes_per_us=MOVED_BYTES / both_us,
         per_copy_us=per_copy,
-        per_row_ns=per_row * 1e3,
-        per_step_us=max(0.0, steps_us / STEPS - one_us),
+        per_row_ns=row_us[ROW_BYTES] * 1e3,
+        per_step_us=max(0.0, _timed(queues, steps) / STEPS - one_us),
         max_pitch_bytes=gpu.facts.max_pitch_bytes,
         is_batched=loads.is_batched,
-        per_single_us=singles_us / rows if loads.takes_singles else math.inf,
+        per_single_us=singles_us / rows[ROW_BYTES] if loads.takes_singles else math.inf,
+        row_ns=tuple((width, us * 1e3) for width, us in row_us.items()),
     )
 
 
-def _timed(queues: tuple[CopyQueue, CopyQueue], work: Callable[[], None]) -> float:
-    """Median microseconds until everything has landed."""
+def _timed(queues: tuple[CopyQueue, CopyQueue], prepare: Callable[[int], Callable[[], None]]) -> float:
+    """Median microseconds until everything has landed. ``prepare(repeat)`` makes what is timed."""
     spent = []
-    for _ in range(REPEATS + 1):
+    for repeat in range(REPEATS + 1):
+        work = prepare(repeat)
         began = time.perf_counter()
         work()
         for queue in queues:
@@ -127,16 +182,21 @@ def _timed(queues: tuple[CopyQueue, CopyQueue], work: Callable[[], None]) -> flo
     return statistics.median(spent[1:])
 
 
-def _flat(src: int, dst: int, size_bytes: int) -> PitchedCopies:
-    return np.array([(src, dst, size_bytes, 1, size_bytes, size_bytes)], np.int64)
+def _flat(ground: _Ground, at: int, size_bytes: int, *, is_load: bool) -> PitchedCopies:
+    ends = (ground.host + at, ground.device + at) if is_load else (ground.device + at, ground.host + at)
+    return np.array([(*ends, size_bytes, 1, size_bytes, size_bytes)], np.int64)
 
 
-def _pitched(host: int, device: int, height: int) -> PitchedCopies:
-    """A quarter of the buffer in rows of ``ROW_BYTES``, ``height`` a copy: dense on the host, spaced on the device."""
-    rows = BUFFER_BYTES // 4 // ROW_BYTES
-    copies = np.empty((rows // height, len(PITCHED_FIELDS)), np.int64)
-    first = np.arange(len(copies), dtype=np.int64) * height
-    copies[:, 0] = host + first * ROW_BYTES
-    copies[:, 1] = device + first * 2 * ROW_BYTES
-    copies[:, 2:] = (ROW_BYTES, height, ROW_BYTES, 2 * ROW_BYTES)
+def _pitched(ground: _Ground, width: int, height: int, repeat: int) -> PitchedCopies:
+    """Some ``MOVED_BYTES`` in pages of ``TALL_ROWS`` rows of ``width``, anywhere on both sides, ``height`` a copy."""
+    pages = ground.size_bytes // (TALL_ROWS * width)
+    plane_bytes = pages * width
+    rng = np.random.default_rng((width, repeat))
+    count = MOVED_BYTES // (TALL_ROWS * width)
+    ours, theirs = rng.permutation(pages)[:count, None], rng.permutation(pages)[:count, None]
+    first_rows = np.arange(0, TALL_ROWS, height)
+    copies = np.empty((len(ours) * len(first_rows), len(PITCHED_FIELDS)), np.int64)
+    copies[:, 0] = ground.host + ((theirs * TALL_ROWS + first_rows) * width).ravel()
+    copies[:, 1] = ground.device + (first_rows * plane_bytes + ours * width).ravel()
+    copies[:, 2:] = (width, height, width, plane_bytes)
     return copies

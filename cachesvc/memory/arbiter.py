@@ -21,9 +21,10 @@ Pure: no thread and no clock. ``now`` comes in, and the owner holds a lock aroun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, field
 
+from cachesvc.memory.queued import Queued, Rivals
 from cachesvc.memory.seam import CopyJob, Slice
 from cachesvc.memory.slices import cut
 from cachesvc.model.errors import LimitExceeded
@@ -51,24 +52,6 @@ class CopyRules:
     queued_jobs: int = 4096
 
 
-@dataclass(slots=True, eq=False)
-class Queued:
-    """A job with what is left of it; ``head`` is cut already, so that its size is known."""
-
-    job: CopyJob
-    urgency: Urgency
-    size_bytes: int
-    left_bytes: int
-    head: Slice
-    rest: Iterator[Slice]
-    has_begun: bool = False
-
-    @property
-    def weight(self) -> int:
-        """Least goes first."""
-        return self.left_bytes * self.size_bytes
-
-
 @dataclass(slots=True)
 class _Bucket:
     """Tokens are bytes. A rate of 0 is no limit."""
@@ -93,26 +76,30 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Lane:
-    """One direction. ``queued``: oldest first. ``credit``: twice the bytes that the oldest of each class has to its
-    good. ``background_since``: when the background class was last served, or began to wait."""
+    """One direction. ``credit``: twice the bytes that the oldest of each class has to its good. ``background_since``:
+    when the background class was last served, or began to wait."""
 
     bucket: _Bucket
-    queued: list[Queued] = field(default_factory=list)
+    rivals: dict[Urgency, Rivals] = field(default_factory=lambda: {urgency: Rivals() for urgency in Urgency})
     on_way: list[tuple[Slice, Urgency]] = field(default_factory=list)
     credit: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
     background_since: float = 0.0
     paused_until: float = 0.0
     is_draining: bool = False
 
-    def of(self, urgency: Urgency) -> list[Queued]:
-        return [queued for queued in self.queued if queued.urgency is urgency]
+    @property
+    def queued(self) -> list[Queued]:
+        return [queued for rivals in self.rivals.values() for queued in rivals]
+
+    @property
+    def jobs(self) -> int:
+        return sum(map(len, self.rivals.values()))
 
     @property
     def has_awaited(self) -> bool:
         """True while an awaited job is queued or on its way."""
-        return any(queued.urgency is Urgency.AWAITED for queued in self.queued) or any(
-            urgency is Urgency.AWAITED for _, urgency in self.on_way
-        )
+        is_awaited = any(urgency is Urgency.AWAITED for _, urgency in self.on_way)
+        return is_awaited or bool(self.rivals[Urgency.AWAITED])
 
 
 class Arbiter:
@@ -125,65 +112,60 @@ class Arbiter:
         burst = BURST_SLICES * rules.slice_bytes
         rates = {Direction.LOAD: rules.load_bytes_per_second, Direction.STORE: rules.store_bytes_per_second}
         self._lanes = {direction: _Lane(_Bucket(rate, burst, burst)) for direction, rate in rates.items()}
-
-    def prepare(self, job: CopyJob) -> Queued:
-        """A job with its first slice cut: what takes longest of queueing it, and needs no lock."""
-        size_bytes, rest = cut(job, self._rules.slice_bytes)
-        return Queued(job, job.urgency, size_bytes, size_bytes, next(rest), rest)
+        self._numbers = itertools.count()
 
     def push(self, direction: Direction, job: CopyJob, now: float) -> None:
         """Queue a job. Raises LimitExceeded."""
-        self.admit(direction, self.prepare(job), now)
-
-    def admit(self, direction: Direction, queued: Queued, now: float) -> None:
-        """Queue a job that was prepared. Raises LimitExceeded."""
-        waiting = sum(len(lane.queued) for lane in self._lanes.values())
+        waiting = sum(lane.jobs for lane in self._lanes.values())
         if waiting >= self._rules.queued_jobs:
             raise LimitExceeded(f"copy jobs waiting on {self._device}", waiting + 1, self._rules.queued_jobs)
         lane = self._lanes[direction]
-        if queued.urgency is Urgency.BACKGROUND and not lane.of(Urgency.BACKGROUND):
+        size_bytes, rest = cut(job, self._rules.slice_bytes)
+        if job.urgency is Urgency.BACKGROUND and not lane.rivals[Urgency.BACKGROUND]:
             lane.background_since = now
-        lane.queued.append(queued)
+        queued = Queued(job, job.urgency, size_bytes, size_bytes, rest, number=next(self._numbers))
+        lane.rivals[job.urgency].add(queued)
+
+    def next_up(self, direction: Direction, now: float) -> Queued | None:
+        """Whose slice ``pop`` would give out, were there no byte budget. ``pop`` cuts it, unless that was done already:
+        without the owner's lock, by the direction's one thread."""
+        return self._choose(direction, now)
 
     def pop(self, direction: Direction, now: float) -> Slice | None:
-        """The slice to start now, which counts as on its way until ``landed``; None where none may go yet."""
+        """The slice to start now, which counts as on its way until ``landed``; None where none may go yet. Raises what
+        cutting raises."""
         lane = self._lanes[direction]
         queued = self._choose(direction, now)
         if queued is None:
             return None
+        piece = queued.cut()
         lane.bucket.fill(now)
-        piece = queued.head
         if lane.bucket.wait_s(piece.size_bytes) and not lane.is_draining:
             return None
         if queued.job.begun is not None and not queued.has_begun:
             queued.job.begun(now)
         lane.bucket.tokens -= piece.size_bytes
-        self._account(lane, queued)
+        self._account(lane, queued, piece)
         if queued.urgency is Urgency.BACKGROUND:
             lane.background_since = now
         lane.on_way.append((piece, queued.urgency))
+        queued.has_begun, queued.head = True, None
         if piece.is_last:
-            lane.queued.remove(queued)
-            return piece
-        queued.has_begun = True
-        queued.left_bytes -= piece.size_bytes
-        queued.head = next(queued.rest)
+            lane.rivals[queued.urgency].remove(queued)
+        else:
+            queued.left_bytes -= piece.size_bytes
+            lane.rivals[queued.urgency].weigh(queued)
         return piece
-
-    def next_job(self, direction: Direction, now: float) -> CopyJob | None:
-        """Whose slice ``pop`` would give out, were there no byte budget."""
-        queued = self._choose(direction, now)
-        return None if queued is None else queued.job
 
     def next_time(self, direction: Direction, now: float) -> float | None:
         """When ``pop`` may give something if nothing else changes; None where nothing waits."""
         lane = self._lanes[direction]
-        if not lane.queued:
+        if not lane.jobs:
             return None
         queued = self._choose(direction, now)
         if queued is not None:
             lane.bucket.fill(now)
-            return now + lane.bucket.wait_s(queued.head.size_bytes)
+            return now + (0.0 if queued.head is None else lane.bucket.wait_s(queued.head.size_bytes))
         overdue_at = lane.background_since + self._rules.background_delay_s
         return max(lane.paused_until, overdue_at if self._yields(direction) else now)
 
@@ -191,31 +173,36 @@ class Arbiter:
         """A slice is no longer on its way. True when the other direction may have waited for just that."""
         lane = self._lanes[direction]
         lane.on_way = [(other, urgency) for other, urgency in lane.on_way if other is not piece]
-        return direction is Direction.LOAD and bool(self._lanes[Direction.STORE].queued) and not lane.has_awaited
+        return direction is Direction.LOAD and bool(self._lanes[Direction.STORE].jobs) and not lane.has_awaited
 
     def fail(self, job: CopyJob) -> None:
         """Forget what is left of a job, if anything is."""
         for lane in self._lanes.values():
-            lane.queued = [queued for queued in lane.queued if queued.job is not job]
+            for queued in lane.queued:
+                if queued.job is job:
+                    lane.rivals[queued.urgency].remove(queued)
 
     def drain(self, direction: Direction) -> list[CopyJob]:
         """Take out the jobs that have not begun. From now on no rule holds back the rest."""
         lane = self._lanes[direction]
         lane.is_draining = True
-        fresh = [queued.job for queued in lane.queued if not queued.has_begun]
-        lane.queued = [queued for queued in lane.queued if queued.has_begun]
-        return fresh
+        fresh = sorted((queued for queued in lane.queued if not queued.has_begun), key=lambda queued: queued.number)
+        for queued in fresh:
+            lane.rivals[queued.urgency].remove(queued)
+        return [queued.job for queued in fresh]
 
     def queued(self, direction: Direction) -> int:
         """Jobs of which something is left."""
-        return len(self._lanes[direction].queued)
+        return self._lanes[direction].jobs
 
     def expedite(self, ticket: int) -> None:
         """Somebody waits for a ticket now: what is left of its jobs is AWAITED. They keep their age."""
         for lane in self._lanes.values():
-            for queued in lane.queued:
+            for queued in lane.rivals[Urgency.BACKGROUND]:
                 if queued.job.ticket == ticket:
+                    lane.rivals[Urgency.BACKGROUND].remove(queued)
                     queued.urgency = Urgency.AWAITED
+                    lane.rivals[Urgency.AWAITED].add(queued)
 
     def pause_background(self, direction: Direction, until: float) -> None:
         """Give background jobs nothing before ``until``; a longer pause stays."""
@@ -230,36 +217,34 @@ class Arbiter:
 
     def _choose(self, direction: Direction, now: float) -> Queued | None:
         lane = self._lanes[direction]
-        awaited, background = lane.of(Urgency.AWAITED), lane.of(Urgency.BACKGROUND)
-        if background and not lane.is_draining:
+        may_awaited = bool(lane.rivals[Urgency.AWAITED])
+        may_background = bool(lane.rivals[Urgency.BACKGROUND])
+        if may_background and not lane.is_draining:
             is_overdue = now >= lane.background_since + self._rules.background_delay_s
             if now < lane.paused_until:
-                background = []
+                may_background = False
             elif is_overdue:
-                awaited = []
+                may_awaited = False
             elif self._yields(direction):
-                background = []
-        if awaited:
-            return _share(awaited, lane.credit[Urgency.AWAITED])
-        return _share(background, lane.credit[Urgency.BACKGROUND]) if background else None
+                may_background = False
+        if may_awaited:
+            return self._share(lane, Urgency.AWAITED)
+        return self._share(lane, Urgency.BACKGROUND) if may_background else None
 
     def _yields(self, direction: Direction) -> bool:
         """True where background jobs wait for the other direction."""
         return direction is Direction.STORE and self._lanes[Direction.LOAD].has_awaited
 
-    def _account(self, lane: _Lane, queued: Queued) -> None:
+    def _share(self, lane: _Lane, urgency: Urgency) -> Queued:
+        rivals = lane.rivals[urgency]
+        oldest = rivals.oldest
+        next_bytes = min(oldest.left_bytes, self._rules.slice_bytes) if oldest.head is None else oldest.head.size_bytes
+        return oldest if lane.credit[urgency] >= 2 * next_bytes else rivals.lightest
+
+    def _account(self, lane: _Lane, queued: Queued, piece: Slice) -> None:
         """Keep the oldest job's third: it earns half of what another is given, and pays with what it is given."""
-        rivals = lane.of(queued.urgency)
-        if queued is not rivals[0]:
-            lane.credit[queued.urgency] += queued.head.size_bytes
-        elif min(rivals, key=_weight) is not queued:
-            lane.credit[queued.urgency] -= 2 * queued.head.size_bytes
-
-
-def _share(rivals: list[Queued], credit: int) -> Queued:
-    oldest, lightest = rivals[0], min(rivals, key=_weight)
-    return oldest if credit >= 2 * oldest.head.size_bytes else lightest
-
-
-def _weight(queued: Queued) -> int:
-    return queued.weight
+        rivals = lane.rivals[queued.urgency]
+        if queued is not rivals.oldest:
+            lane.credit[queued.urgency] += piece.size_bytes
+        elif rivals.lightest is not queued:
+            lane.credit[queued.urgency] -= 2 * piece.size_bytes

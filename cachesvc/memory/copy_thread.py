@@ -6,10 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copy_watch import CopyWatch, Errand
+from cachesvc.memory.queued import Queued
 from cachesvc.memory.seam import CopyJob, Slice, SliceRunner
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang, Direction
@@ -21,8 +23,9 @@ WriteWord = Callable[[int, int], None]
 
 
 class CopyThread:
-    """One direction. ``changed`` is held around the arbiter, by both threads of the device; ``write_word`` sets a
-    timeline word of a job that failed. ``errand``: what the thread waits for now, for a watch."""
+    """One direction. ``changed`` is held around the arbiter; its lock is both directions', and waking is this one's.
+    ``write_word`` sets a timeline word of a job that failed. ``wake_other``: the other direction may go on; the lock is
+    held. ``errand``: what the thread waits for now, for a watch."""
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class CopyThread:
         changed: threading.Condition,
         runner: SliceRunner,
         write_word: WriteWord,
+        wake_other: Callable[[], None],
         clock: Clock = time.monotonic,
     ) -> None:
         self.name = name
@@ -40,6 +44,7 @@ class CopyThread:
         self._changed = changed
         self._runner = runner
         self._write_word = write_word
+        self._wake_other = wake_other
         self._clock = clock
         self._on_way: deque[tuple[Slice, object]] = deque()
         self._errors: dict[int, Exception] = {}
@@ -59,13 +64,12 @@ class CopyThread:
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job. Raises Unavailable after ``close`` and LimitExceeded when the queue is full."""
-        queued = self._arbiter.prepare(job)
         with self._changed:
             if self._hangs:
                 raise Unavailable(f"copy stream {self.name} hangs ({self._hangs}); restart the daemon")
             if self._closed:
                 raise Unavailable(f"copy stream {self.name} is closed")
-            self._arbiter.admit(self._direction, queued, self._clock())
+            self._arbiter.push(self._direction, job, self._clock())
             self._jobs[id(job)] = job
             self._changed.notify_all()
 
@@ -109,16 +113,18 @@ class CopyThread:
 
     def _serve_slices(self) -> None:
         while True:
-            piece, refused = self._next()
+            piece, uncut, refused = self._next()
             if piece is not None:
                 self._start(piece)
+            elif uncut is not None:
+                self._cut(uncut)
             elif self._on_way:
                 self._land_oldest()
             elif not refused:
                 return
             for job in refused:
                 self._end(job, Unavailable(f"copy stream {self.name} was closed first"))
-            del piece, refused  # a job holds its plan: do not keep it while waiting
+            del piece, uncut, refused  # a job holds its plan: do not keep it while waiting
 
     def _give_up(self, failure: Exception) -> None:
         """The thread ends with jobs under way, which only a fault of our own can cause: each of them fails, after what
@@ -146,26 +152,40 @@ class CopyThread:
             self._begun.discard(id(job))
         end_job(job, error, self._write_word)
 
-    def _next(self) -> tuple[Slice | None, list[CopyJob]]:
-        """A slice to start, or the jobs that ``close`` came before; neither: see to what is on its way, or end."""
+    def _next(self) -> tuple[Slice | None, Queued | None, list[CopyJob]]:
+        """A slice to start, or a job whose slice is to be cut first, or the jobs that ``close`` came before; nothing:
+        see to what is on its way, or end."""
         with self._changed:
             while True:
                 if self._closed and not self._drained:
                     self._drained = True
                     if refused := self._arbiter.drain(self._direction):
-                        return None, refused
-                if len(self._on_way) >= self._runner.depth:
-                    return None, []
+                        return None, None, refused
                 now = self._clock()
+                queued = self._arbiter.next_up(self._direction, now)
+                if queued is not None and queued.head is None:
+                    return None, queued, []
+                if len(self._on_way) >= self._runner.depth:
+                    return None, None, []
                 piece = self._arbiter.pop(self._direction, now)
                 if piece is not None:
                     self._begun.add(id(piece.job))
                 if piece is not None or self._on_way:
-                    return piece, []
+                    return piece, None, []
                 until = self._arbiter.next_time(self._direction, now)
                 if until is None and self._closed:
-                    return None, []
+                    return None, None, []
                 self._changed.wait(None if until is None else max(until - now, 0.0))
+
+    def _cut(self, queued: Queued) -> None:
+        """Cut a slice, and plan it: without the lock, and while others are on their way."""
+        try:
+            queued.cut()
+        except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
+            with self._changed:
+                self._arbiter.fail(queued.job)
+                self._wake_other()
+            self._end_failed(queued.job, failure)
 
     def _start(self, piece: Slice) -> None:
         if self._broken is not None:  # not raised again: each time its traceback would grow, and keep a slice
@@ -200,14 +220,18 @@ class CopyThread:
             if error is not None:
                 self._arbiter.fail(job)
             if self._arbiter.landed(self._direction, piece):
-                self._changed.notify_all()
+                self._wake_other()
+        if error is not None or id(job) in self._errors:
+            self._end_failed(job, error)
+        elif piece.is_last:
+            self._end(job, None)
+
+    def _end_failed(self, job: CopyJob, error: Exception | None) -> None:
+        """A job that has broken ends once nothing of it is on its way, by what broke first."""
         if error is not None:
             self._errors.setdefault(id(job), error)
-        if any(other.job is job for other, _ in self._on_way):
-            return
-        failure = self._errors.pop(id(job), None)
-        if failure is not None or piece.is_last:
-            self._end(job, failure)
+        if not any(other.job is job for other, _ in self._on_way):
+            self._end(job, self._errors.pop(id(job)))
 
 
 class CopyThreads:
@@ -222,13 +246,22 @@ class CopyThreads:
         clock: Clock = time.monotonic,
     ) -> None:
         self._arbiter = Arbiter(device, rules)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        changes = {direction: threading.Condition(self._lock) for direction in runners}
+        self._wake_all = partial(_wake, tuple(changes.values()))  # no way back from the streams to here
         self._clock = clock
         self.streams = {
             direction: CopyThread(
-                f"{direction.value}-{device}", direction, self._arbiter, self._changed, runner, write_word, clock
+                f"{direction.value}-{device}",
+                direction,
+                self._arbiter,
+                changed,
+                runners[direction],
+                write_word,
+                self._wake_all,
+                clock,
             )
-            for direction, runner in runners.items()
+            for direction, changed in changes.items()
         }
         self._watch = CopyWatch(list(self.streams.values()), clock)
 
@@ -239,20 +272,20 @@ class CopyThreads:
 
     def expedite(self, ticket: int) -> None:
         """As ``Backend.expedite``."""
-        with self._changed:
+        with self._lock:
             self._arbiter.expedite(ticket)
-            self._changed.notify_all()
+            self._wake_all()
 
     def pause_background(self, seconds: float) -> None:
         """As ``Backend.pause_background``."""
-        with self._changed:
+        with self._lock:
             self._arbiter.pause_background(Direction.STORE, self._clock() + seconds)
 
     def limit(self, direction: Direction, bytes_per_second: int) -> None:
         """As ``Backend.limit_copies``."""
-        with self._changed:
+        with self._lock:
             self._arbiter.limit(direction, bytes_per_second, self._clock())
-            self._changed.notify_all()
+            self._wake_all()
 
     def close(self) -> None:
         """Close both streams. Idempotent."""
@@ -268,6 +301,12 @@ class CopyThreads:
         """The device hangs: end every job, and take no more."""
         for stream in self.streams.values():
             stream.abandon(why)
+
+
+def _wake(changes: Iterable[threading.Condition]) -> None:
+    """Their lock is held."""
+    for changed in changes:
+        changed.notify_all()
 
 
 def end_job(job: CopyJob, error: Exception | None, write_word: WriteWord) -> None:

@@ -48,6 +48,10 @@ class ExtentTable:
 
     def locate(self, pages: Int64s, what: str) -> Int64s:
         """Index of each page's extent. Raises InvalidRequest that names the first page that lies in none."""
+        if len(self.extents) == 1 and len(pages):
+            only = self.extents[0]
+            if only.first_page <= pages.min() and pages.max() < only.first_page + only.pages:
+                return np.zeros(len(pages), np.int64)
         found = np.searchsorted(self.firsts, pages, side="right") - 1
         bad = found < 0
         if not bad.all():

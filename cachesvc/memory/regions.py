@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.memory.copies import check_sizes
+from cachesvc.memory.copies import check_sizes, extremes
 from cachesvc.memory.gpu_seam import GpuDevice, PitchedCopies
 from cachesvc.memory.seam import CopyBatch
 
@@ -34,12 +34,27 @@ class Regions:
 
     def addressed(self, copies: CopyBatch) -> PitchedCopies:
         """Copies by address. Raises CopyOutOfBounds."""
-        columns = copies[:, (0, 2)]
-        outside = (columns < 0) | (columns >= len(self._sizes))
-        numbers = np.where(outside, 0, columns)  # region 0 never exists
-        sizes = self._sizes[numbers]
-        check_sizes(copies, sizes[:, 0], sizes[:, 1])
+        if not self._are_inside(copies):
+            columns = copies[:, (0, 2)]
+            outside = (columns < 0) | (columns >= len(self._sizes))
+            sizes = self._sizes[np.where(outside, 0, columns)]  # region 0 never exists
+            check_sizes(copies, sizes[:, 0], sizes[:, 1])
         addressed = np.empty((len(copies), 6), np.int64)
-        addressed[:, :2] = self._addresses[numbers] + copies[:, (1, 3)]
+        addressed[:, 0] = self._addresses[copies[:, 0]] + copies[:, 1]
+        addressed[:, 1] = self._addresses[copies[:, 2]] + copies[:, 3]
         addressed[:, 2:] = copies[:, 4:]
         return addressed
+
+    def _are_inside(self, copies: CopyBatch) -> bool:
+        """True where the least and the most of each column prove it of all copies, as they do of most batches."""
+        if not len(copies):
+            return True
+        least, most = extremes(copies)
+        if min(least) < 0 or min(least[4:6]) < 1 or max(most[0], most[2]) >= len(self._sizes):
+            return False
+        width, height = most[4:6]
+        for region, offset, pitch in ((0, 1, 6), (2, 3, 7)):
+            room = int(self._sizes[least[region] : most[region] + 1].min())  # -1 where one of them does not exist
+            if most[offset] + (height - 1) * most[pitch] + width > room or (height > 1 and least[pitch] < width):
+                return False
+        return True

@@ -6,7 +6,7 @@ the border of a region. Copies are data (``CopyBatch``): the planner makes them,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,14 +44,16 @@ class CopyStep:
 class CopyJob:
     """One rank's share of a ticket, executed in order on one stream, between slices of other jobs.
 
+    ``steps`` are asked for one after another, each when what was there before it has been started: whoever makes them
+    may plan as little ahead. Raising ends the job with what was raised.
     ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
     On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
     ``begun(seconds)`` is told the backend's clock when the first slice starts, under a lock: it may note it, no more.
-    ``size_bytes``: of all copies, for the arbiter's shares; None: they are added up.
+    ``size_bytes``: of all copies, for the arbiter's shares; None: they are added up, and so all planned at once.
     """
 
     ticket: int
-    steps: tuple[CopyStep, ...]
+    steps: Iterable[CopyStep]
     word: int | None
     failed_word: int | None
     end_value: int

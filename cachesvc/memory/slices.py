@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cachesvc.memory.copies import extremes
 from cachesvc.memory.extents import Int64s
-from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyJob, Slice
+from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyJob, CopyStep, Slice
 
 _REACH_LIMIT = 1 << 61
 """No memory is as large. A copy that reaches beyond is not cut, because its arithmetic may overflow: it is for the
@@ -21,31 +22,37 @@ runner's check to refuse."""
 def cut(job: CopyJob, slice_bytes: int) -> tuple[int, Iterator[Slice]]:
     """The job's bytes, and its slices in order, at least one. A step's word goes with the last slice of the step.
 
-    Where the job says how large it is, only its first step is looked at here: a step of a long load has thousands of
-    copies.
+    Where the job says how large it is, nothing is looked at here, and each step is asked for when it is its turn: only
+    when no bytes are left is there a look for steps that have none.
     """
-    if not job.steps:
-        return 0, iter((Slice(job, np.empty((0, len(COPY_FIELDS)), np.int64), 0, None, is_last=True),))
-    size_bytes = job.size_bytes
-    if size_bytes is None:
-        size_bytes = sum(int(_sizes(step.copies).sum()) for step in job.steps)
-    return size_bytes, _slices(job, slice_bytes)
+    if job.size_bytes is not None:
+        return job.size_bytes, _slices(job, iter(job.steps), job.size_bytes, slice_bytes)
+    steps = tuple(job.steps)
+    size_bytes = sum(int(_sizes(step.copies).sum()) for step in steps)
+    return size_bytes, _slices(job, iter(steps), size_bytes, slice_bytes)
 
 
-def _slices(job: CopyJob, slice_bytes: int) -> Iterator[Slice]:
-    for number, step in enumerate(job.steps, start=1):
+def _slices(job: CopyJob, steps: Iterator[CopyStep], left_bytes: int, slice_bytes: int) -> Iterator[Slice]:
+    step, is_last = next(steps, None), False
+    while step is not None:
+        sizes = _sizes(step.copies)
+        total = int(sizes.sum())
+        left_bytes -= total
+        following = next(steps, None) if left_bytes <= 0 else None
+        is_last = left_bytes <= 0 and following is None
         word_value = step.word_value if job.word is not None else None
-        parts = _parts(step.copies, _sizes(step.copies), slice_bytes)
+        parts = _parts(step.copies, sizes, total, slice_bytes)
         part: tuple[CopyBatch, int] | None = next(parts)
         while part is not None:
             (copies, size_bytes), part = part, next(parts, None)
             ends_step = part is None
-            is_last = ends_step and number == len(job.steps)
-            yield Slice(job, copies, size_bytes, word_value if ends_step else None, is_last)
+            yield Slice(job, copies, size_bytes, word_value if ends_step else None, ends_step and is_last)
+        step = following or (None if is_last else next(steps, None))
+    if not is_last:  # no steps, or fewer bytes than there were to be: what has no sane size counts as none
+        yield Slice(job, np.empty((0, len(COPY_FIELDS)), np.int64), 0, None, is_last=True)
 
 
-def _parts(copies: CopyBatch, sizes: Int64s, slice_bytes: int) -> Iterator[tuple[CopyBatch, int]]:
-    total = int(sizes.sum())
+def _parts(copies: CopyBatch, sizes: Int64s, total: int, slice_bytes: int) -> Iterator[tuple[CopyBatch, int]]:
     if total <= slice_bytes:
         yield copies, total
         return
@@ -80,6 +87,12 @@ def _pieces(copy: list[int], slice_bytes: int) -> Iterator[tuple[CopyBatch, int]
 def _sizes(copies: CopyBatch) -> Int64s:
     """Bytes of each copy; 0 for one that no memory can hold."""
     width, height = copies[:, 4], copies[:, 5]
+    if len(copies):
+        least, most = extremes(copies)
+        reach_at_most = most[5] * max(most[4], most[6], most[7])
+        if min(least) >= 0 and min(least[4:6]) > 0 and max(reach_at_most, most[1], most[3]) < _REACH_LIMIT:
+            product: Int64s = width * height
+            return product
     reach = np.maximum(np.maximum(copies[:, 6], copies[:, 7]), np.maximum(width, 1))
     is_sane = (width > 0) & (height > 0) & (height <= _REACH_LIMIT // reach)
     is_sane &= (copies[:, [1, 3, 6, 7]] >= 0).all(axis=1) & (copies[:, [1, 3]] < _REACH_LIMIT).all(axis=1)

@@ -7,6 +7,7 @@ constant stride). Host pages are block-major (all planes of a block one after an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from cachesvc.model.layout import Layout, Plane
 
@@ -37,6 +38,16 @@ class Geometry:
     spans: tuple[PlaneSpan, ...]
     pages: int
     total_bytes: int
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all planes."""
+        return sum(span.width for span in self.spans)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Those that have a plane here, in order."""
+        return tuple(sorted({span.plane.layer for span in self.spans}))
 
 
 def device_geometry(layout: Layout, group: int, pages: int) -> Geometry:

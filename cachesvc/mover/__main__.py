@@ -124,6 +124,7 @@ def _cuda(settings: Settings) -> Equipment:
             per_step_us=figures.per_step_us,
             max_pitch_bytes=figures.max_pitch_bytes,
             per_single_us=figures.per_single_us,
+            row_ns=figures.row_ns,
         )
         return asdict(figures), costs
 

@@ -127,7 +127,7 @@ class DeviceMover:
         return 0 if life is None else life.pid
 
     def stop(self) -> None:
-        """Take no more jobs, and have those ended that are not planned. Idempotent."""
+        """Take no more jobs. Idempotent."""
         with self._lock:
             if not self._is_stopped and (life := self._now.life) is not None:
                 life.put(records.stop_record())

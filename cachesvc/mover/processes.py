@@ -233,7 +233,7 @@ class Processes:
             mover.listen(on_end)
 
     def stop(self) -> None:
-        """Take no more jobs, and have those ended that are not planned."""
+        """Take no more jobs."""
         for mover in self._at.values():
             mover.stop()
 

@@ -168,7 +168,7 @@ def limited(numbers: Int64s) -> tuple[Direction, int]:
 
 
 def stop_record() -> list[Part]:
-    """Take nothing more, and end what is not planned."""
+    """Take nothing more."""
     return [np.array((STOP,), np.int64)]
 
 

@@ -26,7 +26,6 @@ from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.movers import Inside, RankEnd
 from cachesvc.swap.planner import LinkCosts
-from cachesvc.swap.planner_threads import ThreadPlanning
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +95,7 @@ class _Work:
         self._backend = equipment.backend
         self._rings = Ring(os.dup(jobs), JOBS_BYTES), Ring(os.dup(ends), ENDS_BYTES)
         self._jobs, self._ends = Reader(self._rings[0]), Writer(self._rings[1])
-        self._inside = Inside(
-            self._backend, costs=equipment.costs, planning=ThreadPlanning(at_once=True), on_begin=self._begun
-        )
+        self._inside = Inside(self._backend, costs=equipment.costs, on_begin=self._begun)
         self._regions: dict[int, int] = {}
         self._slabs: dict[int, Slab] = {}
         self._listener = records.Listener(device, self._regions)

@@ -92,7 +92,7 @@ class SwapEngine:
         self._is_open = True
 
     def close(self) -> None:
-        """Refuse what is new and end what is not planned yet; the rest ends with the memory. Idempotent."""
+        """Refuse what is new; the rest ends with the memory. Idempotent."""
         with self._lock:
             self._is_open = False
         self._movers.stop()

@@ -8,7 +8,7 @@ What holds on either side of it:
 
 * A job ends exactly once, in ``on_end``, after its timeline words have: ``word`` at the slot's end, and before it
   ``failed_word``, where it failed.
-* Jobs of one device, direction and urgency are planned in the order in which they were submitted.
+* Whose job of a device goes next is its arbiter's choice alone: a job is planned as it is copied, part by part.
 * Pools are told apart by identity: the geometry of a pool and its table are never changed, only replaced.
 """
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cachesvc.memory.seam import Backend, CopyJob, DeviceMemory, Timeline
+from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
-from cachesvc.swap.planner_threads import Planning, ThreadPlanning
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Movers(Protocol):
         """No job names these pools any more."""
 
     def stop(self) -> None:
-        """Plan nothing more and end what is not planned; the rest ends with the memory. Idempotent."""
+        """Take no more jobs; those that are there end with the memory. Idempotent."""
 
 
 @dataclass(slots=True)
@@ -92,25 +92,23 @@ class _UnderWay:
 
 
 class Inside:
-    """The movers of all devices in this process: planned on threads, copied by the backend's streams."""
+    """The movers of all devices in this process: planned and copied by the backend's streams."""
 
     def __init__(
         self,
         backend: Backend,
         *,
         costs: LinkCosts | None = None,
-        planning: Planning | None = None,
         on_begin: Callable[[int, float], None] | None = None,
     ) -> None:
-        """``planning``: threads unless given. ``on_begin``: told a ticket and the time when a job's first slice is
-        started, under a lock."""
+        """``on_begin``: told a ticket and the time when a job's first slice is started, under a lock."""
         self._backend = backend
         self._costs = costs or LinkCosts()
-        self._planning = planning or ThreadPlanning()
         self._timelines: dict[str, Timeline] = {}
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
         self._on_end: OnEnd | None = None
         self._on_begin = on_begin
+        self._is_stopped = False
 
     @property
     def memory(self) -> Backend:
@@ -122,29 +120,33 @@ class Inside:
         self._costs = costs
 
     def listen(self, on_end: OnEnd) -> None:
-        """Start planning. The backend runs already, and its timelines are written by these movers alone."""
+        """Begin to take jobs. The backend runs already, and its timelines are written by these movers alone."""
         self._timelines = {device: self._backend.timeline(device) for device in self._backend.devices()}
         self._on_end = on_end
-        self._planning.start()
 
     def timeline(self, device: str) -> Timeline:
         """The words of a device."""
         return self._timelines[device]
 
     def submit(self, job: RankJob) -> None:
-        """Have a job planned, then copied."""
+        """Queue a job; one that cannot be ends here, with its waiters released."""
         mine = self._under_way[job.device, job.ticket] = _UnderWay(job, job.urgency)
-        self._planning.submit(
-            job.direction, job.urgency, (job.device,), job.ticket, lambda error: self._launch(mine, error)
-        )
+        try:
+            if self._is_stopped:
+                raise Unavailable("the swap engine is closed")
+            self._queue(mine)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the ticket tells it
+            timeline = self._timelines[job.device]
+            timeline.write(job.slot.failed_word, job.slot.end)
+            timeline.write(job.slot.word, job.slot.end)
+            self._end(mine, failure)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now, wherever its jobs stand."""
+        """A ticket is awaited now."""
+        del direction
         for device in devices:
             if (mine := self._under_way.get((device, ticket))) is not None:
                 mine.urgency = Urgency.AWAITED
-        self._planning.expedite(direction, ticket)
-        for device in devices:
             self._backend.expedite(device, ticket)
 
     def began(self, device: str, ticket: int) -> float | None:
@@ -160,23 +162,10 @@ class Inside:
         """Nothing is kept of pools here."""
 
     def stop(self) -> None:
-        """Plan nothing more."""
-        self._planning.close()
+        """Take no more jobs."""
+        self._is_stopped = True
 
-    def _launch(self, mine: _UnderWay, error: Exception | None) -> None:
-        """Plan and submit a job; one that cannot be ends here, with its waiters released."""
-        job = mine.job
-        try:
-            if error is not None:
-                raise error
-            self._hand_over(mine)
-        except Exception as failure:  # noqa: BLE001 - a thread's root: the ticket tells it
-            timeline = self._timelines[job.device]
-            timeline.write(job.slot.failed_word, job.slot.end)
-            timeline.write(job.slot.word, job.slot.end)
-            self._end(mine, failure)
-
-    def _hand_over(self, mine: _UnderWay) -> None:
+    def _queue(self, mine: _UnderWay) -> None:
         job, slot = mine.job, mine.job.slot
         steps = plan(
             job.moves,
@@ -200,7 +189,7 @@ class Inside:
         is_load = job.direction is Direction.LOAD
         stream = self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
         stream.submit(copies)
-        if mine.urgency is not copies.urgency:  # expedited since the copies were made, perhaps before they were queued
+        if mine.urgency is not copies.urgency:  # expedited by another thread before they were queued
             self._backend.expedite(job.device, job.ticket)
 
     def _begin(self, mine: _UnderWay, now: float) -> None:
@@ -212,5 +201,4 @@ class Inside:
         assert self._on_end is not None
         job = mine.job
         del self._under_way[job.device, job.ticket]
-        self._planning.ended(job.direction, job.ticket)
         self._on_end(RankEnd(job.ticket, job.device, error, mine.began))

@@ -8,12 +8,15 @@ For every run of blocks that is contiguous in both pools there are three ways to
     singles         a copy of one row for each block and plane, where many of those go in one cheap call
 
 Every copy costs a submission, so the cheapest way differs from run to run; ``LinkCosts`` decides.
+
+A plan is made as it is asked for, part by part: the first is small and there at once, and while a part is copied there
+is time to make the next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,16 +25,23 @@ import numpy.typing as npt
 
 from cachesvc.memory.extents import ExtentTable, Int64s
 from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyStep
-from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import Geometry
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.pieces import Piece, Same, pieces_of
+from cachesvc.swap.runs import Runs, runs_of
 
 WORD_MASK = 0xFFFFFFFF
 SINGLE_LOST_US = 0.08
 """Of the link, with each of a call's single rows: 1D batches reach 0.87 of it at 32 KiB, 0.96 at 64 (H100, 2026-11)."""
 KEPT_CHOICES = 1 << 12
+FIRST_PART_BYTES = 8 << 20
+"""What is planned before the first copy starts: long enough to plan the next part meanwhile."""
+PART_COPIES = 2048
+"""Of every further part: some 0.3 ms to plan, for which other jobs wait."""
 Float64s = npt.NDArray[np.float64]
+_Memo = dict[tuple[Piece, tuple[int, int]], CopyBatch]
+"""Copies of a shape's planes for pairs ``[first, stop)``."""
+_NONE: CopyBatch = np.empty((0, len(COPY_FIELDS)), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,8 @@ class LinkCosts:
     ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
     link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).
     Infinite: it is a copy like others. ``min_efficiency``: a layered load takes the smallest step that is estimated to
-    reach this part of what the best one would.
+    reach this part of what the best one would. ``row_ns``: (width, nanoseconds) of rows that were measured.
+    ``per_slice_us``: what the processor takes for a step beside its copies; a shorter step keeps the link waiting.
     """
 
     per_copy_us: float = 3.1
@@ -51,12 +62,24 @@ class LinkCosts:
     max_pitch_bytes: int = (1 << 31) - 1
     min_efficiency: float = 0.90
     per_single_us: float = math.inf
+    row_ns: tuple[tuple[int, float], ...] = ()
+    per_slice_us: float = 100.0
+
+    def row_us(self, width: int) -> float:
+        """What a row costs beside its bytes: as was measured for the next width, or ``per_row_ns``."""
+        return _row_us(self, width)
 
     def single_us(self, width: int) -> float:
         """What a copy of one row costs beside its bytes' own time."""
         if math.isinf(self.per_single_us):
-            return self.per_copy_us + self.per_row_ns / 1e3
+            return self.per_copy_us + self.row_us(width)
         return max(SINGLE_LOST_US, self.per_single_us - width / self.bytes_per_us)
+
+
+@lru_cache(maxsize=KEPT_CHOICES)
+def _row_us(costs: LinkCosts, width: int) -> float:
+    _, row_ns = min(costs.row_ns or ((width, costs.per_row_ns),), key=lambda row: abs(math.log(row[0] / width)))
+    return row_ns / 1e3
 
 
 H100_COSTS = LinkCosts(per_single_us=0.65)
@@ -94,37 +117,11 @@ class GroupMove:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block in this group on this rank."""
-        return sum(span.width for span in self.device.geometry.spans)
+        return self.device.geometry.page_bytes
 
     def pieces(self, layers: frozenset[int], costs: LinkCosts) -> tuple[tuple[Piece, Piece], ...]:
         """See ``pieces_of``."""
         return pieces_of(Same(self.device.geometry), Same(self.host.geometry), layers, costs.max_pitch_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The pairs of a move sorted into runs, and where each pair lies (without a plane's own offset and
-    stride)."""
-
-    lengths: Int64s
-    starts: Int64s
-    device_page: Int64s  # counted from the first page of its extent
-    device_offset: Int64s
-    device_region: Int64s
-    host_page: Int64s
-    host_offset: Int64s
-    host_region: Int64s
-
-
-def check_move(move: GroupMove, direction: Direction) -> None:
-    """Raises InvalidRequest where pages are unpaired, outside of their pool, or written to twice."""
-    if len(move.device_pages) != len(move.host_pages):
-        raise InvalidRequest(f"{len(move.device_pages)} device pages against {len(move.host_pages)} host pages")
-    move.device.table.locate(move.device_pages, "device")
-    move.host.table.locate(move.host_pages, "host")
-    written = move.device_pages if direction is Direction.LOAD else move.host_pages
-    if not np.diff(np.sort(written)).all():
-        raise InvalidRequest("a transfer names the same destination page twice")
 
 
 def plan(
@@ -135,36 +132,65 @@ def plan(
     base: int,
     layers_per_step: int | None,
     costs: LinkCosts,
-) -> tuple[CopyStep, ...]:
-    """Steps that move every page; after each, the timeline may stand at its ``word_value``, at last ``base +
-    layers``.
+    first_bytes: int = FIRST_PART_BYTES,
+    part_copies: int = PART_COPIES,
+) -> Iterator[CopyStep]:
+    """Steps that move every page; after each that has one the timeline may stand at its ``word_value``, at last ``base
+    + layers``. A step comes in parts, the first of all of ``first_bytes``, any other of about ``part_copies`` copies;
+    the last one has the word.
 
-    ``layers_per_step``: 0 for one step of all layers; None lets ``costs`` choose. Raises what
-    ``check_move`` raises.
+    ``layers_per_step``: 0 for one step of all layers; None lets ``costs`` choose. Raises InvalidRequest, before
+    anything is planned, where pages are unpaired, outside of their pool, or written to twice.
     """
-    for move in moves:
-        check_move(move, direction)
-    runs = [_runs_of(move) for move in moves]
-    present = sorted({span.plane.layer for move in moves for span in move.device.geometry.spans})
-    if layers_per_step is None:
-        sizes = _rising(_smallest_good_step(moves, runs, present, costs), len(present))
-    else:
-        sizes = [layers_per_step or max(1, len(present))] * (len(present) or 1)
-    steps: list[CopyStep] = []
+    runs = [
+        runs_of(move.device.table, move.host.table, move.device_pages, move.host_pages, direction) for move in moves
+    ]
+    present = sorted({layer for move in moves for layer in move.device.geometry.layers})
     if layers_per_step != 0 and present and present[0] > 0:  # layers that nothing is moved for are there at once
-        steps.append(CopyStep(np.empty((0, len(COPY_FIELDS)), np.int64), (base + present[0]) & WORD_MASK))
-    memos: list[dict[Piece, CopyBatch]] = [{} for _ in moves]
-    at = 0
-    for size in sizes:
+        yield CopyStep(_NONE, (base + present[0]) & WORD_MASK)
+    memos: list[_Memo] = [{} for _ in moves]
+    is_first, room, at = True, 1.0, 0  # room: what of the part is not used yet
+    for size in _step_sizes(moves, runs, present, layers_per_step, costs):
         chunk, at = present[at : at + size], at + size
-        covered = present[at] if at < len(present) else layers
-        batches = [np.empty((0, len(COPY_FIELDS)), np.int64)]
+        batches: list[CopyBatch] = []
         for move, run, memo in zip(moves, runs, memos, strict=True):
-            batches += _copies(move, run, memo, chunk, direction, costs)
-        steps.append(CopyStep(np.concatenate(batches), (base + covered) & WORD_MASK))
-        if at >= len(present):
-            break
-    return tuple(steps)
+            pieces, first = move.pieces(frozenset(chunk), costs), 0
+            while pieces and first < run.pages:
+                page = (
+                    _bytes_a_page(pieces) / first_bytes
+                    if is_first
+                    else _copies_a_page(pieces, run, costs) / part_copies
+                )
+                count = min(run.pages - first, int(room / page))
+                if not count and batches:
+                    yield CopyStep(np.concatenate(batches))
+                    batches, is_first, room = [], False, 1.0
+                    continue
+                stop = first + max(1, count)
+                batches += _copies(pieces, run, (first, stop), memo, direction, costs)
+                room -= (stop - first) * page
+                first = stop
+        word_value = base + (present[at] if at < len(present) else layers)
+        yield CopyStep(np.concatenate([_NONE, *batches]), word_value & WORD_MASK)
+        is_first, room = False, 1.0
+
+
+def _step_sizes(
+    moves: Sequence[GroupMove],
+    runs: Sequence[Runs],
+    present: Sequence[int],
+    layers_per_step: int | None,
+    costs: LinkCosts,
+) -> Iterator[int]:
+    """Layers of each step. Where they are followed one by one, the first is a layer whatever that costs, and nothing is
+    reckoned before it."""
+    layers = len(present)
+    if layers_per_step is not None or layers < 2:
+        size = layers_per_step or max(1, layers)
+        yield from (size for _ in range(0, max(1, layers), size))
+        return
+    yield 1
+    yield from _rising(_smallest_good_step(moves, runs, present, costs), layers)[1:]
 
 
 def _rising(largest: int, layers: int) -> list[int]:
@@ -182,43 +208,20 @@ def _rising(largest: int, layers: int) -> list[int]:
     return sizes
 
 
-def _runs_of(move: GroupMove) -> _Runs:
-    """Sort pairs by device page: what is contiguous in both pools then lies side by side."""
-    order = np.argsort(move.device_pages, kind="stable")
-    device, host = move.device_pages[order], move.host_pages[order]
-    device_at, host_at = move.device.table.locate(device, "device"), move.host.table.locate(host, "host")
-    broken = (np.diff(device) != 1) | (np.diff(host) != 1) | (np.diff(device_at) != 0) | (np.diff(host_at) != 0)
-    starts = np.flatnonzero(np.concatenate(([True], broken))) if len(device) else np.empty(0, np.int64)
-    lengths = np.diff(np.concatenate((starts, [len(device)])))
-    return _Runs(
-        lengths=lengths.astype(np.int64),
-        starts=starts.astype(np.int64),
-        device_page=device - move.device.table.firsts[device_at],
-        device_offset=move.device.table.offsets[device_at],
-        device_region=move.device.table.regions[device_at],
-        host_page=host - move.host.table.firsts[host_at],
-        host_offset=move.host.table.offsets[host_at],
-        host_region=move.host.table.regions[host_at],
-    )
-
-
 def _copies(
-    move: GroupMove,
-    runs: _Runs,
-    memo: dict[Piece, CopyBatch],
-    chunk: Sequence[int],
+    pieces: Sequence[tuple[Piece, Piece]],
+    runs: Runs,
+    pages: tuple[int, int],
+    memo: _Memo,
     direction: Direction,
     costs: LinkCosts,
 ) -> list[CopyBatch]:
-    """Copies of the planes whose layers are in ``chunk``. Pieces that differ in their place alone share a
-    template."""
+    """Copies of the pieces of a stretch of pages. Pieces that differ in their place alone share a template."""
     batches: list[CopyBatch] = []
-    if not len(runs.lengths):
-        return batches
-    for piece, shape in move.pieces(frozenset(chunk), costs):
-        template = memo.get(shape)
+    for piece, shape in pieces:
+        template = memo.get((shape, pages))
         if template is None:
-            template = memo[shape] = _template(shape, runs, direction, costs)
+            template = memo[shape, pages] = _template(shape, runs.part(*pages), direction, costs)
         batch = template.copy()
         source, target = (piece.host, piece.device) if direction is Direction.LOAD else (piece.device, piece.host)
         batch[:, 1] += source
@@ -229,7 +232,7 @@ def _copies(
 
 def _way_costs(piece: Piece, lengths: Int64s, costs: LinkCosts) -> tuple[Float64s, Float64s, Float64s]:
     """Microseconds beyond the bytes' own time for each run: rows = planes, rows = blocks, singles."""
-    row_us = costs.per_row_ns / 1e3
+    row_us = costs.row_us(piece.row_width)
     single_us = costs.single_us(piece.row_width)
     blocks: Float64s = lengths.astype(np.float64)
     rows = blocks
@@ -243,35 +246,64 @@ def _way_costs(piece: Piece, lengths: Int64s, costs: LinkCosts) -> tuple[Float64
     return by_planes, by_blocks, blocks * piece.planes * single_us
 
 
-def _template(piece: Piece, runs: _Runs, direction: Direction, costs: LinkCosts) -> CopyBatch:
+def _bytes_a_page(pieces: Sequence[tuple[Piece, Piece]]) -> int:
+    return sum(piece.planes * piece.row_width for piece, _ in pieces)
+
+
+def _copies_a_page(pieces: Sequence[tuple[Piece, Piece]], runs: Runs, costs: LinkCosts) -> float:
+    """About how many copies a page takes."""
+    _, length = runs.about()
+    return sum(_copies_in(shape, length, costs) for _, shape in pieces)
+
+
+@lru_cache(maxsize=KEPT_CHOICES)
+def _copies_in(piece: Piece, length: int, costs: LinkCosts) -> float:
+    ways = [float(way[0]) for way in _way_costs(piece, np.array([length]), costs)]
+    return (1.0, piece.planes / length, float(piece.planes))[ways.index(min(ways))]
+
+
+def _template(piece: Piece, runs: Runs, direction: Direction, costs: LinkCosts) -> CopyBatch:
     """Copies of a piece at offset 0 of its page, each run in its cheapest way."""
     by_planes, by_blocks, by_singles = _way_costs(piece, runs.lengths, costs)
     as_singles = by_singles < np.minimum(by_planes, by_blocks)
     as_blocks = (by_blocks < by_planes) & ~as_singles
-    pages = np.flatnonzero(np.repeat(~(as_blocks | as_singles), runs.lengths))
-    upright = _rows(piece, runs, pages, direction)
-    upright[:, 5] = piece.planes
-    upright[:, 6:8] = _pitches(piece.device_pitch, piece.host_pitch, direction)
-    alone = np.flatnonzero(np.repeat(as_singles, runs.lengths))
-    chosen = np.concatenate((runs.starts[as_blocks], alone))
-    heights = np.concatenate((runs.lengths[as_blocks], np.ones(len(alone), np.int64)))
+    batches = []
+    if not (as_blocks | as_singles).all():
+        pages = np.flatnonzero(np.repeat(~(as_blocks | as_singles), runs.lengths))
+        upright = _rows(piece, runs, pages, direction)
+        upright[:, 5] = piece.planes
+        upright[:, 6:8] = _pitches(piece.device_pitch, piece.host_pitch, direction)
+        batches.append(upright)
+    if as_blocks.any() or as_singles.any():
+        alone = np.flatnonzero(np.repeat(as_singles, runs.lengths))
+        chosen = np.concatenate((runs.starts[as_blocks], alone))
+        heights = np.concatenate((runs.lengths[as_blocks], np.ones(len(alone), np.int64)))
+        batches.append(_flat(piece, runs, chosen, heights, direction, costs))
+    batch = np.concatenate(batches) if len(batches) > 1 else batches[0]
+    is_row = batch[:, 5] == 1
+    batch[is_row, 6:8] = batch[is_row, 4:5]
+    return batch
+
+
+def _flat(
+    piece: Piece, runs: Runs, pages: Int64s, heights: Int64s, direction: Direction, costs: LinkCosts
+) -> CopyBatch:
+    """A copy for each plane of runs that begin at ``pages`` and are as many blocks long."""
     planes = np.arange(piece.planes, dtype=np.int64)
-    flat = _rows(piece, runs, np.repeat(chosen, piece.planes), direction)
+    flat = _rows(piece, runs, np.repeat(pages, piece.planes), direction)
     pitches = _pitches(piece.device_pitch, piece.host_pitch, direction)
-    flat[:, 1] += np.tile(planes * pitches[0], len(chosen))
-    flat[:, 3] += np.tile(planes * pitches[1], len(chosen))
+    flat[:, 1] += np.tile(planes * pitches[0], len(pages))
+    flat[:, 3] += np.tile(planes * pitches[1], len(pages))
     flat[:, 5] = np.repeat(heights, piece.planes)
     flat[:, 6:8] = _pitches(piece.device_stride, piece.host_stride, direction)
     if piece.is_dense:
         whole = flat[:, 4] * flat[:, 5] <= costs.max_pitch_bytes
         flat[whole, 4] *= flat[whole, 5]
         flat[whole, 5] = 1
-    batch = np.concatenate((upright, flat))
-    batch[batch[:, 5] == 1, 6:8] = batch[batch[:, 5] == 1, 4:5]
-    return batch
+    return flat
 
 
-def _rows(piece: Piece, runs: _Runs, pages: Int64s, direction: Direction) -> CopyBatch:
+def _rows(piece: Piece, runs: Runs, pages: Int64s, direction: Direction) -> CopyBatch:
     """One copy for each of ``pages`` with regions, offsets and width; height and pitches are the caller's."""
     device = runs.device_offset[pages] + runs.device_page[pages] * piece.device_stride
     host = runs.host_offset[pages] + runs.host_page[pages] * piece.host_stride
@@ -288,22 +320,12 @@ def _pitches(device: int, host: int, direction: Direction) -> tuple[int, int]:
 
 
 def _smallest_good_step(
-    moves: Sequence[GroupMove], runs: Sequence[_Runs], present: Sequence[int], costs: LinkCosts
+    moves: Sequence[GroupMove], runs: Sequence[Runs], present: Sequence[int], costs: LinkCosts
 ) -> int:
     """Fewest layers a step (1, 2, 4, ...) that are good enough. Remembered by about how many runs there are of about
     what length: one choice takes longer than all the rest of a plan."""
     sides = tuple((Same(move.device.geometry), Same(move.host.geometry)) for move in moves)
-    return _step_of(sides, tuple(map(_about, runs)), tuple(present), costs)
-
-
-def _about(runs: _Runs) -> tuple[int, int]:
-    """How many runs, and how long they are, as powers of two."""
-    count = len(runs.lengths)
-    return (_power(count), _power(int(runs.lengths.sum()) // count)) if count else (0, 0)
-
-
-def _power(number: int) -> int:
-    return 1 << number.bit_length() - 1
+    return _step_of(sides, tuple(run.about() for run in runs), tuple(present), costs)
 
 
 @lru_cache(maxsize=KEPT_CHOICES)
@@ -314,7 +336,7 @@ def _step_of(
     lost = {size: _lost_us(sides, runs, present, size, costs) for size in _doublings(len(present))}
     ideal_us = (
         sum(
-            count * length * sum(span.width for span in device.geometry.spans)
+            count * length * device.geometry.page_bytes
             for (device, _), (count, length) in zip(sides, runs, strict=True)
         )
         / costs.bytes_per_us
@@ -338,9 +360,11 @@ def _lost_us(
     """Microseconds beyond the bytes' own time with steps of ``size`` layers."""
     lost_us = 0.0
     for at in range(0, len(present), size):
-        lost_us += costs.per_step_us
+        size_bytes = 0
         for (device, host), (count, length) in zip(sides, runs, strict=True):
             for _, shape in pieces_of(device, host, frozenset(present[at : at + size]), costs.max_pitch_bytes):
                 ways = _way_costs(shape, np.array([length]), costs)
                 lost_us += count * float(min(way[0] for way in ways))
+                size_bytes += count * length * shape.planes * shape.row_width
+        lost_us += max(costs.per_step_us, costs.per_slice_us - size_bytes / costs.bytes_per_us)
     return lost_us

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import LimitExceeded
@@ -118,11 +118,6 @@ _APART = frozenset({"StepRequest.operations"})
 _Row = tuple[int, str, Bound, str, str]
 _CHECKS: dict[Any, tuple[_Row, ...]] = {}
 """By message: its rows, those first that the shortest message can exceed."""
-
-
-def has_length(field: FieldDescriptor) -> bool:
-    """True for a field that a caller can make long."""
-    return bool(field.is_repeated) or field.type in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 def check_fields(message: Any, size_bytes: int | None = None) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -164,7 +164,7 @@ def test_jobs_are_interleaved_and_each_ends_with_its_own_last_slice(bench: Bench
 
 def test_of_two_interleaved_jobs_one_fails_and_the_other_does_not_notice(bench: Bench) -> None:
     good, bad = bench.job(1, 0, 16, steps=4), bench.job(2, 32 * SLICE, 8, steps=8)
-    bad.steps[3].copies[0, 0] = 7  # no such region
+    tuple(bad.steps)[3].copies[0, 0] = 7  # no such region
     bench.run([good, bad, bench.job(3, 50 * SLICE, 2)])
     assert bench.ends[1] is None
     assert bench.ends[3] is None
@@ -183,10 +183,49 @@ def test_a_broken_job_ends_after_all_that_was_on_its_way() -> None:
     left: list[int] = []
 
     bad = bench.job(1, 0, 9, steps=9, then=lambda: left.append(len(runner.on_way)))
-    bad.steps[0].copies[0, 0] = 7
+    next(iter(bad.steps)).copies[0, 0] = 7
     bench.run([bad])
     assert left == [0]
     assert bench.words_of(1) == [(11, 99), (10, 99), ("end", 1)]
+
+
+def planned_late(job: CopyJob, ask: Callable[[int], object]) -> CopyJob:
+    """A job whose steps are made when they are asked for."""
+
+    def steps() -> Iterator[CopyStep]:
+        for number, step in enumerate(job.steps):
+            ask(number)
+            yield step
+
+    return replace(job, steps=steps(), size_bytes=sum(int(step.copies[:, 4].sum()) for step in job.steps))
+
+
+def test_a_job_that_cannot_be_planned_to_its_end_ends_after_what_was_on_its_way(bench: Bench) -> None:
+    def ask(number: int) -> None:
+        if number == 2:
+            raise InvalidRequest("no such page")
+
+    bench.run([planned_late(bench.job(1, 0, 8, steps=4), ask), bench.job(2, 32 * SLICE, 4)])
+    assert isinstance(bench.ends[1], InvalidRequest)
+    assert bench.ends[2] is None
+    assert bench.words_of(1) == [(10, 1), (10, 2), (11, 99), (10, 99), ("end", 1)]
+    assert bench.is_copied(0, 4)
+    assert not any(bench.target[4 * SLICE : 8 * SLICE])
+
+
+def test_a_job_is_planned_as_it_is_copied_and_nobody_waits_for_that(bench: Bench) -> None:
+    runner = bench.runners[LOAD]
+    ahead = []
+
+    def ask(number: int) -> None:
+        others = threading.Thread(target=bench.threads.expedite, args=(1,))  # takes the lock
+        others.start()
+        others.join()
+        ahead.append(number - len(bench.order))
+
+    bench.run([planned_late(bench.job(1, 0, 12, steps=12), ask)])
+    assert bench.is_copied(0, 12)
+    assert max(ahead) <= runner.depth
 
 
 def test_a_runner_that_cannot_begin_fails_every_job() -> None:

@@ -29,7 +29,6 @@ from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Vault
 from tests.sim.biases import Bias
-from tests.sim.inline_planning import InlinePlanning
 from tests.sim.meetings import Meetings
 from tests.sim.stepped_backend import SteppedBackend
 
@@ -115,7 +114,7 @@ class SimNode:
         )
         self.backend.start()
         self.engine = SwapEngine(
-            Inside(self.backend, planning=InlinePlanning()),
+            Inside(self.backend),
             lambda ticket, error: self.inbox.append(lambda: self._land(ticket, error)),
             layers_per_step=rng.choice((0, 1, 2)),
             clock=lambda: self.backend.now,

@@ -99,7 +99,8 @@ class SteppedStream:
 
     def next_job(self) -> CopyJob | None:
         """The job that ``step`` would move on."""
-        return self._arbiter.next_job(self._way, self._backend.now)
+        queued = self._arbiter.next_up(self._way, self._backend.now)
+        return None if queued is None else queued.job
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job. Raises Unavailable after ``close``."""
@@ -109,9 +110,17 @@ class SteppedStream:
 
     def step(self) -> None:
         """Run the next slice; with its last one a job ends."""
-        piece = self._arbiter.pop(self._way, self._backend.now)
+        queued = self._arbiter.next_up(self._way, self._backend.now)
+        assert queued is not None
+        job, error = queued.job, None
+        try:
+            piece = self._arbiter.pop(self._way, self._backend.now)
+        except InvalidRequest as failure:  # it cannot be planned
+            self._arbiter.fail(job)
+            end_job(job, failure, self._timeline.write)
+            return
         assert piece is not None
-        job, error = piece.job, None
+        assert piece.job is job
         try:
             self._backend.copy(piece.copies)
             if piece.word_value is not None and job.word is not None:

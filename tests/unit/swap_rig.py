@@ -23,7 +23,6 @@ from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import Inside, Movers
-from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
 
 LOAD, STORE = Direction
@@ -144,7 +143,7 @@ def rig_of(kind: str, layout: Layout, *, words: int = 64, layers_per_step: int |
     elif kind == "shm":
         movers = Inside(ShmBackend(layout.ranks, 1 << 20, timeline_words=words))
     else:
-        movers = Inside(SteppedBackend(layout.ranks, 1 << 20, timeline_words=words), planning=InlinePlanning())
+        movers = Inside(SteppedBackend(layout.ranks, 1 << 20, timeline_words=words))
     backend = movers.memory
     backend.start()
     rig = Rig(layout, backend)

@@ -25,6 +25,7 @@ from tests.unit.arbiter_rig import (
     job_of,
     tokens_job,
 )
+from tests.work import counted
 
 SHORT, LONG = 4096, 32768
 SHORT_ALONE_S = SHORT * TOKEN_BYTES / BYTES_PER_SECOND
@@ -275,11 +276,35 @@ def test_draining_gives_back_what_has_not_begun_and_holds_up_the_rest_no_more() 
 
 def test_whose_slice_comes_next_is_told_without_taking_it() -> None:
     arbiter = Arbiter("gpu", copy_rules())
-    assert arbiter.next_job(LOAD, 0.0) is None
+    assert arbiter.next_up(LOAD, 0.0) is None
     arbiter.push(LOAD, job_of(1, 64 * MIB), 0.0)
     arbiter.push(LOAD, job_of(2, 32 * MIB), 0.0)
     for _ in range(2):
-        job = arbiter.next_job(LOAD, 0.0)
-        assert job is not None
-        assert job.ticket == 2
+        queued = arbiter.next_up(LOAD, 0.0)
+        assert queued is not None
+        assert queued.job.ticket == 2
     assert arbiter.queued(LOAD) == 2
+
+
+def test_a_choice_costs_as_much_among_thousands_as_among_few() -> None:
+    steps = []
+    for jobs in (20, 2000):
+        arbiter = Arbiter("gpu", copy_rules())
+        for ticket in range(jobs):
+            arbiter.push(STORE, job_of(ticket, (1 + ticket % 7) * MIB, (AWAITED, BACKGROUND)[ticket % 2]), 0.0)
+        assert arbiter.pop(STORE, 0.0) is not None
+        with counted() as work:
+            for _ in range(5):
+                assert arbiter.pop(STORE, 0.0) is not None
+        steps.append(work.steps)
+    assert steps[1] <= steps[0] + 10
+
+
+def test_what_is_expedited_keeps_its_age() -> None:
+    arbiter = Arbiter("gpu", copy_rules())
+    arbiter.push(STORE, job_of(1, MIB, BACKGROUND), 0.0)
+    arbiter.push(STORE, job_of(2, MIB), 0.0)
+    arbiter.push(STORE, job_of(3, MIB, BACKGROUND), 0.0)
+    arbiter.expedite(3)
+    arbiter.expedite(1)
+    assert [piece.job.ticket for _ in range(3) if (piece := arbiter.pop(STORE, 0.0)) is not None] == [1, 2, 3]

@@ -10,7 +10,7 @@ import pytest
 from cachesvc.config import Config
 from cachesvc.hardware import link_costs
 from cachesvc.model.errors import Unavailable
-from gpu_ops.calibration import ROW_BYTES, STEPS, TALL_ROWS, calibrate
+from gpu_ops.calibration import LEAST_BYTES, MOVED_BYTES, REPEATS, ROW_BYTES, STEPS, TALL_ROWS, calibrate
 from gpu_ops.gpu import Gpu, GpuFacts
 from gpu_ops.streams import PitchedCopies
 
@@ -26,20 +26,24 @@ class CountingGpu:
         self.held: Counter[str] = Counter()
         self.copies: list[PitchedCopies] = []
         self.steps: list[int] = []
+        self.free_bytes = 1 << 30
+        self.size_bytes = self.host = 0
 
     def call(self, name: str) -> None:
         if name == self.breaks:
             raise RuntimeError(f"{name} broke")
 
     def allocate(self, size_bytes: int, *, vmm: bool) -> CountingMemory:
-        assert size_bytes
         assert not vmm
+        if size_bytes > self.free_bytes:
+            raise MemoryError(size_bytes)
+        self.size_bytes = size_bytes
         self.held["memory"] += 1
         return CountingMemory(self)
 
     def register_host(self, address: int, size_bytes: int) -> None:
-        assert address
-        assert size_bytes
+        assert size_bytes == self.size_bytes
+        self.host = address
         self.call("register_host")
         self.held["pin"] += 1
 
@@ -90,18 +94,40 @@ class CountingQueue:
 
 def test_every_step_that_is_timed_is_as_large_as_the_others() -> None:
     gpu = CountingGpu()
-    figures = calibrate(cast("Gpu", gpu))
+    figures = calibrate(cast("Gpu", gpu), buffer_bytes=LEAST_BYTES)
     assert len(gpu.steps) % STEPS == 0
     assert set(gpu.steps) == {TALL_ROWS * ROW_BYTES}
     assert figures.max_pitch_bytes == FACTS.max_pitch_bytes
     assert not any(gpu.held.values())
 
 
+@pytest.mark.parametrize("free_bytes", [1 << 30, LEAST_BYTES])
+def test_rows_of_every_width_lie_anywhere_in_both_memories_and_elsewhere_each_time(free_bytes: int) -> None:
+    gpu = CountingGpu()
+    gpu.free_bytes = free_bytes
+    size_bytes = min(2 * LEAST_BYTES, free_bytes)
+    figures = calibrate(cast("Gpu", gpu), (656, 128 << 10), buffer_bytes=2 * LEAST_BYTES)
+    assert gpu.size_bytes == size_bytes
+    assert [width for width, _ in figures.row_ns] == [656, ROW_BYTES, 128 << 10]
+    seen = set()
+    for copies in gpu.copies:
+        is_load = gpu.host <= copies[0, 0] < gpu.host + size_bytes
+        memories = (gpu.host, CountingMemory.address) if is_load else (CountingMemory.address, gpu.host)
+        for column, pitch, memory in zip((0, 1), (4, 5), memories, strict=True):
+            ends = copies[:, column] + (copies[:, 3] - 1) * copies[:, pitch] + copies[:, 2]
+            assert copies[:, column].min() >= memory
+            assert ends.max() <= memory + size_bytes
+        if len(copies) > 1:
+            assert int((copies[:, 2] * copies[:, 3]).sum()) > 0.99 * MOVED_BYTES
+            seen.add(copies.tobytes())
+    assert len(seen) == (3 + 2) * (REPEATS + 1), "three widths, short ones, singles"
+
+
 @pytest.mark.parametrize("name", ["register_host", "queue", "copy"])
 def test_a_measurement_that_breaks_gives_back_what_it_took(name: str) -> None:
     gpu = CountingGpu(name)
     with pytest.raises(RuntimeError, match=f"{name} broke"):
-        calibrate(cast("Gpu", gpu))
+        calibrate(cast("Gpu", gpu), buffer_bytes=LEAST_BYTES)
     assert not any(gpu.held.values())
 
 

@@ -14,9 +14,14 @@ from kvcache.v1 import cache_pb2, common_pb2, peer_pb2
 from kvcache.v1.lane_pb2 import LaneHello
 
 from cachesvc.model.errors import LimitExceeded
-from cachesvc.wire.limits import CELLS, LIMITS, Where, check_fields, has_length
+from cachesvc.wire.limits import CELLS, LIMITS, Where, check_fields
 from tests.fuzz.target import Target, list_rpcs
 from tests.fuzz.workload import registers
+
+
+def has_length(field: FieldDescriptor) -> bool:
+    """True for a field that a caller can make long."""
+    return bool(field.is_repeated) or field.type in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 def request_fields() -> Iterator[tuple[str, FieldDescriptor]]:

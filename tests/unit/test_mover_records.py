@@ -58,7 +58,7 @@ def moves() -> tuple[GroupMove, ...]:
 
 def plan_of(one: RankJob, regions: dict[int, int]) -> list[list[int]]:
     """What the planner makes of a job, with regions by other numbers."""
-    steps = plan(one.moves, one.direction, layers=4, base=0, layers_per_step=1, costs=LinkCosts())
+    steps = tuple(plan(one.moves, one.direction, layers=4, base=0, layers_per_step=1, costs=LinkCosts()))
     copies = np.concatenate([step.copies for step in steps])
     for column in (0, 2):
         copies[:, column] = [regions.get(int(region), int(region)) for region in copies[:, column]]

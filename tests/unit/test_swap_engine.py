@@ -18,7 +18,6 @@ from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import Inside
 from cachesvc.swap.slots import SlotPool
-from tests.sim.inline_planning import InlinePlanning
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import (
     DEVICE_PAGES,
@@ -312,7 +311,7 @@ def test_an_owner_that_raises_is_logged_and_the_engine_goes_on(caplog: pytest.Lo
     def broken(ticket: int, error: Exception | None) -> None:
         raise ZeroDivisionError
 
-    engine = SwapEngine(Inside(backend, planning=InlinePlanning()), broken)
+    engine = SwapEngine(Inside(backend), broken)
     engine.start()
     memory = memoryview(bytearray(layout.page_bytes(0) * HOST_PAGES + 16))
     host = HostArray(layout.page_bytes(0), HOST_PAGES, memory, backend.register_host(memory), HOST_PAGES)

@@ -32,7 +32,6 @@ from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Arrivals, Vault
 from tests.contracts.host_gpu import UNIT_BYTES, HostGpu
-from tests.sim.inline_planning import InlinePlanning
 from tests.sim.node import HOST_CHUNK_BYTES, SteppedHostPool
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.ledger_rig import windowed
@@ -48,7 +47,7 @@ class Desk:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         backend.start()
-        engine = SwapEngine(Inside(backend, planning=InlinePlanning()), lambda *_: None)
+        engine = SwapEngine(Inside(backend), lambda *_: None)
         engine.start()
         self.core = Core(Ledger(), engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         pool = HostPool(0, 1 << 20, 1, None, backend)
@@ -104,7 +103,7 @@ class Store:
         self.backend.start()
         self.told: list[tuple[int, int, Run]] = []
         self.pool = SteppedHostPool(chunks * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend)
-        self.engine = SwapEngine(Inside(self.backend, planning=InlinePlanning()), lambda *_: None)
+        self.engine = SwapEngine(Inside(self.backend), lambda *_: None)
         self.engine.start()
         self.vault = Vault(self.backend, self.pool, self.engine, lambda *arrived: self.told.append(arrived))
 

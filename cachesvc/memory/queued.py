@@ -1,0 +1,84 @@
+"""Copy jobs that wait for a link: the oldest and the lightest of them at once, however many there are."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cachesvc.memory.seam import CopyJob, Slice
+from cachesvc.model.transfer import Urgency
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    """A job with what is left of it. ``number``: how many came before. ``head``: the slice that goes next, once it was
+    cut."""
+
+    job: CopyJob
+    urgency: Urgency
+    size_bytes: int
+    left_bytes: int
+    rest: Iterator[Slice]
+    head: Slice | None = None
+    number: int = 0
+    has_begun: bool = False
+
+    @property
+    def weight(self) -> int:
+        """Least goes first."""
+        return self.left_bytes * self.size_bytes
+
+    def cut(self) -> Slice:
+        """Have the next slice ready. Plans it too, so it takes its time, and raises what stands against it. By one
+        thread at a time."""
+        if self.head is None:
+            self.head = next(self.rest)
+        return self.head
+
+
+class Rivals:
+    """Those of one urgency in one direction."""
+
+    def __init__(self) -> None:
+        self._by_age: OrderedDict[int, Queued] = OrderedDict()
+        self._by_weight: list[tuple[int, int]] = []  # and what was true before, until it comes up
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def __iter__(self) -> Iterator[Queued]:
+        """Oldest first."""
+        return iter(list(self._by_age.values()))
+
+    def add(self, queued: Queued) -> None:
+        """One more, at its age."""
+        is_youngest = not self._by_age or next(reversed(self._by_age)) < queued.number
+        self._by_age[queued.number] = queued
+        if not is_youngest:
+            self._by_age = OrderedDict(sorted(self._by_age.items()))
+        self.weigh(queued)
+
+    def weigh(self, queued: Queued) -> None:
+        """Less is left of it."""
+        heapq.heappush(self._by_weight, (queued.weight, queued.number))
+
+    def remove(self, queued: Queued) -> None:
+        """It is through."""
+        del self._by_age[queued.number]
+
+    @property
+    def oldest(self) -> Queued:
+        """Of some."""
+        return next(iter(self._by_age.values()))
+
+    @property
+    def lightest(self) -> Queued:
+        """Of some: with the least weight, the oldest of those."""
+        while True:
+            weight, number = self._by_weight[0]
+            queued = self._by_age.get(number)
+            if queued is not None and queued.weight == weight:
+                return queued
+            heapq.heappop(self._by_weight)
