@@ -36,6 +36,9 @@ LEGAL_PAGE_MOVES = frozenset(
 _BUCKETS = 40
 AT_ONCE = 32
 """From so many pages on, columns are moved whole instead of page by page: a call of NumPy costs as much as some ten."""
+FEW = 8
+"""Up to here a run is numbered page by page."""
+_ONE = np.uint32(1)
 _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in PageState] for target in PageState])
 
 
@@ -101,13 +104,14 @@ class PagePool:
             if used < length:
                 self._insert_run(start + used, length - used)
             self.states[start : start + used] = bytes((state,)) * used
-            if used < AT_ONCE:
+            if used < FEW:
                 pages.extend(range(start, start + used))
                 for page in range(start, start + used):
                     self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
             else:
                 pages.frombytes(np.arange(start, start + used, dtype=np.int32).tobytes())
-                self._generation_column[start : start + used] += np.uint32(1)
+                generations = self._generation_column[start : start + used]
+                generations += _ONE
         self.counts[FREE] -= count
         self.counts[state] += count
         return pages
