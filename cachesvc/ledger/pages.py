@@ -67,6 +67,7 @@ class PagePool:
         self._count_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._buckets: list[dict[int, None]] = [{} for _ in range(_BUCKETS)]
+        self._filled = 0  # a bit for each bucket that has a run: to look at all takes longer than to take pages
 
     @property
     def free(self) -> int:
@@ -212,6 +213,8 @@ class PagePool:
                 out.append(f"{self.name}: run {start}+{count} holds pages that are not free")
             if start + count in self._count_at or self._start_before.get(start + count) != start:
                 out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
+        if self._filled != sum(1 << bucket for bucket, runs in enumerate(self._buckets) if runs):
+            out.append(f"{self.name}: of some lengths it is not known whether there are runs")
         if not 0 <= self.reserved <= self.counts[FREE]:
             out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
         if any(self._added[: self.first]) or any(self._added[self.first + self.capacity :]):
@@ -247,14 +250,20 @@ class PagePool:
         self._insert_run(start, count)
 
     def _insert_run(self, start: int, count: int) -> None:
+        bucket = count.bit_length()
         self._count_at[start] = count
         self._start_before[start + count] = start
-        self._buckets[count.bit_length()][start] = None
+        self._buckets[bucket][start] = None
+        self._filled |= 1 << bucket
 
     def _remove_run(self, start: int, count: int) -> None:
+        bucket = count.bit_length()
+        runs = self._buckets[bucket]
         del self._count_at[start]
         del self._start_before[start + count]
-        del self._buckets[count.bit_length()][start]
+        del runs[start]
+        if not runs:
+            self._filled &= ~(1 << bucket)
 
     def _best_run(self, wanted: int) -> tuple[int, int]:
         own = wanted.bit_length()
@@ -262,11 +271,12 @@ class PagePool:
             start = self._newest(self._buckets[own])
             if self._count_at[start] >= wanted:
                 return start, self._count_at[start]
-        for bucket in (*self._buckets[own + 1 :], *reversed(self._buckets[: own + 1])):
-            if bucket:
-                start = self._newest(bucket)
-                return start, self._count_at[start]
-        raise LedgerBroken(f"{self.name}: no free run")
+        if not self._filled:
+            raise LedgerBroken(f"{self.name}: no free run")
+        longer = self._filled >> own + 1
+        least = own + (longer & -longer).bit_length() if longer else self._filled.bit_length() - 1
+        start = self._newest(self._buckets[least])
+        return start, self._count_at[start]
 
     @staticmethod
     def _newest(bucket: dict[int, None]) -> int:
