@@ -353,3 +353,15 @@ async def test_blocks_of_one_each_are_sealed_as_those_that_are_counted(layout: L
             seen.append((told_by_turn, blocks, place.counts.pinned, place.protected.blocks, place.counts.states))
     assert seen[0] == seen[1]
     assert seen[0][0] == [([3, 3, 1], []), ([4, 4, 2], []), ([5, 5, 3], [])]
+
+
+async def test_of_two_that_seal_one_new_key_in_a_step_the_second_is_a_duplicate() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "a")
+        desk.fill(lease, 2, "a")
+        columns = publish({1: "a", 2: "a"})
+        columns.publish_counts = b""
+        answer = desk.steps(lease, columns=columns)
+        assert (told(answer.columns.sealed_blocks), odd(answer)) == ([1, ODD], [(PUBLISH, 1, "publish")])
+        desk.rig.check()
