@@ -14,7 +14,6 @@ the numbers.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Container, Sequence
 from functools import partial
 from operator import gt
@@ -110,7 +109,8 @@ def _fit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range
     part = slice(growth.starts[entries.start], growth.starts[entries.stop])
     for stock, pool, pages, generations in zip(lease.stock, pools, growth.pages, growth.generations, strict=True):
         wanted, granted = pages[part], pool.generations
-        if not stock.issuperset(wanted) or len(set(wanted)) != len(wanted):
+        named = set(wanted)
+        if not named <= stock or len(named) != len(wanted):
             return False
         if [granted[page] for page in wanted] != list(generations[part]):
             return False
@@ -171,7 +171,7 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
         pages = lease.grant(group, pool, min(count, free))
         if pages:
             generations = pool.generations
-            granted.append(GroupCells(group, 0, array("i", pages), tuple([generations[page] for page in pages])))
+            granted.append(GroupCells(group, 0, pages, tuple([generations[page] for page in pages])))
     if is_short:
         core.count(Count.STOCK_SHORT)
     lease.grown = max(owed)

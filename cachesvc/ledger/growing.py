@@ -23,6 +23,15 @@ def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: S
             pages = column[first:last]
             tables.tables[group].extend(pages)
             tables.own[group].update(pages)
+    computing = all_tables[0].ledger.computing if all_tables else {}
     for tables in all_tables:
-        if len(tables.keys) > tables.declared * KEY_BYTES:
-            tables.declare(len(tables.tables[0]))
+        declared, known = tables.declared, len(tables.keys)
+        if known <= declared * KEY_BYTES:
+            continue
+        last = len(tables.tables[0])
+        if declared + 1 != last or declared < tables.sealed or declared < tables.hit_blocks:
+            tables.declare(last)
+        else:  # by far the most: its next block
+            tables.declared = last
+            key = bytes(tables.keys[declared * KEY_BYTES : last * KEY_BYTES])
+            computing[key] = computing.get(key, 0) + 1

@@ -139,6 +139,15 @@ class BlockIndex:
             out.append(path)
         return out
 
+    def take_rows(self, count: int) -> list[int]:
+        """Rows for ``count`` blocks, all of whose columns are to be written at once."""
+        spare = self._spare_rows
+        while len(spare) < count:
+            self._grow()
+        rows = spare[: -count - 1 : -1]
+        del spare[-count:]
+        return rows
+
     def _grow(self) -> None:
         """Room for more rows, many at once: columns that grow row by row cost more than what is written to them."""
         first = len(self.keys)

@@ -36,6 +36,9 @@ LEGAL_PAGE_MOVES = frozenset(
 _BUCKETS = 40
 AT_ONCE = 32
 """From so many pages on, columns are moved whole instead of page by page: a call of NumPy costs as much as some ten."""
+FEW = 8
+"""Up to here a run is numbered page by page."""
+_ONE = np.uint32(1)
 _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in PageState] for target in PageState])
 
 
@@ -64,6 +67,7 @@ class PagePool:
         self._count_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._buckets: list[dict[int, None]] = [{} for _ in range(_BUCKETS)]
+        self._filled = 0  # a bit for each bucket that has a run: to look at all takes longer than to take pages
 
     @property
     def free(self) -> int:
@@ -101,13 +105,14 @@ class PagePool:
             if used < length:
                 self._insert_run(start + used, length - used)
             self.states[start : start + used] = bytes((state,)) * used
-            if used < AT_ONCE:
+            if used < FEW:
                 pages.extend(range(start, start + used))
                 for page in range(start, start + used):
                     self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
             else:
                 pages.frombytes(np.arange(start, start + used, dtype=np.int32).tobytes())
-                self._generation_column[start : start + used] += np.uint32(1)
+                generations = self._generation_column[start : start + used]
+                generations += _ONE
         self.counts[FREE] -= count
         self.counts[state] += count
         return pages
@@ -208,6 +213,8 @@ class PagePool:
                 out.append(f"{self.name}: run {start}+{count} holds pages that are not free")
             if start + count in self._count_at or self._start_before.get(start + count) != start:
                 out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
+        if self._filled != sum(1 << bucket for bucket, runs in enumerate(self._buckets) if runs):
+            out.append(f"{self.name}: of some lengths it is not known whether there are runs")
         if not 0 <= self.reserved <= self.counts[FREE]:
             out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
         if any(self._added[: self.first]) or any(self._added[self.first + self.capacity :]):
@@ -243,14 +250,20 @@ class PagePool:
         self._insert_run(start, count)
 
     def _insert_run(self, start: int, count: int) -> None:
+        bucket = count.bit_length()
         self._count_at[start] = count
         self._start_before[start + count] = start
-        self._buckets[count.bit_length()][start] = None
+        self._buckets[bucket][start] = None
+        self._filled |= 1 << bucket
 
     def _remove_run(self, start: int, count: int) -> None:
+        bucket = count.bit_length()
+        runs = self._buckets[bucket]
         del self._count_at[start]
         del self._start_before[start + count]
-        del self._buckets[count.bit_length()][start]
+        del runs[start]
+        if not runs:
+            self._filled &= ~(1 << bucket)
 
     def _best_run(self, wanted: int) -> tuple[int, int]:
         own = wanted.bit_length()
@@ -258,11 +271,12 @@ class PagePool:
             start = self._newest(self._buckets[own])
             if self._count_at[start] >= wanted:
                 return start, self._count_at[start]
-        for bucket in (*self._buckets[own + 1 :], *reversed(self._buckets[: own + 1])):
-            if bucket:
-                start = self._newest(bucket)
-                return start, self._count_at[start]
-        raise LedgerBroken(f"{self.name}: no free run")
+        if not self._filled:
+            raise LedgerBroken(f"{self.name}: no free run")
+        longer = self._filled >> own + 1
+        least = own + (longer & -longer).bit_length() if longer else self._filled.bit_length() - 1
+        start = self._newest(self._buckets[least])
+        return start, self._count_at[start]
 
     @staticmethod
     def _newest(bucket: dict[int, None]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cachesvc.ledger.index import BlockIndex, Taking
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.queues import NO_SEGMENT, Chooser
@@ -48,7 +50,7 @@ class Request:
             index.taking = Taking(chooser.taken, path.row(path.resident - 1), self.parts)
             index.take_over()
 
-    def sealed(self, first: int, path: list[int]) -> None:
+    def sealed(self, first: int, path: Sequence[int]) -> None:
         """Its blocks from ``first`` on are the rows ``path``: new ones, or such as others sealed before it."""
         segments, parts, chooser = self._index.segments, self.parts, self._chooser
         new_from = end = first + len(path)

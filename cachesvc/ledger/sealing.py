@@ -6,36 +6,94 @@ itself. So nothing that is filed anywhere moves, and the columns are written in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tables import BlockTables
 
-NewBlocks = tuple[BlockTables, Sequence[bytes]]
-"""The next computed blocks of a sequence, none of whose keys the index has."""
+
+class NewBlocks(NamedTuple):
+    """The next computed blocks of some sequences, each once: the n-th has those of ``keys[bounds[n]:bounds[n + 1]]``,
+    one at least; a range is of one each. The index has none of the keys, which are distinct."""
+
+    tables: Sequence[BlockTables]
+    keys: list[bytes]
+    bounds: Sequence[int]
 
 
-def seal_new(place: Place, parts: Sequence[NewBlocks], stamp: int, reuses: Mapping[bytes, int]) -> list[list[int]]:
-    """Seal all of ``parts``, each of a sequence of its own, whose pages at these positions are private or, in windowed
-    groups, none. ``stamp``: the first of as many access numbers as there are blocks and parts. ``reuses``: the
-    remembered reuse counts. Returns the rows, part by part. Raises IllegalMove."""
-    index = parts[0][0].ledger.index
-    paths = index.insert_paths([(tables.anchor, keys) for tables, keys in parts], stamp, reuses)
-    rows = list(chain.from_iterable(paths))
+def seal_new(place: Place, blocks: NewBlocks, stamp: int, reuses: Mapping[bytes, int]) -> Sequence[Sequence[int]]:
+    """Seal all of ``blocks``, whose pages are private or, in windowed groups, none. ``stamp``: the first of as many
+    access numbers as there are blocks and sequences. ``reuses``: the remembered reuse counts. Returns the rows of each
+    sequence. Raises IllegalMove."""
+    all_tables, keys, bounds = blocks
+    index = all_tables[0].ledger.index
+    tips = [tables.anchor for tables in all_tables]
+    paths: Sequence[Sequence[int]]
+    parts: Sequence[Sequence[bytes]]
+    if isinstance(bounds, range):
+        rows = last = insert_each(index, tips, keys, stamp, reuses)
+        paths, parts = list(zip(rows)), list(zip(keys))
+    else:
+        parts = [keys[first:end] for first, end in pairwise(bounds)]
+        paths = index.insert_paths(zip(tips, parts, strict=True), stamp, reuses)
+        rows, last = list(chain.from_iterable(paths)), [path[-1] for path in paths]
     for group in range(len(place.pools)):
-        pages: list[int] = []
-        for tables, keys in parts:
-            tables.give_up(group, len(keys), pages)
-        place.seal_new(group, rows, pages)
+        place.seal_new(group, rows, _give_up(group, blocks))
     place.come(rows, index.parent)
-    moves = [(tables.sealed_new(keys, path), path[-1]) for (tables, keys), path in zip(parts, paths, strict=True)]
-    pin_below(place, index, moves, len(rows))
+    for tables, path, part in zip(all_tables, paths, parts, strict=True):
+        tables.sealed_new(part, path)
+    pin_below(place, index, zip(tips, last, strict=True), len(rows))
     return paths
 
 
-def pin_below(place: Place, index: BlockIndex, moves: Sequence[tuple[int, int]], blocks: int) -> None:
+def insert_each(
+    index: BlockIndex, tips: Sequence[int], keys: Sequence[bytes], stamp: int, reuses: Mapping[bytes, int]
+) -> list[int]:
+    """``BlockIndex.insert_paths`` for a path of one key below each of ``tips``. Returns the row of each."""
+    parts, keys_of, parent, depth, head = index.rows.parts, index.keys, index.parent, index.depth, index.head
+    children, continued, stamps, hits = index.children, index.continued, index.stamp, index.hits
+    rows = index.take_rows(len(keys))
+    accesses = range(stamp + 1, stamp + 2 * len(keys), 2)
+    for row, key, above, access in zip(rows, keys, tips, accesses, strict=True):
+        parts[key[-1]][key] = row
+        keys_of[row] = key
+        parent[row] = above
+        stamps[row] = access
+        hits[row] += 1
+        if above == NO_ROW:
+            depth[row] = 0
+            head[row] = row
+        else:
+            depth[row] = depth[above] + 1
+            children[above] += 1
+            head[row] = row if continued[above] else head[above]
+            continued[above] = 1
+    if reuses:
+        for key, row in zip(keys, rows, strict=True):
+            index.reuses[row] = reuses.get(key, 0)
+    return rows
+
+
+def _give_up(group: int, blocks: NewBlocks) -> list[int]:
+    """The pages of these blocks in a group, which are nobody's own from now on."""
+    pages: list[int] = []
+    if isinstance(blocks.bounds, range):
+        for tables in blocks.tables:
+            page = tables.tables[group][tables.sealed]
+            pages.append(page)
+            tables.own[group].discard(page)
+        return pages
+    for tables, (first, end) in zip(blocks.tables, pairwise(blocks.bounds), strict=True):
+        mine = tables.tables[group][tables.sealed : tables.sealed + end - first]
+        pages += mine
+        tables.own[group].difference_update(mine)
+    return pages
+
+
+def pin_below(place: Place, index: BlockIndex, moves: Iterable[tuple[int, int]], blocks: int) -> None:
     """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which is new and somewhere below
     it: neither is a candidate. ``blocks``: from the first of each pair down to the second, of all together."""
     pins, pinned, depth, head = place.pins, place.pinned, index.depth, index.head

@@ -205,40 +205,27 @@ class BlockTables(Hold):
             self._withdraw(first, self.sealed)
         return out
 
-    def sealed_new(self, keys: Sequence[bytes], path: list[int]) -> int:
-        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is to be pinned.
-        Returns the row that was until now."""
+    def sealed_new(self, keys: Sequence[bytes], path: Sequence[int]) -> None:
+        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is to be pinned
+        instead of the one that was until now."""
         first = self.sealed
         last = self.sealed = first + len(path)
         if self.declared > first:
-            self._withdraw_keys(keys[: self.declared - first])
+            self._withdraw_keys(keys if self.declared >= last else keys[: self.declared - first])
         if last * KEY_BYTES > len(self.keys):
             self._know(first, b"".join(keys))
             self.declared = last  # that is none of them, and growing need not look
-        before, self._device.row = self._device.row, path[-1]
+        self._device.row = path[-1]
         if self.request is not None:
             self.request.sealed(first, path)
         if self.place.window_groups:
             self._hold_windows(first, path)
-        return before
 
     def _know(self, first: int, keys: bytes) -> None:
         """The packed keys of the blocks from ``first`` on; those of Match are copied when others come to them."""
         if isinstance(self.keys, bytes):
             self.keys = bytearray(self.keys)
         self.keys[first * KEY_BYTES : first * KEY_BYTES + len(keys)] = keys
-
-    def give_up(self, group: int, count: int, pages: list[int]) -> None:
-        """The pages of its next ``count`` blocks go to the end of ``pages``, and are its own no more."""
-        table, own, first = self.tables[group], self.own[group], self.sealed
-        if count == 1:
-            page = table[first]
-            pages.append(page)
-            own.discard(page)
-        else:
-            mine = table[first : first + count]
-            pages += mine
-            own.difference_update(mine)
 
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]

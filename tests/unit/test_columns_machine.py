@@ -95,8 +95,9 @@ class ColumnsMachine(RuleBasedStateMachine):
         ids: list[int] = []
         counts: list[int] = []
         pages: list[list[tuple[int, int]]] = [[] for _ in self.stock]
+        one_each = data.draw(st.booleans())
         while len(ids) < 5 and data.draw(st.booleans()):
-            count = data.draw(st.sampled_from((1, 1, 1, 2)))
+            count = 1 if one_each else data.draw(st.sampled_from((1, 1, 1, 2)))
             if min(map(len, self.stock)) < count:
                 break
             ids.append(data.draw(IDS))
@@ -119,7 +120,7 @@ class ColumnsMachine(RuleBasedStateMachine):
             )
             for group, mine in enumerate(pages)
         ]
-        return {"grow_sequences": longs(ids), "grow_counts": ints(counts), "grow": cells} if ids else {}
+        return {"grow_sequences": longs(ids), "grow_counts": counted(counts), "grow": cells} if ids else {}
 
     def publishes(self, data: st.DataObject) -> dict[str, Any]:
         """The next blocks of some sequences, or others; with keys that others publish too."""
@@ -127,19 +128,19 @@ class ColumnsMachine(RuleBasedStateMachine):
         first: list[int] = []
         counts: list[int] = []
         keys = b""
-        known = data.draw(st.booleans())
+        known, one_each = data.draw(st.booleans()), data.draw(st.booleans())
         sequences = self.desks[0].rig.core.ledger.leases[self.leases[0]].sequences
         while len(ids) < 5 and data.draw(st.booleans()):
             number = data.draw(IDS)
             sealed = sequences[number].sealed if number in sequences else 0
             ids.append(number)
             first.append(sealed + data.draw(st.sampled_from((0,) * 8 + (1,))))
-            counts.append(data.draw(st.sampled_from((1, 1, 1, 2, 3))))
+            counts.append(1 if one_each else data.draw(st.sampled_from((1, 1, 1, 2, 3))))
             prompt = self.prompts.get(number, "") + data.draw(st.sampled_from(("ababab", "bbbbbb")))
             keys += chain(*prompt[: first[-1] + counts[-1]])[first[-1] * KEY_BYTES :].ljust(
                 counts[-1] * KEY_BYTES, b"x"
             )
-        fields = {"publish_sequences": longs(ids), "publish_first": ints(first), "publish_counts": ints(counts)}
+        fields = {"publish_sequences": longs(ids), "publish_first": ints(first), "publish_counts": counted(counts)}
         return fields | {"publish_keys": b"" if known else keys} if ids else {}
 
     @rule(data=st.data(), no_wait=st.booleans(), stock=st.integers(0, 6))
@@ -223,6 +224,11 @@ def longs(numbers: list[int]) -> bytes:
 
 def ints(numbers: list[int]) -> bytes:
     return array("I", numbers).tobytes()
+
+
+def counted(counts: list[int]) -> bytes:
+    """As clients write it: nothing where all are 1."""
+    return ints(counts) if counts and max(counts) > 1 else b""
 
 
 def in_order(response: cache_pb2.StepResponse) -> cache_pb2.StepResponse:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kvcache.v1 import cache_pb2, common_pb2
 
+from cachesvc.model.layout import Layout
 from cachesvc.policy.hazard.history import History
 from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.dispatch import INTERNAL
@@ -311,3 +312,56 @@ async def test_releases_say_what_requests_put_out() -> None:
         assert ended == [True, False], "what is not told stays in the class that Match showed"
         columns = cache_pb2.StepColumns(release_sequences=longs(1), release_output_tokens=ints(1, 2))
         assert "release_output_tokens" in str(desk.steps(lease, columns=columns))
+
+
+@pytest.mark.parametrize("layout", [one_group(), windowed()], ids=["one group", "windowed"])
+@pytest.mark.parametrize("known", [True, False])
+async def test_blocks_of_one_each_are_sealed_as_those_that_are_counted(layout: Layout, known: bool) -> None:
+    """Without counts all entries are looked at and written at once, with counts each by itself."""
+    seen = []
+    for counts in (b"", ints(1, 1, 1)):
+        groups = len(layout.groups)
+        async with Desk(rig_of(layout, device=(32,) * groups, host=(32,) * groups)) as desk:
+            lease = desk.lease()
+            desk.fill(lease, 9, "ab")
+            desk.steps(lease, columns=publish({9: "ab"}))
+            prompts = {1: "abcde", 2: "abfgh", 3: "xyzuv"}
+            for number, prompt in prompts.items():
+                desk.fill(lease, number, prompt if known else prompt[:2], blocks=5)
+            sequences = desk.rig.core.ledger.leases[lease].sequences
+            told_by_turn = []
+            for _ in range(3):
+                first = [sequences[number].sealed for number in prompts]
+                keys = [
+                    chain(*prompt)[32 * at : 32 * at + 32] for prompt, at in zip(prompts.values(), first, strict=True)
+                ]
+                columns = cache_pb2.StepColumns(
+                    publish_sequences=longs(*prompts),
+                    publish_first=ints(*first),
+                    publish_counts=counts,
+                    publish_keys=b"" if known else b"".join(keys),
+                )
+                answer = desk.steps(lease, columns=columns)
+                told_by_turn.append((told(answer.columns.sealed_blocks), odd(answer)))
+                desk.rig.check()
+            index, place = desk.rig.model.blocks.index, desk.rig.place()
+            blocks = {
+                key: (index.depth[row], index.children[row], index.hits[row], index.stamp[row], place.pins[row])
+                for key, row in index.rows.items()
+            }
+            assert place.counts.pinned > 0
+            seen.append((told_by_turn, blocks, place.counts.pinned, place.protected.blocks, place.counts.states))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == [([3, 3, 1], []), ([4, 4, 2], []), ([5, 5, 3], [])]
+
+
+async def test_of_two_that_seal_one_new_key_in_a_step_the_second_is_a_duplicate() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "a")
+        desk.fill(lease, 2, "a")
+        columns = publish({1: "a", 2: "a"})
+        columns.publish_counts = b""
+        answer = desk.steps(lease, columns=columns)
+        assert (told(answer.columns.sealed_blocks), odd(answer)) == ([1, ODD], [(PUBLISH, 1, "publish")])
+        desk.rig.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from kvcache.v1 import cache_pb2
@@ -56,7 +56,7 @@ class ColumnRun:
             self._at += 1
         return None
 
-    def go_on(self, node: Node, call: Call, column: Column, left: int, held: Container[int]) -> bool:
+    def go_on(self, node: Node, call: Call, column: Column, left: int, held: Collection[int]) -> bool:
         """Carry out the next entries of a column, of ``left`` blocks and one at least, as long as they are straight and
         their sequences are not ``held``. False where one is not: it is the next.
 

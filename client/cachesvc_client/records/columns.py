@@ -18,7 +18,7 @@ from cachesvc.model.words import NO_PAGE
 from cachesvc_client.errors import Conflict, InvalidRequest, LimitExceeded
 from cachesvc_client.keys import PackedKeys, packed
 from cachesvc_client.records.batches import Recorded
-from cachesvc_client.records.columns_part import ColumnsPart, Growing, Publishing
+from cachesvc_client.records.columns_part import ColumnsPart, Counts, Growing, Publishing
 from cachesvc_client.records.launches import Due
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
@@ -27,6 +27,8 @@ H = TypeVar("H", bound=Recorded)
 Slots = npt.ArrayLike
 """Positions in the table, each once."""
 Indices = npt.NDArray[np.intp]
+MOST_BLOCKS = np.iinfo(np.int32).max
+"""Numbers of blocks up to here stay int32, as the columns are: to mix widths costs more than to count."""
 
 
 class SequenceColumns(Generic[H]):
@@ -103,7 +105,7 @@ class ColumnsRecord(Generic[H]):
         self._free = list(range(max_sequences))
         self._mark = np.zeros(max_sequences, np.intp)
         self._order = np.arange(max_sequences)
-        self._ones = np.ones(max_sequences, np.int64)
+        self._ones = np.ones(max_sequences, np.int32)
         self._checked: tuple[object, Indices] | None = None
         self._sound = b""
         self._windows: list[tuple[int, Indices, npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
@@ -170,7 +172,7 @@ class ColumnsRecord(Generic[H]):
 
     def _check_growth(self, slots: Slots, counts: npt.ArrayLike | None) -> _Growth:
         at = self._slots(slots)
-        more = self._ones[: len(at)]
+        more: Counts = self._ones[: len(at)]
         total = len(at)
         if counts is not None:
             more = np.broadcast_to(np.asarray(counts, np.int64), at.shape)
@@ -190,30 +192,33 @@ class ColumnsRecord(Generic[H]):
         self,
         slots: Indices,
         before: npt.NDArray[np.int32],
-        more: npt.NDArray[np.int64],
-        after: npt.NDArray[np.int64],
+        more: Counts,
+        after: Counts,
         total: int,
     ) -> Growing:
         """Take stock pages and write the cells, before anybody is told."""
         assert self._lease.stock is not None
         rows: npt.NDArray[Any] = slots
-        positions: npt.NDArray[Any] = before
+        positions: npt.NDArray[Any] = before.astype(np.intp)
         if total != len(slots):
             rows = np.repeat(slots, more)
             positions = np.repeat(before - np.cumsum(more) + more, more) + np.arange(total)
         taken = self._lease.stock.take_packed(total)
         for table, (pages, _) in zip(self.tables, taken, strict=True):
-            table[rows, positions] = pages
+            table[rows, positions] = np.frombuffer(pages, np.int32)
         self.blocks[slots] = after
         return Growing(slots, more, after, total, taken)
 
     def _check_publish(self, slots: Slots, upto: npt.ArrayLike, keys: PackedKeys = b"") -> Publishing:
         at = self._slots(slots)
-        last = np.asarray(upto, np.int64)
-        if not last.ndim:
-            last = self._ones[: len(at)] * last
-        elif last.shape != at.shape:
-            last = np.broadcast_to(last, at.shape)
+        last: Counts
+        one_for_all: object = upto
+        if isinstance(one_for_all, int) and 0 <= one_for_all <= MOST_BLOCKS:
+            last = self._ones[: len(at)] * one_for_all
+        else:
+            last = np.asarray(upto, np.int64)
+            if last.shape != at.shape:
+                last = np.broadcast_to(last, at.shape)
         first = self.asked[at]
         counts = last - first
         total = len(at)
@@ -342,7 +347,7 @@ class ColumnsRecord(Generic[H]):
         return at
 
 
-_Growth = tuple[Indices, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], int]
+_Growth = tuple[Indices, npt.NDArray[np.int32], Counts, Counts, int]
 _NO_KEYS = memoryview(b"")
 _NOBODY = np.empty(0, np.intp)
 _NOTHING = np.empty(0, np.int64)

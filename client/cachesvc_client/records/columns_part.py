@@ -21,6 +21,7 @@ from cachesvc_client.wire.methods import Operation
 
 Indices = npt.NDArray[np.intp]
 Numbers = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 class Growing(NamedTuple):
@@ -28,7 +29,7 @@ class Growing(NamedTuple):
     pages and generations by group."""
 
     slots: Indices
-    more: Numbers
+    more: Counts
     after: npt.NDArray[Any]
     total: int
     taken: Sequence[tuple[array[int], array[int]]]
@@ -39,8 +40,8 @@ class Publishing(NamedTuple):
 
     slots: Indices
     first: npt.NDArray[np.int32]
-    upto: Numbers
-    counts: Numbers
+    upto: Counts
+    counts: Counts
     total: int
     keys: memoryview
 
@@ -276,7 +277,7 @@ _spot = itemgetter(0)
 _CALLS = {GROW: "grow", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
 
 
-def _with_counts(known: bytes, before: int, counts: Numbers, total: int) -> bytes:
+def _with_counts(known: bytes, before: int, counts: Counts, total: int) -> bytes:
     """A column of counts with some more, of ``total`` and 1 at least; empty while all are 1."""
     if not known and total == len(counts):
         return known

@@ -220,8 +220,9 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[d
     odd = {(each.column, each.index): each.result for each in answer.odd}
     numbers: dict[Column, list[int]] = {}
     for column, entries in step.entries.items():
-        told = numbers[column] = unpack_numbers(getattr(answer, ANSWER_FIELDS[column]))
+        raw = getattr(answer, ANSWER_FIELDS[column])
         wanted = len(entries) + (0 if step.part is None else step.part.count(column))
+        told = numbers[column] = unpack_numbers(raw) if raw else []
         if len(told) != wanted:
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
         if ODD in told and any(number == ODD and (column, at) not in odd for at, number in enumerate(told)):
