@@ -120,11 +120,13 @@ def documented(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def shape(output: str) -> str | set[str]:
-    """What stays the same from run to run: the names of JSON fields, or the first line without its numbers and keys."""
+    """What stays the same from run to run: the names of JSON fields, or the first line without its numbers, keys and
+    tiers."""
     if output.startswith("{"):
         return set(re.findall(r"^ *\"(\w+)\":", output, re.MULTILINE))
     first = output.splitlines()[0] if output else ""
     words = re.sub(r"\b[0-9a-f]{6,}\b|[\d.,]*\d%?( (?:[KMGT]iB|B|s|ms)\b)?", "N", first)
+    words = words.replace("device+host", "device")
     return re.sub(r" +", " ", words)
 
 
