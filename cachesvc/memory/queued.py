@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from cachesvc.memory.seam import CopyJob, Slice
 from cachesvc.model.transfer import Urgency
 
+STALE = 64
+"""Weights of before that are kept, beside as many as there are jobs."""
+
 
 @dataclass(slots=True, eq=False)
 class Queued:
@@ -63,6 +66,9 @@ class Rivals:
     def weigh(self, queued: Queued) -> None:
         """Less is left of it."""
         heapq.heappush(self._by_weight, (queued.weight, queued.number))
+        if len(self._by_weight) > STALE + 2 * len(self._by_age):  # beneath ever lighter ones the old never comes up
+            self._by_weight = [(each.weight, each.number) for each in self._by_age.values()]
+            heapq.heapify(self._by_weight)
 
     def remove(self, queued: Queued) -> None:
         """It is through."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.memory.arbiter import SLICE_BYTES, Arbiter
+from cachesvc.memory.queued import STALE, Queued, Rivals
 from cachesvc.memory.seam import CopyJob
 from cachesvc.model.errors import LimitExceeded
 from tests.unit.arbiter_rig import (
@@ -298,6 +299,20 @@ def test_a_choice_costs_as_much_among_thousands_as_among_few() -> None:
                 assert arbiter.pop(STORE, 0.0) is not None
         steps.append(work.steps)
     assert steps[1] <= steps[0] + 10
+
+
+def test_what_a_heavy_job_weighed_before_is_not_kept_beneath_lighter_ones() -> None:
+    rivals = Rivals()
+    for number, size in enumerate((1 << 40, 1)):
+        rivals.add(Queued(job_of(number, MIB), AWAITED, size, size, iter(()), number=number))
+    heavy, light = rivals
+    for _ in range(10 * STALE):
+        heavy.left_bytes -= 1
+        rivals.weigh(heavy)
+        assert rivals.lightest is light
+    assert len(rivals._by_weight) <= STALE + 2 * len(rivals)  # noqa: SLF001
+    rivals.remove(light)
+    assert rivals.lightest is heavy
 
 
 def test_what_is_expedited_keeps_its_age() -> None:
