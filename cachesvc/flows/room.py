@@ -7,7 +7,10 @@ meanwhile evict for themselves. What the call relies on (``Keep``) is held here,
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
+
+import numpy as np
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
@@ -25,7 +28,7 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import PageState
+from cachesvc.model.words import ABSENT, PageState
 
 DRAIN_FAILURES = 3
 """Write-backs that fail in a row before evictions go on without them."""
@@ -198,16 +201,23 @@ def _wait_or_refuse(
     running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
     readers = book.reading(model.id, replica.id)
     running += readers
-    if running:
+    others = [t for t in book.running.values() if t.model == model.id and t.replica != replica.id and _flies(t, place)]
+    if running or others:  # what another replica sends to the host is in flight here, too
         moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
         unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
         coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
         promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
         if pool.unreserved + coming - promised >= wanted:
-            return wait_for(core, (ticket.id for ticket in running))
+            return wait_for(core, (ticket.id for ticket in (*running, *others)))
     if any(chore.model == model.id for chore in core.chores):  # pages are on their way back
         return TURN
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
+
+
+def _flies(ticket: Ticket, place: Place) -> bool:
+    """True where one of the ticket's blocks has a copy on the place, which stays until the ticket has ended."""
+    rows = ticket.rows or array("i", (drain.row for drain in ticket.drains))
+    return bool((np.frombuffer(place.states[place.lead], np.uint8)[np.frombuffer(rows, np.int32)] != ABSENT).any())
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:

@@ -199,6 +199,23 @@ def test_blocks_on_their_way_to_the_host_are_worth_waiting_for() -> None:
         rig.once(allocate, a, 3, 1)
 
 
+def test_blocks_that_another_replica_sends_to_the_host_are_worth_waiting_for() -> None:
+    """Their keys are in flight here too; whoever had nothing on its own way was refused."""
+    rig = rig_of(one_group(), device=(2,), host=(8,), policy=WritePolicy.WRITE_THROUGH, replicas=2)
+    a, b = rig.lease("a", 0), rig.lease("b", 1)
+    rig.run(match, b, 1, b"", 0)
+    rig.run(allocate, b, 1, 2)
+    serve(rig, a, 1, "ab")
+    [backup] = rig.mover.all
+    rig.run(publish, b, 1, 0, chain(*"ab"), 0)
+    rig.run(release, b, 1)
+    rig.run(match, b, 2, b"", 0)
+    waits = rig.once(allocate, b, 2, 2)
+    assert isinstance(waits, Wait)
+    assert backup.ticket in waits.tickets
+    rig.run(allocate, b, 2, 2)
+
+
 def test_a_swap_in_frees_nothing_so_nobody_waits_for_it() -> None:
     rig = rig_of(one_group(), device=(2,), host=(2,))
     a = rig.lease()
