@@ -95,7 +95,7 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
         stack.callback(victim.join)
         stack.callback(ends.set)
         mine.recv()
-        before = bytes_beside_pools(daemon.process.pid, 64 * MIB)
+        before = bytes_beside_pools(daemon.process.pid, 0)
         ends.wait(alone_seconds)
         attacked.set()
         pipes = []
@@ -108,7 +108,7 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
             crew[-1].start()
         most = before
         while any(each.is_alive() for each in crew):
-            most = max(most, bytes_beside_pools(daemon.process.pid, 64 * MIB))
+            most = max(most, bytes_beside_pools(daemon.process.pid, 0))
             crew[0].join(1.0)
         attacks: Counter[str] = Counter()
         connections: Counter[str] = Counter()
@@ -118,7 +118,7 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
             connections.update(made)
         ends.set()
         served = mine.recv()
-        after = bytes_beside_pools(daemon.process.pid, 64 * MIB)
+        after = bytes_beside_pools(daemon.process.pid, 0)
         log = daemon.log.read_text(encoding="utf-8")
     return {
         "seconds": seconds,

@@ -334,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows-real": tables_running.windows_real,
     "daemon-kills": tables_running.daemon_kills,
     "soak": tables_running.soak,
+    "hostile": tables_running.hostile,
     "fuzz": tables_running.fuzz,
     "telemetry": tables_running.telemetry,
     "inspection": tables_running.inspection,

@@ -7,6 +7,8 @@ from typing import Any
 from tools.results import load, rows
 
 MIB = 1 << 20
+WHEN = ("alone", "attacked")
+MEMORY = ("before", "most", "after")
 
 
 def windows_real() -> str:
@@ -69,6 +71,31 @@ def _memory(memory: dict[str, Any]) -> str:
     before, after = memory["first_half_mib"], memory["second_half_mib"]
     growth = f"lowest {before[0]:.1f}, then {after[0]:.1f} MiB: {memory['growth_percent']:+.1f} %"
     return f"in two halves: {growth}; median {before[1]:.1f}, then {after[1]:.1f}"
+
+
+def hostile() -> str:
+    """An engine beside a hostile tenant and a hostile reader."""
+    found = load("hostile.json")
+    connections = ", ".join(
+        f"{name.replace('_', ' ')} {count:,}" for name, count in sorted(found["connections"].items())
+    )
+    memory = found["memory_mib"]
+    body = [
+        ["minutes", f"{found['seconds'] / 60:.0f}"],
+        ["attacks", f"{sum(count for kind, count in found['attacks'].items() if ':' not in kind):,}"],
+        ["connections of theirs", connections],
+        *(
+            [f"{call} p50 / p99 alone, then beside them", "; ".join(_quantiles(found[key][when]) for when in WHEN)]
+            for call, key in (("Step", "step_ms"), ("Match", "match_ms"))
+        ),
+        ["calls refused to the engine, its leases lost", f"{found['refused']}, {found['leases_lost']}"],
+        ["memory beside slabs before, at most, after", " / ".join(f"{memory[when]:.0f}" for when in MEMORY) + " MiB"],
+    ]
+    return rows(["", ""], body, found["machine"])
+
+
+def _quantiles(taken: dict[str, float]) -> str:
+    return f"{taken['p50']:.2f} / {taken['p99']:.2f} ms"
 
 
 def fuzz() -> str:
