@@ -27,6 +27,7 @@ from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
+from cachesvc.model.int32s import column
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, PageState
 
@@ -217,7 +218,7 @@ def _wait_or_refuse(
 def _flies(ticket: Ticket, place: Place) -> bool:
     """True where one of the ticket's blocks has a copy on the place, which stays until the ticket has ended."""
     rows = ticket.rows or array("i", (drain.row for drain in ticket.drains))
-    return bool((np.frombuffer(place.states[place.lead], np.uint8)[np.frombuffer(rows, np.int32)] != ABSENT).any())
+    return bool((np.frombuffer(place.states[place.lead], np.uint8)[column(rows)] != ABSENT).any())
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:
