@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import os
 import resource
@@ -39,6 +40,10 @@ SWITCH_SECONDS = 0.0002
 
 LEAST_FILES = 128
 """What a daemon without engines opens is half of it; gRPC ends the process where it cannot open one more."""
+
+HEAP = {-8: 2, -3: 128 << 10, -1: 128 << 10}
+"""The C library's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (mallopt(3)). Left alone it gives every thread a
+heap and puts ever larger messages into it, between what lives for long, so that their memory never comes back."""
 
 Add = Callable[..., None]
 log = logging.getLogger("cachesvc")
@@ -108,6 +113,10 @@ def check(config: Config) -> str:
 def _run(parts: Parts) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    c_library = ctypes.CDLL(None)
+    if hasattr(c_library, "mallopt"):  # other C libraries have none
+        for option, value in HEAP.items():
+            c_library.mallopt(option, value)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < LEAST_FILES:
         raise Unavailable(f"this process may open {most} files; raise the limit (ulimit -n) to {LEAST_FILES} or more")

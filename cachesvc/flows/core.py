@@ -106,7 +106,8 @@ class Limits:
     """Every bound that a caller can run into. Sizes in the unit of the name.
 
     ``remembered_blocks``: keys of dropped blocks, over all models, that tell a miss's cause (some 150 bytes each).
-    ``recent_blocks``: blocks of the last prompts, over all models, that simulations are run on (8 bytes each).
+    ``recent_blocks``: blocks of the last prompts, over all models, that simulations are run on (8 bytes each; what a
+    prompt costs beside them is taken off).
     ``peer_blocks_min``: what another replica must have beyond a hit before a call waits for it. ``peer_waits`` and
     ``peer_wait_seconds``: how often it does, and how long each time, for a Step does nothing else meanwhile.
     ``reservation_seconds``: how long free pages are kept at most for a call that waits for more. It is longer than

@@ -13,6 +13,8 @@ from cachesvc.model.keys import KEY_BYTES
 
 ID_BYTES = 8
 """Of a key: among a million blocks two are taken for one once in thirty million times."""
+REQUEST_BLOCKS = 16
+"""What keeping a request costs beside its blocks' ids, in ids (some 120 bytes)."""
 
 
 class RecentRequest:
@@ -33,20 +35,21 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """The last requests, oldest first, with as many blocks as may be kept. ``blocks``: how many are."""
+    """The last requests that had blocks, oldest first, in the memory of so many blocks' ids as may be kept."""
 
     def __init__(self) -> None:
-        self.blocks = 0
+        self._ids = 0
         self._kept: deque[RecentRequest] = deque()
 
     def add(self, seconds: float, keys: bytes, most_blocks: int) -> RecentRequest:
-        """A prompt of packed ``keys`` came: what is older goes until ``most_blocks`` are left."""
+        """A prompt of packed ``keys`` came: what is older goes until all take the memory of ``most_blocks`` ids."""
         words = np.frombuffer(keys, np.uint64)[:: KEY_BYTES // ID_BYTES]
         request = RecentRequest(seconds, words.tobytes())
-        self._kept.append(request)
-        self.blocks += request.blocks
-        while self.blocks > most_blocks or len(self._kept) > most_blocks:
-            self.blocks -= self._kept.popleft().blocks
+        if request.blocks:
+            self._kept.append(request)
+            self._ids += REQUEST_BLOCKS + request.blocks
+        while self._ids > most_blocks:
+            self._ids -= REQUEST_BLOCKS + self._kept.popleft().blocks
         return request
 
     def all(self) -> list[RecentRequest]:

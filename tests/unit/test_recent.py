@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachesvc.flows.match import match
 from cachesvc.flows.release import release
-from cachesvc.ledger.recent import ID_BYTES, RecentRequests
+from cachesvc.ledger.recent import ID_BYTES, REQUEST_BLOCKS, RecentRequests
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.requests import Ended
 from tests.unit.ledger_rig import chain, one_group, rig_of, serve
@@ -13,18 +13,18 @@ from tests.unit.ledger_rig import chain, one_group, rig_of, serve
 def test_only_as_many_blocks_as_may_be_kept_are() -> None:
     recent = RecentRequests()
     for number in range(10):
-        recent.add(float(number), chain(number, "b", "c"), 8)
-        assert recent.blocks == sum(request.blocks for request in recent.all()) <= 8
+        recent.add(float(number), chain(number, "b", "c"), 2 * (REQUEST_BLOCKS + 3) + 1)
     assert [request.seconds for request in recent.all()] == [8.0, 9.0]
-    recent.add(10.0, chain(*range(9)), 8)
-    assert (recent.all(), recent.blocks) == ([], 0)
+    recent.add(10.0, chain(*range(9)), REQUEST_BLOCKS + 8)
+    assert recent.all() == []
 
 
-def test_empty_prompts_are_bounded_too() -> None:
+def test_short_prompts_are_bounded_by_what_they_cost_and_empty_ones_are_not_kept() -> None:
     recent = RecentRequests()
     for number in range(100):
-        recent.add(float(number), b"", 8)
-    assert len(recent.all()) == 8
+        recent.add(float(number), chain(number), 8 * (REQUEST_BLOCKS + 1))
+        assert recent.add(float(number), b"", 8 * (REQUEST_BLOCKS + 1)).blocks == 0
+    assert [request.seconds for request in recent.all()] == [float(number) for number in range(92, 100)]
 
 
 def test_a_match_is_a_request_with_the_keys_that_it_asked_for() -> None:
