@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+import threading
 import time
 from collections.abc import Callable
 
@@ -53,15 +54,32 @@ def words_of(buffer: memoryview) -> Words:
 
 
 def store_and_wake(words: Words, index: int, value: int) -> None:
-    """Set a word and wake everybody who waits on it. What was written before is visible to who sees the
-    word."""
-    address = _address(words, index)
-    if _MACHINE != "x86_64":
-        _call(
-            _number, address, _FUTEX_WAKE, 0, None
-        )  # x86 keeps stores in order; elsewhere the wake's own barrier does
+    """Set a word and wake everybody who waits on it. What was written before is visible to who sees the word by
+    ``load`` or ``wait_reached``."""
+    fence()
     words[index] = value & 0xFFFFFFFF
     wake(words, index)
+
+
+def load(words: Words, index: int) -> int:
+    """A word, before all that its reader looks at from here on."""
+    value = int(words[index])
+    fence()
+    return value
+
+
+def fence() -> None:
+    """What this thread has done stays before what it does next, for all who share memory with it.
+
+    x86 keeps loads in order, and stores. Elsewhere a semaphore does, which is what Python's lock is: giving it back and
+    taking it again synchronize memory (POSIX.1-2017, XBD 4.12).
+    """
+    if _MACHINE != "x86_64":
+        lock = threading.Lock()
+        with lock:
+            pass
+        with lock:
+            pass
 
 
 def wake(words: Words, index: int) -> None:
@@ -82,7 +100,7 @@ def wait_reached(
     address = _address(words, index)
     pause_s, longest_s = poll_s if poll_s is not None else (FOREVER_S, FOREVER_S)
     while True:
-        value = int(words[index])
+        value = load(words, index)
         if has_reached(value, target):
             return True
         left_s = deadline_s - time.monotonic()

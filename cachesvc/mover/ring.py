@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.futex import store_and_wake, wait_reached, wake, words_of
+from cachesvc.model.futex import load, store_and_wake, wait_reached, wake, words_of
 
 HEAD_BYTES = 4096
 UNIT = 8
@@ -113,7 +113,7 @@ class Writer:
         ring = self._ring
         while True:
             with self._lock:
-                reached = int(ring.words[READ])  # first: the reader may come further meanwhile
+                reached = load(ring.words, READ)  # first: the reader may come further meanwhile
                 self._write()
                 if not self._waiting:
                     self._is_pumped = False
@@ -125,7 +125,7 @@ class Writer:
         while self._waiting:
             piece, has_more = self._waiting[0]
             units = -(-(_FRAME.size + len(piece)) // UNIT)
-            if ((self._at + units - int(ring.words[READ])) & CYCLE) * UNIT > ring.size_bytes:
+            if ((self._at + units - load(ring.words, READ)) & CYCLE) * UNIT > ring.size_bytes:
                 break
             ring.put_bytes(self._at * UNIT, np.frombuffer(_FRAME.pack(len(piece), _MORE * has_more) + piece, np.uint8))
             self._at = (self._at + units) & CYCLE
@@ -158,7 +158,7 @@ class Reader:
     def take(self) -> list[bytes]:
         """All whole records that are there, in order."""
         ring, found = self._ring, []
-        written = int(ring.words[WRITTEN])
+        written = load(ring.words, WRITTEN)
         while self._at != written:
             size_bytes, flags = _FRAME.unpack(ring.get_bytes(self._at * UNIT, _FRAME.size))
             self._parts.append(ring.get_bytes(self._at * UNIT + _FRAME.size, size_bytes))

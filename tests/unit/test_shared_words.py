@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachesvc.model.futex import WORD_BYTES, Words, store_and_wake, wait_reached, words_of
+from cachesvc.model import futex
+from cachesvc.model.futex import WORD_BYTES, Words, load, store_and_wake, wait_reached, words_of
 
 FOREVER_S = 1e9
 WORDS = 16
@@ -182,3 +183,26 @@ def test_memory_that_no_futex_can_stand_on() -> None:
     odd = np.frombuffer(bytearray(64), np.uint8)[1:5].view(np.uint32)
     with pytest.raises(OSError, match="FUTEX"):
         store_and_wake(odd, 0, 1)
+
+
+def test_a_fence_stands_between_a_word_and_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.zeros(2, np.uint32)
+    seen: list[int] = []
+
+    def fence() -> None:
+        seen.append(int(words[0]))
+        words[0] += 10
+
+    monkeypatch.setattr(futex, "fence", fence)
+    store_and_wake(words, 0, 7)
+    assert (seen, int(words[0])) == ([0], 7)
+    assert (load(words, 0), int(words[0])) == (7, 17)
+    assert wait_reached(words, 0, 17, deadline())
+    assert (seen, int(words[0])) == ([0, 7, 17], 27)
+
+
+def test_words_work_with_the_fence_of_other_processors(
+    shared: tuple[int, Words], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futex, "_MACHINE", "aarch64")
+    test_two_processes_take_turns(shared)

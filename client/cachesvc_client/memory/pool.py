@@ -16,7 +16,7 @@ import numpy as np
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.answers import TicketView
-from cachesvc.model.futex import Words, wait_reached, words_of
+from cachesvc.model.futex import Words, load, wait_reached, words_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot, has_reached
 from cachesvc_client.errors import (
@@ -305,7 +305,7 @@ class AttachedPool:
 
     def _outcome_of(self, slot: TimelineSlot) -> LoadOutcome:
         words = self.timeline
-        if not has_reached(int(words[slot.word]), slot.end):
+        if not has_reached(load(words, slot.word), slot.end):
             return LoadOutcome.LOST if self._life.lost.is_set() else LoadOutcome.RUNNING
         failed, is_reused = int(words[slot.failed_word]), int(words[slot.word]) != slot.end
         if failed != slot.end and not (is_reused and has_reached(failed, slot.end)):
