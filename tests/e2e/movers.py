@@ -28,8 +28,8 @@ def said(node: Node, event: str) -> list[dict[str, object]]:
     return [line for line in map(json.loads, node.log().splitlines()) if line.get("event") == event]
 
 
-def kill_mover_of(node: Node, device: str) -> None:
-    """Kill the mover of a device, and wait until there is another one."""
+def kill_mover_of(node: Node, device: str, by: int = signal.SIGKILL) -> None:
+    """Send the mover of a device a signal, and wait until there is another one."""
     deaths = len(said(node, "mover_started"))
-    os.kill(movers(node)[device], signal.SIGKILL)
+    os.kill(movers(node)[device], by)
     wait_until(lambda: len(said(node, "mover_started")) > deaths, "a mover was started again")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 from cachesvc_client import LeaseLost, Timeouts
 
@@ -16,6 +20,17 @@ pytestmark = pytest.mark.gpu
 
 PROCESS = ("--movers", "process")
 MEMORY = pytest.mark.parametrize("memory", ["ipc", "vmm"])
+FAULT = """
+import signal
+import sys
+
+def fault(*_):
+    import cupy
+    cupy.RawKernel('extern "C" __global__ void fault() { *(volatile int *)8 = 1; }', "fault")((1,), (1,), ())
+
+if "cachesvc.mover" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, fault)
+"""
 LONG = Timeouts(call_s=10 * WAIT_SECONDS, wait_s=10 * WAIT_SECONDS)
 
 
@@ -46,8 +61,13 @@ def test_a_prefix_is_a_hit_in_place_and_comes_back_from_the_host_layer_by_layer(
             assert b.bad(sequence, keys, range(blocks)) == []
 
 
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGUSR1], ids=["killed", "faulted"])
 @MEMORY
-def test_a_mover_killed_during_a_load_lets_streams_go_on_and_a_new_one_serves(memory: str) -> None:
+def test_a_mover_that_dies_during_a_load_lets_streams_go_on_and_a_new_one_serves(
+    memory: str, death: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAULT, encoding="utf-8")  # a kernel of its own writes where nothing is
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     blocks, pages = 120, 130
     flags = (*SLOWLY, *PROCESS, "--device-memory", memory)
     with running_node(flags) as node:
@@ -62,11 +82,12 @@ def test_a_mover_killed_during_a_load_lets_streams_go_on_and_a_new_one_serves(me
             engine.pool.wait_layer(ticket, 0, WAIT_SECONDS)
             stream = cupy.cuda.Stream(non_blocking=True)
             engine.pool.wait_ticket_on(stream, ticket)
-            kill_mover_of(node, device)
+            kill_mover_of(node, device, death)
             wait_until(lambda: bool(stream.done), "the engine's stream goes on")
             with pytest.raises(LeaseLost, match="register again"):
                 engine.lease.match(keys)
         assert [line["device"] for line in said(node, "device_memory_lost")] == [device]
+        assert bool(said(node, "gpu_broken")) == (death == signal.SIGUSR1)
         with GpuEngine(node.socket, layout=LARGE, device_pages=pages, host_pages=pages, timeouts=LONG) as again:
             served = again.serve(tokens)
             assert (served.device, served.host, served.computed, served.bad) == (0, blocks, 0, [])
