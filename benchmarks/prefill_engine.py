@@ -149,7 +149,11 @@ class Engine:
             self._prefill(self.to_device(tokens), self._table(sequence))
             self._compute.finish()
             sequence.publish(blocks)
-        self.wait_until(lambda counters: not counters["tickets_running"], "the prefix is written to the host")
+        self.settle()
+
+    def settle(self) -> None:
+        """Until the daemon knows that all transfers have ended: a load's last word comes before it does."""
+        self.wait_until(lambda counters: not counters["tickets_running"], "nothing is under way")
 
     def leave_to_host(self) -> None:
         """Take everything off the device, and overwrite what it had there."""
@@ -160,7 +164,7 @@ class Engine:
 
     def leave_to_storage(self) -> None:
         """Take everything off the device and off the host, of which nothing is under way any more."""
-        self.wait_until(lambda counters: not counters["tickets_running"], "nothing is under way")
+        self.settle()
         self.leave_to_host()
         self._evict("host")
 

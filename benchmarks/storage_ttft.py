@@ -137,6 +137,7 @@ class Run:
 
     def device(self, engine: Engine) -> None:
         """A row of what is in place."""
+        engine.settle()
         overlapped = self._overlapped(engine, on_host=False)
         self._repeat("device", lambda: self._check("device", overlapped()))
 
