@@ -84,28 +84,29 @@ class FrameReader:
     @property
     def has_more(self) -> bool:
         """True while bytes have come that are in no frame yet."""
-        return self._end > self._first
+        return self._end > 0
 
     def next(self) -> Frame | None:
         """The next whole frame. Raises LimitExceeded for one that is too long: nothing after it can be read."""
-        first, held = self._first, self._end - self._first
-        if held < HEADER.size:
-            if not held:
-                self._forget()
+        start, held = self._first + HEADER.size, self._end
+        if held < start:
             return None
-        length, method, flags, deadline, tag = HEADER.unpack_from(self._bytes, first)
+        length, method, flags, deadline, tag = HEADER.unpack_from(self._bytes, self._first)
         if length > MAX_MESSAGE_BYTES:
             raise LimitExceeded("bytes of a frame", length, MAX_MESSAGE_BYTES)
-        if held < HEADER.size + length:
+        end = start + length
+        if held < end:
             return None
-        start, self._first = first + HEADER.size, first + HEADER.size + length
+        body = bytes(self._view[start:end])
+        self._first = end
+        if held == end:
+            self._begin_anew()
         if not flags & TRACED:
-            return Frame(method, flags, deadline, tag, bytes(self._view[start : self._first]))
-        body = bytes(self._view[start : self._first])
+            return Frame(method, flags, deadline, tag, body)
         parent = body[:TRACE_BYTES].decode("ascii", errors="replace")
         return Frame(method, flags, deadline, tag, body[TRACE_BYTES:], parent)
 
-    def _forget(self) -> None:
+    def _begin_anew(self) -> None:
         """All was taken: begin at the front, and keep no large frame's room."""
         self._first = self._end = 0
         if len(self._bytes) > READ_BYTES:

@@ -25,6 +25,7 @@ from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitExceeded, NotSupported
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.auth import Caller
+from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.dispatch import Dispatcher, Method, refusal
 from cachesvc.service.lane.outbox import Outbox
 from cachesvc.service.watch import Parent
@@ -172,7 +173,7 @@ class Lane:
         return (
             len(self._waiting) < MAX_UNANSWERED_FRAMES
             and self._waiting_bytes < MAX_UNANSWERED_BYTES
-            and self._outbox.is_empty
+            and not self._outbox.kept
             and not self._is_closing
             and not self._is_closed
         )
@@ -231,7 +232,8 @@ class Lane:
         self.calls += 1
         dispatcher = self._desk.dispatcher
         try:
-            dispatcher.charge(who, len(frame.body))
+            if len(frame.body) > FREE_BYTES:
+                dispatcher.charge(who, len(frame.body))
             request: Any = parse(row.request, frame.body)
         except CacheError as unread:
             self._answer(frame, dispatcher.refuse(row.method.name, unread))
@@ -322,7 +324,7 @@ class Lane:
     def _close_soon(self, why: str) -> None:
         """Close once what was answered has gone out."""
         self._is_closing = True
-        if self._outbox.is_empty:
+        if not self._outbox.kept:
             self.close(why)
 
     def _send(self, data: bytes) -> None:
