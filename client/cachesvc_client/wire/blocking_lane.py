@@ -194,7 +194,7 @@ class BlockingLane(LaneEnd):
             if self.why_broken:
                 raise self._broke()
             try:
-                sent = self._try_send(memoryview(data))
+                sent = self._try_send(data)
                 if sent < len(data):
                     self._send_rest(memoryview(data)[sent:], time.monotonic() + timeout_s)
             except OSError as error:
@@ -204,7 +204,7 @@ class BlockingLane(LaneEnd):
                 self.end("sending was interrupted")
                 raise
 
-    def _try_send(self, data: memoryview) -> int:
+    def _try_send(self, data: bytes | memoryview) -> int:
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -108,7 +108,8 @@ class Connection:
         headers = trace_headers()
         while True:
             self.check()
-            await self.keep_lane()
+            if self.wants_lane:
+                await self.keep_lane()
             used = self.proof.metadata
             try:
                 return await self.port.call(method, request, attempts.left_s(time.monotonic()), (*headers, *used))
@@ -146,10 +147,15 @@ class Connection:
         except grpc.RpcError as failure:
             raise self.gone() from failure
 
+    @property
+    def wants_lane(self) -> bool:
+        """True while ``keep_lane`` has something to do, now or after a while."""
+        return self._may_lane and not (self.port.has_lane and self._lane_proof == self.proof.metadata)
+
     async def keep_lane(self) -> None:
         """Have a lane that proves itself by what calls do now, where the daemon gives one: without it they go by
         gRPC. One that broke is made anew after a while."""
-        if not self._may_lane or (self.port.has_lane and self._lane_proof == self.proof.metadata):
+        if not self.wants_lane:
             return
         now_s = time.monotonic()
         if self._lane_again_s is None:  # it has just been seen to be broken

@@ -130,7 +130,7 @@ def encode_call(number: int, tag: int, request: Any, timeout_s: float | None, me
             grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message larger than max ({len(body)} vs. {MAX_MESSAGE_BYTES} bytes)"
         )
     units = 0 if timeout_s is None else min(int(timeout_s / DEADLINE_UNIT_S) + 1, MOST_DEADLINE)
-    return encode(number, 0, units, tag, body, _traceparent(metadata))
+    return encode(number, 0, units, tag, body, _traceparent(metadata) if metadata else "")
 
 
 def encode_cancel(tag: int) -> bytes:
