@@ -28,7 +28,7 @@ from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.call import Call, resolve
 from cachesvc.flows.counters import Count
-from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
@@ -206,31 +206,37 @@ class Dispatcher:
                 raise Unavailable("the daemon stops; go on without the cache")
             holder = self.admission.holder(process() if lease is None else lease.opened_by[0] or lease_id, tenant)
             request_id = 0 if method.request_id_of is None else method.request_id_of(request)
-            repeats = self._repeats.get(lease_id)
-            is_retry = request_id != 0 and repeats is not None and lease is not None and repeats.knows(request_id)
+            repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
+            is_retry = repeats is not None and repeats.knows(request_id)
             self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
             check_fields(request, len(came))
             deadline = math.inf if seconds is None else now + seconds
             ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
             if request_id:
-                return self._once(ask, method, request, request_id, came, is_retry=is_retry)
+                if repeats is None or (lease is not None and lease.state is not LeaseState.LIVE):
+                    repeats = self._repeats_of(ask)
+                mark = mark_of(method.name, request, came)
+                if is_retry:
+                    return self._again(ask, repeats, request_id, mark)
+                return self._once(ask, method, request, repeats, request_id, mark)
         except CacheError as error:
             return refusal(error)
         except Exception:  # noqa: BLE001 - the root of a call
             return self.broke(method.name, lease)
         return self._carry(ask, method, request)
 
-    def _once(
-        self, ask: Ask, method: Method[Q, R], request: Q, request_id: int, came: bytes, *, is_retry: bool
-    ) -> Served[R]:
-        """Carry out a call unless its request_id is known. Raises KeyReused, LeaseLost, NotFound, LimitExceeded."""
-        repeats, mark = self._repeats_of(ask), mark_of(method.name, request, came)
-        known = repeats.find(request_id, mark) if is_retry else None
+    def _again(self, ask: Ask, repeats: Repeats, request_id: int, mark: Mark) -> Served[Any]:
+        """What the method answered under this id. Raises KeyReused, LimitExceeded."""
+        known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)
             return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
-        if known is not None:
-            return known  # type: ignore[no-any-return]  # what this method answered under this id
+        return known
+
+    def _once(
+        self, ask: Ask, method: Method[Q, R], request: Q, repeats: Repeats, request_id: int, mark: Mark
+    ) -> Served[R]:
+        """Carry out a call whose request_id is new, and remember what it is answered."""
         served = self._carry(ask, method, request)
         if isinstance(served, asyncio.Future):
             repeats.begin(request_id, mark, served)

@@ -125,7 +125,7 @@ class Lane:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        if not self._is_listening and not self._is_closed:
+        if not self._is_closed:
             self._is_listening = True
             self._loop.add_reader(self._socket, self._readable)
 
@@ -153,12 +153,13 @@ class Lane:
         until = time.perf_counter() + TURN_SECONDS
         try:
             while self._has_room():
-                frame = self._reader.next()
+                frame = self._reader.next() if self._reader.end else None
                 if frame is None:
-                    self._listen()
+                    if not self._is_listening:
+                        self._listen()
                     return
                 self._carry_out(frame)
-                if self._reader.has_more and time.perf_counter() >= until:
+                if self._reader.end and time.perf_counter() >= until:
                     self._rest()
                     self._loop.call_soon(self._take)
                     return

@@ -14,6 +14,7 @@ in the order of the request. Nothing waits beyond the step's own deadline, and w
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +37,7 @@ from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
-from cachesvc.wire.convert import pack_numbers, pack_pages
+from cachesvc.wire.convert import pack_pages
 from cachesvc.wire.limits import check_fields
 
 TURN_BLOCKS = 256
@@ -71,7 +72,7 @@ class StepRun:
         self._operations = request.operations
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
-        self._results = [self._response.results.add() for _ in self._operations]
+        self._results = [self._response.results.add() for _ in self._operations] if self._operations else []
         self._columns: ColumnRun | None = None
         self._device: DevicePlace | None = None
         self._next = 0
@@ -296,11 +297,12 @@ class StepRun:
         response = self._response
         if self._targets and not self._is_broken:
             for cells in self._fill_stock(call):
-                pages, generations = pack_pages(cells.pages), pack_numbers(cells.generations)
+                pages, generations = pack_pages(cells.pages), array("I", cells.generations).tobytes()
                 response.stock.add(group=cells.group, pages=pages, generations=generations)
         if self._device is not None:
             free, evictable = room_left(self._device)
-            response.free_pages, response.evictable_pages = pack_numbers(free), pack_numbers(evictable)
+            response.free_pages = array("I", free).tobytes()
+            response.evictable_pages = array("I", evictable).tobytes()
         for key, count in self._counts.items():
             self._all_counts[key] = self._all_counts.get(key, 0) + count
         return response

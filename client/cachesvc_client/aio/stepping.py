@@ -138,12 +138,13 @@ class AsyncStepStream:
         self._calls.connection.maker.check()
         if batch is not None or not self._is_ready:
             await self._prepare(batch)
+            self._require_open()
         self._book.require_room()
         sends_keys = None if publish is None else len(publish) == 3 and len(publish[2]) > 0
         if batch is not None and None not in (sends_keys, batch.sends_keys) and sends_keys != batch.sends_keys:
             raise InvalidRequest("a step publishes with the keys of all blocks, or of none: use two")
         part = columns.record.part(grow, publish, recycle, release)
-        return AsyncPendingColumns(partial(self._collect, self._enter(batch, part)), part)
+        return AsyncPendingColumns(partial(self._collect, self._put(self._book.enter(batch, part))), part)
 
     async def tell(self) -> None:
         """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
@@ -230,10 +231,13 @@ class AsyncStepStream:
             self._line = None
             await line.close()
 
-    def _enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
+    def _enter(self, batch: StepBatch[Any] | None) -> SentStep:
         self._require_open()
         self._calls.connection.maker.check()
-        step = self._book.enter(batch, part)
+        self._book.require_room()
+        return self._put(self._book.enter(batch))
+
+    def _put(self, step: SentStep) -> SentStep:
         if self._line is None:
             self._open_line()
         else:

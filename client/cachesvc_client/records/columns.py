@@ -18,7 +18,7 @@ from cachesvc.model.words import NO_PAGE
 from cachesvc_client.errors import Conflict, InvalidRequest, LimitExceeded
 from cachesvc_client.keys import PackedKeys, packed
 from cachesvc_client.records.batches import Recorded
-from cachesvc_client.records.columns_part import ColumnsPart, Counts, Growing, Publishing
+from cachesvc_client.records.columns_part import NOBODY, ColumnsPart, Counts, Growing, Publishing
 from cachesvc_client.records.launches import Due
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
@@ -157,7 +157,7 @@ class ColumnsRecord(Generic[H]):
         if grow is not None:
             growth = self._check_growth(*(grow if isinstance(grow, tuple) else (grow, None)))
         publishing = self._check_publish(*publish) if publish is not None else None
-        ending = self._slots(release) if release is not None else _NOBODY
+        ending = self._slots(release) if release is not None else NOBODY
         if recycle is not None:
             self._hold_windows(self._slots(recycle[0]), np.asarray(recycle[1], np.int64))
         growing, self.untold = self.untold, []
@@ -165,7 +165,9 @@ class ColumnsRecord(Generic[H]):
             growing.append(self._grow(*growth))
         if publishing is not None:
             self.asked[publishing.slots] = publishing.upto
-        part = ColumnsPart(self, growing, publishing, *self._due(), ending, self._lease.launches.pending(None))
+        recycled, tokens = self._due() if self._windows else (NOBODY, _NOTHING)
+        launch = self._lease.launches.pending(None) if release is not None else 0
+        part = ColumnsPart(self, growing, publishing, recycled, tokens, ending, launch)
         self.parts.append(part)
         part.operations = self._give_back_spares() if self._with_spares else []
         return part
@@ -241,8 +243,6 @@ class ColumnsRecord(Generic[H]):
         """Slots and computed tokens of which no launch under way needs more; the newest of each slot."""
         completed = self._lease.launches.completed
         due = [held for held in self._windows if held[0] <= completed]
-        if not due:
-            return _NOBODY, _NOTHING
         self._windows = [held for held in self._windows if held[0] > completed]
         newest: dict[int, int] = {}
         for _, slots, tokens, ids in due:
@@ -349,5 +349,4 @@ class ColumnsRecord(Generic[H]):
 
 _Growth = tuple[Indices, npt.NDArray[np.int32], Counts, Counts, int]
 _NO_KEYS = memoryview(b"")
-_NOBODY = np.empty(0, np.intp)
 _NOTHING = np.empty(0, np.int64)

@@ -25,6 +25,7 @@ Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Told = dict[Column, npt.NDArray[np.uint32]]
 """The answers of each column."""
 NO_COUNTS = (0, 0, 0, 0)
+NOBODY: Indices = np.empty(0, np.intp)
 NO_NUMBERS = np.empty(0, np.uint32)
 
 
@@ -121,11 +122,12 @@ class ColumnsPart:
         self._publishing = publishing
         self._recycled = recycled
         self._tokens = tokens
-        self._ending = ending[:0] if launch else ending
-        self._leaving = ending if launch else ending[:0]
+        self._ending = NOBODY if launch else ending
+        self._leaving = ending if launch else NOBODY
         self._launch = launch
+        grown = len(growing[0].slots) if len(growing) == 1 else sum([len(each.slots) for each in growing])
         published = 0 if publishing is None else len(publishing.slots)
-        self.counts = sum([len(each.slots) for each in growing]), published, len(recycled), len(self._ending)
+        self.counts = grown, published, len(recycled), len(self._ending)
 
     @property
     def sends_keys(self) -> bool | None:
@@ -147,7 +149,8 @@ class ColumnsPart:
         for growing in self._growing:
             before = len(message.grow_sequences) >> 3
             message.grow_sequences += ids[growing.slots].tobytes()
-            message.grow_counts = _with_counts(message.grow_counts, before, growing.more, growing.total)
+            if growing.total != len(growing.slots) or message.grow_counts:
+                message.grow_counts = _with_counts(message.grow_counts, before, growing.more)
             for group, (pages, generations) in enumerate(growing.taken):
                 grow = message.grow.add(group=group) if group == len(message.grow) else message.grow[group]
                 grow.pages += pages.tobytes()
@@ -156,7 +159,8 @@ class ColumnsPart:
             before = len(message.publish_sequences) >> 3
             message.publish_sequences += ids[publishing.slots].tobytes()
             message.publish_first += publishing.first.tobytes()
-            message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts, publishing.total)
+            if publishing.total != len(publishing.slots) or message.publish_counts:
+                message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts)
             if len(publishing.keys):
                 message.publish_keys += bytes(publishing.keys)
         if len(self._recycled):
@@ -217,7 +221,7 @@ class ColumnsPart:
 
     def _slots(self, column: Column) -> Indices:
         if column == PUBLISH:
-            return self._publishing.slots if self._publishing is not None else self._recycled[:0]
+            return self._publishing.slots if self._publishing is not None else NOBODY
         return self._recycled if column == RECYCLE else self._ending
 
     def _take_odd(self, column: Column, index: int, result: cache_pb2.OperationResult, lease: LeaseRecord) -> None:
@@ -279,8 +283,6 @@ _spot = itemgetter(0)
 _CALLS = {GROW: "grow", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
 
 
-def _with_counts(known: bytes, before: int, counts: Counts, total: int) -> bytes:
-    """A column of counts with some more, of ``total`` and 1 at least; empty while all are 1."""
-    if not known and total == len(counts):
-        return known
+def _with_counts(known: bytes, before: int, counts: Counts) -> bytes:
+    """A column of counts, which is empty while all are 1, with some more."""
     return (known or np.ones(before, np.uint32).tobytes()) + counts.astype(np.uint32).tobytes()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from kvcache.v1 import cache_pb2
 
-from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, Column
+from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc.wire.convert import unpack_numbers
 from cachesvc_client.errors import (
     CacheClientError,
@@ -54,7 +54,7 @@ class SentStep:
         assert self.is_answered
         if self.error is not None:
             raise self.error
-        return [self.results.get(id(asked), 0) for asked in self.asked]
+        return [self.results.get(id(asked), 0) for asked in self.asked] if self.asked else []
 
     def all(self) -> list[Operation[Any] | Entry]:
         """Everything that was sent."""
@@ -99,11 +99,8 @@ class StepBook:
             )
 
     def enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
-        """Number a batch and put the growth of sequences before it, and releases that waited for launches.
-
-        Raises LimitExceeded, LeaseLost, AlreadyClosed.
-        """
-        self.require_room()
+        """Number a batch and put the growth of sequences before it, and releases that waited for launches. There is
+        room: see ``require_room``."""
         lease = self._lease
         asked = batch.asked if batch is not None else []
         ended: list[SequenceRecord] = []
@@ -122,7 +119,7 @@ class StepBook:
             )
             operations = [each for each in asked if isinstance(each, Operation) and each.method is not HELD]
         else:
-            entries, operations = in_order(()), []
+            entries, operations = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}, []
         request = cache_pb2.StepRequest(lease_id=lease.id, request_id=lease.next_request_id())
         if lease.stock is not None:
             request.stock_pages.extend(lease.stock.targets)
@@ -136,9 +133,10 @@ class StepBook:
             request.operations.extend(map(_as_message, operations))
         sent = request if lease.has_columns else without_columns(request, groups)
         step = SentStep(request, sent, asked, entries, operations, ended, part)
-        for each in step.all():
-            if isinstance(each.owner, SequenceRecord):
-                each.owner.steps += 1
+        if asked or ended or operations or entries[GROW]:
+            for each in step.all():
+                if isinstance(each.owner, SequenceRecord):
+                    each.owner.steps += 1
         self.under_way.append(step)
         return step
 
@@ -164,14 +162,20 @@ class StepBook:
             for cells in response.stock:
                 self._lease.stock.add_packed(cells.group, cells.pages, cells.generations)
         for column, entries in step.entries.items():
+            if not entries:
+                continue
             for index, (entry, number) in enumerate(zip(entries, numbers[column].tolist(), strict=False)):
                 result = odd.get((column, index))
                 self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
         if step.part is not None:
-            step.part.take(*_behind(step.entries, numbers, odd), self._lease)
-        for operation, message in zip(step.operations, response.results, strict=True):
-            self._keep(step, operation, _take(operation, message))
-        self._hold_again(step)
+            if any(step.entries.values()):
+                numbers, odd = _behind(step.entries, numbers, odd)
+            step.part.take(numbers, odd, self._lease)
+        if step.operations:
+            for operation, message in zip(step.operations, response.results, strict=True):
+                self._keep(step, operation, _take(operation, message))
+        if step.ended:
+            self._hold_again(step)
         step.is_answered = True
 
     def refuse(self, error: CacheClientError) -> None:
@@ -240,7 +244,7 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[T
     counts = NO_COUNTS if step.part is None else step.part.counts
     for (column, entries), count in zip(step.entries.items(), counts, strict=True):
         raw, wanted = getattr(answer, ANSWER_FIELDS[column]), len(entries) + count
-        told = numbers[column] = np.frombuffer(raw, np.uint32) if len(raw) % 4 == 0 else NO_NUMBERS
+        told = numbers[column] = np.frombuffer(raw, np.uint32) if raw and len(raw) % 4 == 0 else NO_NUMBERS
         if len(told) != wanted:
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
         if _ODD_BYTES in raw and any((column, at) not in odd for at in np.flatnonzero(told == ODD).tolist()):
@@ -250,8 +254,6 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[T
 
 def _behind(entries: dict[Column, list[Any]], numbers: Told, odd: Odd) -> tuple[Told, Odd]:
     """The answers to what came behind the entries."""
-    if not any(entries.values()):
-        return numbers, odd
     first = {column: len(mine) for column, mine in entries.items()}
     rest = {column: told[first[column] :] for column, told in numbers.items()}
     return rest, {(column, at - first[column]): each for (column, at), each in odd.items() if at >= first[column]}

@@ -55,7 +55,8 @@ class Stock:
 
     def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
         """For each group the page ids (int32) and generations (uint32) of ``blocks`` blocks. Raises as ``take``."""
-        self.require(blocks)
+        if min(map(len, self._pages)) < blocks:
+            self.require(blocks)
         taken = []
         for pages, generations in zip(self._pages, self._generations, strict=True):
             taken.append((pages[:blocks], generations[:blocks]))

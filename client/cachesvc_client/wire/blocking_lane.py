@@ -89,11 +89,11 @@ class BlockingLane(LaneEnd):
             self.leave(inbox)
             raise late()
 
-    def send_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps, metadata: Metadata) -> None:
+    def send_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> None:
         """Send a step whose answer goes to ``inbox``; where the lane has ended ``wait`` tells."""
         if self.why_broken:
             return
-        if frame := self._encode_step(request, inbox, sent, metadata):
+        if frame := self._encode_step(request, inbox, sent):
             self._send(frame, SEND_S)
 
     def wait(self, inbox: Inbox, deadline_s: float) -> bool:
