@@ -41,10 +41,10 @@ def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
     """
     lease = ledger.lease(lease_id)
     lease.heard(now)
-    model = ledger.model(lease.model)
+    model = ledger.models[lease.model]
     if model.suspect:
         model.require_trusted()
-    return Call(lease, model, model.replica(lease.replica), now)
+    return Call(lease, model, model.replicas[lease.replica], now)
 
 
 def require_still(sequence: Sequence) -> None:

@@ -150,33 +150,40 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     """
     lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
+    lease.stocked_by = member
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
     if lease.room is not None:
         lease.room.give_back()
+    pools = place.pools
+    free = [pool.unreserved for pool in pools]
+    if lease.room is None and not any(map(gt, wanted, free)):
+        lease.grown = 0
+        return _grant(lease, pools, wanted)
     grown = min(lease.grown, max(wanted))
     needed = [min(count, grown) for count in wanted]
     going = 0
-    if any(map(gt, needed, [pool.unreserved for pool in place.pools])):
+    if any(map(gt, needed, free)):
         if lease.room is None:
-            lease.room = Reservation(place.reservations, place.pools)
+            lease.room = Reservation(place.reservations, pools)
         going = free_some(core, call, needed, lease.room)
-    granted: list[GroupCells] = []
-    owed = [0] * lease.groups
-    lease.stocked_by = member
-    is_short = False
-    for group, (count, pool) in enumerate(zip(wanted, place.pools, strict=True)):
-        free = pool.unreserved
-        is_short |= count > free
-        owed[group] = max(0, needed[group] - free)
-        pages = lease.grant(group, pool, min(count, free))
-        if pages:
-            generations = pool.generations
-            granted.append(GroupCells(group, 0, pages, tuple([generations[page] for page in pages])))
-    if is_short:
+    free = [pool.unreserved for pool in pools]
+    owed = [max(0, count - has) for count, has in zip(needed, free, strict=True)]
+    if any(map(gt, wanted, free)):
         core.count(Count.STOCK_SHORT)
+    granted = _grant(lease, pools, list(map(min, wanted, free)))
     lease.grown = max(owed)
     if lease.room is not None:
         _keep_room(core, call, lease.room, owed, going)
+    return granted
+
+
+def _grant(lease: Lease, pools: Sequence[PagePool], counts: Sequence[int]) -> tuple[GroupCells, ...]:
+    """Pages for the stock, of each group as many as there are."""
+    granted: list[GroupCells] = []
+    for group, (count, pool) in enumerate(zip(counts, pools, strict=True)):
+        if count:
+            pages, generations = lease.grant(group, pool, count), pool.generations
+            granted.append(GroupCells(group, 0, pages, tuple([generations[page] for page in pages])))
     return tuple(granted)
 
 

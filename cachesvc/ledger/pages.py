@@ -101,9 +101,10 @@ class PagePool:
         while len(pages) < count:
             start, length = self._best_run(count - len(pages))
             used = min(length, count - len(pages))
-            self._remove_run(start, length)
-            if used < length:
-                self._insert_run(start + used, length - used)
+            if used == length:
+                self._remove_run(start, length)
+            else:
+                self._shorten_run(start, length, used)
             self.states[start : start + used] = bytes((state,)) * used
             if used < FEW:
                 pages.extend(range(start, start + used))
@@ -264,6 +265,20 @@ class PagePool:
         del runs[start]
         if not runs:
             self._filled &= ~(1 << bucket)
+
+    def _shorten_run(self, start: int, count: int, used: int) -> None:
+        """The first ``used`` pages of a run are taken. As if the run were removed and its rest inserted."""
+        before, after = count.bit_length(), (count - used).bit_length()
+        del self._count_at[start], self._buckets[before][start]
+        start += used
+        count -= used
+        self._count_at[start] = count
+        self._start_before[start + count] = start
+        self._buckets[after][start] = None
+        if before != after:
+            self._filled |= 1 << after
+            if not self._buckets[before]:
+                self._filled &= ~(1 << before)
 
     def _best_run(self, wanted: int) -> tuple[int, int]:
         own = wanted.bit_length()

@@ -28,7 +28,7 @@ from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.call import Call, resolve
 from cachesvc.flows.counters import Count
-from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
@@ -37,8 +37,9 @@ from cachesvc.service.access.owners import no_lease
 from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.node import Node
 from cachesvc.service.repeats import Mark, Purse, Repeats, mark_of
-from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent, Watched
+from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent
 from cachesvc.telemetry import events
+from cachesvc.telemetry.tracing import Span
 from cachesvc.wire.limits import check_fields
 
 Q = TypeVar("Q", bound=Message)
@@ -117,18 +118,18 @@ class Dispatcher:
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
-        began = time.perf_counter()
-        watched = None if self._watch is None else self._watch.begin(method.name, parent)
+        began, watch = time.perf_counter(), self._watch
+        span = None if watch is None or parent is None else watch.begin(method.name, parent)
         came = request.SerializeToString() if contents is None else contents
         served = self._serve(who, method, request, came, process, seconds)
-        self.node.loop_watch.note(method.name, began)
-        if watched is not None:
+        held = self.node.loop_watch.note(method.name, began)
+        if watch is not None:
             if isinstance(served, asyncio.Future):
-                served.add_done_callback(partial(_end_watching, watched))
-                watched.leave()
+                served.add_done_callback(partial(_end_watching, watch, method.name, began, span))
             else:
-                watched.end(_code_of(served))
-                watched.leave()
+                watch.end(method.name, held, served.code if isinstance(served, OperationError) else OK, span)
+            if span is not None:
+                watch.leave()
         return served
 
     def charge(self, who: Caller, size_bytes: int) -> None:
@@ -139,7 +140,7 @@ class Dispatcher:
     def refuse(self, name: str, error: CacheError) -> OperationError:
         """Count a call that cannot be served because of the way that it came, and say so."""
         if self._watch is not None:
-            self._watch.begin(name, None).end(error.code.value)
+            self._watch.end(name, 0.0, error.code.value)
         return refusal(error)
 
     def later(
@@ -196,38 +197,46 @@ class Dispatcher:
     ) -> Served[R]:
         lease: Lease | None = None
         try:
-            now = self.node.now()
+            now, tenant = self.node.now(), who.acts_for
             lease_id = "" if method.lease_of is None else method.lease_of(request)
             who.check()
-            if lease_id and (lease := own_lease(self.node.core, who.acts_for, lease_id)) is not None:
+            if lease_id and (lease := own_lease(self.node.core, tenant, lease_id)) is not None:
                 lease.heard(now)
             if self._is_stopping:
                 raise Unavailable("the daemon stops; go on without the cache")
-            holder = self.admission.holder(process() if lease is None else _process_of(lease), who.acts_for)
+            holder = self.admission.holder(process() if lease is None else lease.opened_by[0] or lease_id, tenant)
             request_id = 0 if method.request_id_of is None else method.request_id_of(request)
-            repeats = self._repeats.get(lease_id)
-            is_retry = request_id != 0 and repeats is not None and lease is not None and repeats.knows(request_id)
+            repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
+            is_retry = repeats is not None and repeats.knows(request_id)
             self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
             check_fields(request, len(came))
             deadline = math.inf if seconds is None else now + seconds
             ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
             if request_id:
-                return self._once(ask, method, request, request_id, came)
+                if repeats is None or (lease is not None and lease.state is not LeaseState.LIVE):
+                    repeats = self._repeats_of(ask)
+                mark = mark_of(method.name, request, came)
+                if is_retry:
+                    return self._again(ask, repeats, request_id, mark)
+                return self._once(ask, method, request, repeats, request_id, mark)
         except CacheError as error:
             return refusal(error)
         except Exception:  # noqa: BLE001 - the root of a call
             return self.broke(method.name, lease)
         return self._carry(ask, method, request)
 
-    def _once(self, ask: Ask, method: Method[Q, R], request: Q, request_id: int, came: bytes) -> Served[R]:
-        """Carry out a call unless its request_id is known. Raises KeyReused, LeaseLost, NotFound, LimitExceeded."""
-        repeats, mark = self._repeats_of(ask), mark_of(method.name, request, came)
+    def _again(self, ask: Ask, repeats: Repeats, request_id: int, mark: Mark) -> Served[Any]:
+        """What the method answered under this id. Raises KeyReused, LimitExceeded."""
         known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)
             return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
-        if known is not None:
-            return known  # type: ignore[no-any-return]  # what this method answered under this id
+        return known
+
+    def _once(
+        self, ask: Ask, method: Method[Q, R], request: Q, repeats: Repeats, request_id: int, mark: Mark
+    ) -> Served[R]:
+        """Carry out a call whose request_id is new, and remember what it is answered."""
         served = self._carry(ask, method, request)
         if isinstance(served, asyncio.Future):
             repeats.begin(request_id, mark, served)
@@ -292,13 +301,7 @@ def _end_first(repeats: Repeats, request_id: int, mark: Mark, first: asyncio.Fut
         repeats.keep(request_id, mark, first.result())
 
 
-def _end_watching(watched: Watched, served: asyncio.Future[Any]) -> None:
-    watched.end(CANCELLED if served.cancelled() else _code_of(served.result()))
-
-
-def _code_of(outcome: Message) -> str:
-    return outcome.code if isinstance(outcome, OperationError) else OK
-
-
-def _process_of(lease: Lease) -> CallerKey:
-    return lease.opened_by[0] or lease.id
+def _end_watching(watch: CallWatch, name: str, began: float, span: Span | None, served: asyncio.Future[Any]) -> None:
+    outcome = OperationError(code=CANCELLED) if served.cancelled() else served.result()
+    code = outcome.code if isinstance(outcome, OperationError) else OK
+    watch.end(name, time.perf_counter() - began, code, span)

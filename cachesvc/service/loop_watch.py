@@ -20,13 +20,15 @@ class LoopWatch:
         self._before: dict[str, float] = {}
         self._until = time.perf_counter() + WINDOW_SECONDS
 
-    def note(self, what: str, began: float) -> None:
-        """``what`` held the loop since ``began`` (``time.perf_counter``)."""
+    def note(self, what: str, began: float) -> float:
+        """``what`` held the loop since ``began`` (``time.perf_counter``): for so many seconds."""
         now = time.perf_counter()
+        held = now - began
         if now >= self._until:
             self._turn_over(now)
-        if now - began > self._longest.get(what, 0.0):
-            self._longest[what] = now - began
+        if held > self._longest.get(what, 0.0):
+            self._longest[what] = held
+        return held
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:

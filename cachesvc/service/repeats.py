@@ -112,19 +112,17 @@ class Repeats:
         contents = mark[2]
         size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
         self._given[request_id] = mark, answer, size_bytes
-        self._add(size_bytes)
+        self._bytes += size_bytes
+        self._purse.held += size_bytes
         while self._is_too_much():
             _, (_, _, size_bytes) = self._given.popitem(last=False)
-            self._add(-size_bytes)
+            self._bytes -= size_bytes
+            self._purse.held -= size_bytes
 
     def forget(self) -> None:
         """The lease is gone."""
         self._purse.held -= self._bytes
         self._purse.leases -= 1
-
-    def _add(self, size_bytes: int) -> None:
-        self._bytes += size_bytes
-        self._purse.held += size_bytes
 
     def _is_too_much(self) -> bool:
         count, purse = len(self._given), self._purse

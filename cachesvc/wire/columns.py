@@ -76,18 +76,17 @@ def count_entries(message: cache_pb2.StepColumns) -> int:
 
 def read_columns(message: cache_pb2.StepColumns, groups: int) -> StepColumns:
     """The columns of a step for a layout of ``groups`` groups. Raises InvalidRequest for ragged ones."""
-    numbers = _unpack("Q", "grow_sequences", message.grow_sequences)
-    growth = Growth(numbers, *_read_pages(message, len(numbers), groups))
-    numbers = _unpack("Q", "publish_sequences", message.publish_sequences)
-    first = _unpack("I", "publish_first", message.publish_first, len(numbers))
-    starts = _read_starts("publish_counts", message.publish_counts, len(numbers))
-    keys = message.publish_keys
-    if keys and len(keys) != starts[-1] * KEY_BYTES:
-        raise InvalidRequest(f"publish_keys has {len(keys)} bytes for {starts[-1]} blocks, of {KEY_BYTES} each")
-    publishes = Publishes(numbers, first, starts, keys)
-    numbers = _unpack("Q", "recycle_sequences", message.recycle_sequences)
-    recycles = numbers, _unpack("Q", "recycle_tokens", message.recycle_tokens, len(numbers))
-    return StepColumns(message, growth, publishes, recycles, _read_releases(message))
+    growth, publishes, recycles, releases = _NOTHING
+    if message.grow_sequences or message.grow_counts or message.grow:
+        growth = _read_growth(message, groups)
+    if message.publish_sequences or message.publish_first or message.publish_counts or message.publish_keys:
+        publishes = _read_publishes(message)
+    if message.recycle_sequences or message.recycle_tokens:
+        numbers = _unpack("Q", "recycle_sequences", message.recycle_sequences)
+        recycles = numbers, _unpack("Q", "recycle_tokens", message.recycle_tokens, len(numbers))
+    if message.release_sequences or message.release_output_tokens:
+        releases = _read_releases(message)
+    return StepColumns(message, growth, publishes, recycles, releases)
 
 
 def pack_answer(numbers: dict[Column, list[int]], answer: cache_pb2.StepColumnsAnswer) -> None:
@@ -107,20 +106,31 @@ def plain_number(column: Column, result: Any) -> int | None:
     return int(result.recycled_pages if column == RECYCLE else result.freed_pages)
 
 
-def _read_pages(
-    message: cache_pb2.StepColumns, entries: int, groups: int
-) -> tuple[Sequence[int], list[list[int]], list[list[int]]]:
-    starts = _read_starts("grow_counts", message.grow_counts, entries)
-    if not entries and not message.grow:
-        return starts, [[]] * groups, [[]] * groups
-    in_order = sorted(message.grow, key=_group_of)
-    if [pages.group for pages in in_order] != list(range(groups)):
+def _read_growth(message: cache_pb2.StepColumns, groups: int) -> Growth:
+    numbers = _unpack("Q", "grow_sequences", message.grow_sequences)
+    starts = _read_starts("grow_counts", message.grow_counts, len(numbers))
+    blocks = starts[-1]
+    pages: list[list[int]] = []
+    generations: list[list[int]] = []
+    for each in message.grow if len(message.grow) == 1 else sorted(message.grow, key=_group_of):
+        group = each.group
+        if group != len(pages):
+            break
+        pages.append(_unpack("i", f"grow.pages of group {group}", each.pages, blocks))
+        generations.append(_unpack("I", f"grow.generations of group {group}", each.generations, blocks))
+    if len(pages) != groups or len(message.grow) != groups:
         raise InvalidRequest(f"grow needs the pages of each of {groups} groups once")
-    pages = [_unpack("i", f"grow.pages of group {each.group}", each.pages, starts[-1]) for each in in_order]
-    generations = [
-        _unpack("I", f"grow.generations of group {each.group}", each.generations, starts[-1]) for each in in_order
-    ]
-    return starts, pages, generations
+    return Growth(numbers, starts, pages, generations)
+
+
+def _read_publishes(message: cache_pb2.StepColumns) -> Publishes:
+    numbers = _unpack("Q", "publish_sequences", message.publish_sequences)
+    first = _unpack("I", "publish_first", message.publish_first, len(numbers))
+    starts = _read_starts("publish_counts", message.publish_counts, len(numbers))
+    keys = message.publish_keys
+    if keys and len(keys) != starts[-1] * KEY_BYTES:
+        raise InvalidRequest(f"publish_keys has {len(keys)} bytes for {starts[-1]} blocks, of {KEY_BYTES} each")
+    return Publishes(numbers, first, starts, keys)
 
 
 def _read_releases(message: cache_pb2.StepColumns) -> Releases:
@@ -139,18 +149,18 @@ def _read_starts(name: str, raw: bytes, entries: int) -> Sequence[int]:
 
 def _unpack(code: str, name: str, raw: bytes, entries: int | None = None) -> list[int]:
     """Numbers of one column, ``entries`` where that is known. Raises InvalidRequest."""
-    if not raw and not entries:
-        return []
-    numbers = array(code)
-    if len(raw) % numbers.itemsize:
-        raise InvalidRequest(f"{name} has {len(raw)} bytes, which is no multiple of {numbers.itemsize}")
-    numbers.frombytes(raw)
-    if entries is not None and len(numbers) != entries:
-        raise InvalidRequest(f"{name} has {len(numbers)} entries; {entries} are needed")
-    return numbers.tolist()
+    size_bytes = 8 if code == "Q" else 4
+    if len(raw) % size_bytes:
+        raise InvalidRequest(f"{name} has {len(raw)} bytes, which is no multiple of {size_bytes}")
+    if entries is not None and len(raw) != entries * size_bytes:
+        raise InvalidRequest(f"{name} has {len(raw) // size_bytes} entries; {entries} are needed")
+    return memoryview(raw).cast(code).tolist()  # type: ignore[call-overload,no-any-return]  # a code of one number
 
 
 _group_of = attrgetter("group")
+_NOTHING: tuple[Growth, Publishes, tuple[Sequence[int], Sequence[int]], Releases]
+_NOTHING = Growth((), range(1), (), ()), Publishes((), (), range(1), b""), ((), ()), Releases((), ())
+"""Columns without entries."""
 
 
 def _cut(cells: common_pb2.GroupPages, first: int, last: int) -> common_pb2.GroupPages:

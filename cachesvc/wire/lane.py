@@ -63,60 +63,59 @@ def encode(method: int, flags: int, deadline: int, tag: int, body: bytes, tracep
 
 
 class FrameReader:
-    """Cuts what a socket gives into frames: ``recv_into(room())``, ``add(count)``, then ``next()`` until None."""
+    """Cuts what a socket gives into frames: ``recv_into(room())``, ``add(count)``, then ``next()`` until None.
+
+    ``end``: where the bytes end that have come; 0 where all of them were in frames that were taken.
+    """
 
     def __init__(self) -> None:
         self._bytes = bytearray(READ_BYTES)
         self._view = memoryview(self._bytes)
         self._first = 0
-        self._end = 0
+        self.end = 0
 
     def room(self) -> memoryview:
         """Where the next bytes go; never empty. Frames that have come must have been taken."""
-        if self._end == len(self._bytes):
+        if self.end == len(self._bytes):
             self._make_room()
-        return self._view[self._end :]
+        return self._view[self.end :]
 
     def add(self, count: int) -> None:
         """So many bytes were put into ``room()``."""
-        self._end += count
-
-    @property
-    def has_more(self) -> bool:
-        """True while bytes have come that are in no frame yet."""
-        return self._end > self._first
+        self.end += count
 
     def next(self) -> Frame | None:
         """The next whole frame. Raises LimitExceeded for one that is too long: nothing after it can be read."""
-        first, held = self._first, self._end - self._first
-        if held < HEADER.size:
-            if not held:
-                self._forget()
+        start, held = self._first + HEADER.size, self.end
+        if held < start:
             return None
-        length, method, flags, deadline, tag = HEADER.unpack_from(self._bytes, first)
+        length, method, flags, deadline, tag = HEADER.unpack_from(self._bytes, self._first)
         if length > MAX_MESSAGE_BYTES:
             raise LimitExceeded("bytes of a frame", length, MAX_MESSAGE_BYTES)
-        if held < HEADER.size + length:
+        end = start + length
+        if held < end:
             return None
-        start, self._first = first + HEADER.size, first + HEADER.size + length
+        body = bytes(self._view[start:end])
+        self._first = end
+        if held == end:
+            self._begin_anew()
         if not flags & TRACED:
-            return Frame(method, flags, deadline, tag, bytes(self._view[start : self._first]))
-        body = bytes(self._view[start : self._first])
+            return Frame(method, flags, deadline, tag, body)
         parent = body[:TRACE_BYTES].decode("ascii", errors="replace")
         return Frame(method, flags, deadline, tag, body[TRACE_BYTES:], parent)
 
-    def _forget(self) -> None:
+    def _begin_anew(self) -> None:
         """All was taken: begin at the front, and keep no large frame's room."""
-        self._first = self._end = 0
+        self._first = self.end = 0
         if len(self._bytes) > READ_BYTES:
             self._view, self._bytes = memoryview(b""), bytearray(READ_BYTES)
             self._view = memoryview(self._bytes)
 
     def _make_room(self) -> None:
         """Move what is left to the front, into as much as its frame needs."""
-        kept = bytes(self._view[self._first : self._end])
+        kept = bytes(self._view[self._first : self.end])
         length = HEADER.unpack_from(kept)[0] if len(kept) >= HEADER.size else 0
         self._bytes = bytearray(max(READ_BYTES, HEADER.size + min(length, MAX_MESSAGE_BYTES)))
         self._view = memoryview(self._bytes)
         self._view[: len(kept)] = kept
-        self._first, self._end = 0, len(kept)
+        self._first, self.end = 0, len(kept)

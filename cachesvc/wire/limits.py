@@ -115,6 +115,9 @@ LIMITS: dict[str, Bound] = {
 _APART = frozenset({"StepRequest.operations"})
 """Messages that are checked one by one as they are served."""
 
+_LEAST_ENTRY_BYTES = 2
+"""Of a message in a list, by its tag and its length."""
+
 _Row = tuple[int, str, Bound, str, str]
 _CHECKS: dict[Any, tuple[_Row, ...]] = {}
 """By message: its rows, those first that the shortest message can exceed."""
@@ -138,29 +141,31 @@ def check_fields(message: Any, size_bytes: int | None = None) -> None:
                 check_fields(getattr(message, name), size_bytes)
             continue
         value = getattr(message, name)
-        if bound.where is Where.EDGE and len(value) > bound.most:
+        if shape == "messages":
+            for each in value:
+                check_fields(each, size_bytes)
+            continue
+        if len(value) > bound.most:
             raise LimitExceeded(full_name, len(value), bound.most)
         if shape == "texts":
             for each in value:
                 if len(each) > bound.each:
                     raise LimitExceeded(f"{full_name}, an entry", len(each), bound.each)
-        elif shape == "messages":
-            for each in value:
-                check_fields(each, size_bytes)
 
 
 def _rows(kind: Descriptor) -> tuple[_Row, ...]:
     """What is to be looked at in a message: the bytes of the longest one that cannot exceed the bound, name, bound,
-    shape (length, texts, messages, one), and its whole name."""
+    shape (length, texts; of what is within it: messages, one), and its whole name."""
     rows: list[_Row] = []
     for field in kind.fields:
         full_name = f"{kind.name}.{field.name}"
         bound = LIMITS.get(full_name, Bound(0, Where.FLOW))
-        own = [bound.most, bound.each or bound.most] if bound.where is Where.EDGE else []
         within = _rows(field.message_type) if field.message_type is not None and full_name not in _APART else ()
+        if bound.where is Where.EDGE:
+            least = bound.most * _LEAST_ENTRY_BYTES if field.message_type is not None else bound.most
+            shape = "texts" if bound.each else "length"
+            rows.append((min(least, bound.each or least), field.name, bound, shape, full_name))
         if within:
             shape = "messages" if field.is_repeated else "one"
-            rows.append((min([*own, within[0][0]]), field.name, bound, shape, full_name))
-        elif own:
-            rows.append((min(own), field.name, bound, "texts" if bound.each else "length", full_name))
+            rows.append((within[0][0], field.name, bound, shape, full_name))
     return tuple(sorted(rows, key=lambda row: row[0]))

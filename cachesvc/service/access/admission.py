@@ -86,8 +86,6 @@ class Places:
 
     def require(self, holder: Holder) -> None:
         """Raises LimitExceeded where there is no place for one call more."""
-        if not self.held:
-            return
         if self.held >= self.limit:
             raise LimitExceeded(self._what, self.held + 1, self.limit)
         process, meter = holder
@@ -164,7 +162,7 @@ class Admission:
             if meter is not None:
                 meter.charge(now)
             return
-        if kind is Kind.WORK:
+        if kind is Kind.WORK and self.work.held:
             self.work.require(holder)
         if meter is not None:
             most = meter.quota.calls_in_flight

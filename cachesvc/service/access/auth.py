@@ -74,7 +74,7 @@ class Caller:
         """Raises Unauthenticated once the token has expired or was taken out of the file."""
         if self.revoked:
             raise Unauthenticated(f"the token {self.name!r} is no longer accepted; ask the operator for a new one")
-        if self.expires < time.time():
+        if self.expires < math.inf and self.expires < time.time():
             raise Unauthenticated(f"the token {self.name!r} has expired; ask the operator for a new one")
 
 

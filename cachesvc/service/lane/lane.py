@@ -25,10 +25,11 @@ from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitExceeded, NotSupported
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.auth import Caller
+from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.dispatch import Dispatcher, Method, refusal
 from cachesvc.service.lane.outbox import Outbox
-from cachesvc.service.watch import Parent
 from cachesvc.telemetry import events
+from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.lane import (
     CANCEL,
     DEADLINE_UNIT_S,
@@ -63,13 +64,13 @@ class Row(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What all lanes share. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
-    ``parent_of(traceparent)``: whose child a call's span is."""
+    ``tracer``: says whose child a call's span is."""
 
     dispatcher: Dispatcher
     rows: dict[int, Row]
     admit: Callable[[str, bytes], Caller]
     epoch: int
-    parent_of: Callable[[str], Parent]
+    tracer: Tracer | None
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class Lane:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        if not self._is_listening and not self._is_closed:
+        if not self._is_closed:
             self._is_listening = True
             self._loop.add_reader(self._socket, self._readable)
 
@@ -152,12 +153,13 @@ class Lane:
         until = time.perf_counter() + TURN_SECONDS
         try:
             while self._has_room():
-                frame = self._reader.next()
+                frame = self._reader.next() if self._reader.end else None
                 if frame is None:
-                    self._listen()
+                    if not self._is_listening:
+                        self._listen()
                     return
                 self._carry_out(frame)
-                if self._reader.has_more and time.perf_counter() >= until:
+                if self._reader.end and time.perf_counter() >= until:
                     self._rest()
                     self._loop.call_soon(self._take)
                     return
@@ -172,7 +174,7 @@ class Lane:
         return (
             len(self._waiting) < MAX_UNANSWERED_FRAMES
             and self._waiting_bytes < MAX_UNANSWERED_BYTES
-            and self._outbox.is_empty
+            and not self._outbox.kept
             and not self._is_closing
             and not self._is_closed
         )
@@ -231,7 +233,8 @@ class Lane:
         self.calls += 1
         dispatcher = self._desk.dispatcher
         try:
-            dispatcher.charge(who, len(frame.body))
+            if len(frame.body) > FREE_BYTES:
+                dispatcher.charge(who, len(frame.body))
             request: Any = parse(row.request, frame.body)
         except CacheError as unread:
             self._answer(frame, dispatcher.refuse(row.method.name, unread))
@@ -244,6 +247,9 @@ class Lane:
 
     def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> bool:
         """Carry out a call; True where it goes on by itself."""
+        parent, tracer = None, self._desk.tracer
+        if tracer is not None and (frame.traceparent or tracer.begins_traces):
+            parent = tracer.parent_of((("traceparent", frame.traceparent),) if frame.traceparent else ())
         served = self._desk.dispatcher.serve(
             who,
             row.method,
@@ -251,7 +257,7 @@ class Lane:
             process=self._key,
             contents=frame.body,
             seconds=frame.deadline * DEADLINE_UNIT_S if frame.deadline else None,
-            parent=self._desk.parent_of(frame.traceparent),
+            parent=parent,
         )
         if not isinstance(served, asyncio.Future):
             self._answer(frame, served)
@@ -322,7 +328,7 @@ class Lane:
     def _close_soon(self, why: str) -> None:
         """Close once what was answered has gone out."""
         self._is_closing = True
-        if self._outbox.is_empty:
+        if not self._outbox.kept:
             self.close(why)
 
     def _send(self, data: bytes) -> None:

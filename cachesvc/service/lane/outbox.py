@@ -13,45 +13,41 @@ MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
 
 
 class Outbox:
-    """Used on the event loop. ``emptied``: all that was kept has gone out; ``broke(why)``: nothing will any more."""
+    """Used on the event loop. ``emptied``: all that was kept has gone out; ``broke(why)``: nothing will any more.
+    ``kept``: what the peer has not taken yet."""
 
     def __init__(self, end: socket.socket, emptied: Callable[[], None], broke: Callable[[str], None]) -> None:
         self._socket = end
         self._emptied = emptied
         self._broke = broke
-        self._kept = bytearray()
-
-    @property
-    def is_empty(self) -> bool:
-        """True while the peer takes all that is sent."""
-        return not self._kept
+        self.kept = bytearray()
 
     def send(self, data: bytes) -> None:
         """Send it after what is kept."""
-        if self._kept:
-            self._kept += data
-            if len(self._kept) > MAX_UNREAD_BYTES:
+        if self.kept:
+            self.kept += data
+            if len(self.kept) > MAX_UNREAD_BYTES:
                 self._broke("its process does not read its answers")
             return
         sent = self._try(data)
         if 0 <= sent < len(data):
-            self._kept += memoryview(data)[sent:]
+            self.kept += memoryview(data)[sent:]
             asyncio.get_running_loop().add_writer(self._socket, self._writable)
 
     def close(self) -> None:
         """Drop what is kept, and whoever it would tell: a lane and its outbox know each other, and their buffers would
         else wait for a full pass of the collector."""
-        if self._kept:
-            self._kept.clear()
+        if self.kept:
+            self.kept.clear()
             asyncio.get_running_loop().remove_writer(self._socket)
         self._emptied, self._broke = _nobody, _nobody_told
 
     def _writable(self) -> None:
-        sent = self._try(self._kept)
+        sent = self._try(self.kept)
         if sent < 0:
             return
-        del self._kept[:sent]
-        if not self._kept:
+        del self.kept[:sent]
+        if not self.kept:
             asyncio.get_running_loop().remove_writer(self._socket)
             self._emptied()
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.call import Call
+from cachesvc.flows.core import Core
 from cachesvc.flows.publish import publish_many
 from cachesvc.flows.recycle import recycle_many
 from cachesvc.flows.release import release_many
 from cachesvc.flows.stock import extend_many
-from cachesvc.service.node import Node
 from cachesvc.wire.columns import GROW, IN_ORDER, ODD, PUBLISH, RECYCLE, RELEASE, Column, StepColumns, pack_answer
 
 _FLOWS: dict[Column, Callable[..., None]] = {
@@ -34,44 +34,44 @@ class Spot(NamedTuple):
 class ColumnRun:
     """How far the columns of a step have come, and what their entries were answered. ``answer`` is written by ``end``.
 
-    ``numbers``: for each column the answers so far, ODD where they are still to come or take more than a number.
+    ``column``: the first that has entries left; None where all have been looked at. ``numbers``: for each column the
+    answers so far, ODD where they are still to come or take more than a number.
     """
 
     def __init__(self, columns: StepColumns, answer: cache_pb2.StepColumnsAnswer) -> None:
         self.columns = columns
         self.answer = answer
-        self.numbers: dict[Column, list[int]] = {column: [] for column in IN_ORDER}
-        self._data: dict[Column, Any] = dict(zip(IN_ORDER, columns[1:], strict=True))
-        self._entries = {column: len(data[0]) for column, data in self._data.items()}
+        self.column: Column | None = None
+        self.numbers: dict[Column, list[int]] = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}
+        self._data: tuple[Any, ...] = columns[1:]
         self._starts = {GROW: columns.growth.starts, PUBLISH: columns.publishes.starts}
         self._at = 0
+        self._look_on()
 
-    @property
-    def column(self) -> Column | None:
-        """The first column that has entries left; None where all have been looked at."""
-        while self._at < len(IN_ORDER):
-            column = IN_ORDER[self._at]
-            if len(self.numbers[column]) < self._entries[column]:
-                return column
-            self._at += 1
-        return None
-
-    def go_on(self, node: Node, call: Call, column: Column, left: int, held: Collection[int]) -> bool:
-        """Carry out the next entries of a column, of ``left`` blocks and one at least, as long as they are straight and
-        their sequences are not ``held``. False where one is not: it is the next.
+    def go_on(self, core: Core, call: Call, left: int, held: Collection[int]) -> bool:
+        """Carry out the next entries of the column, of ``left`` blocks and one at least, as long as they are straight
+        and their sequences are not ``held``. False where one is not: it is the next.
 
         Raises what has broken the next entry.
         """
-        numbers = self.numbers[column]
-        entries = self._cut(column, len(numbers), left)
-        node.run_of(call.model.id, _FLOWS[column], node.core, call, self._data[column], entries, numbers, held)
-        return len(numbers) == entries.stop
+        assert self.column is not None
+        numbers, data = self.numbers[self.column], self._data[self._at]
+        first, last = len(numbers), len(data[0])
+        if self.blocks(self.column, first, last) > left:
+            last = self._cut(self.column, first, left)
+        _FLOWS[self.column](core, call, data, range(first, last), numbers, held)
+        is_straight = len(numbers) == last
+        self._look_on()
+        return is_straight
 
-    def leave(self, column: Column) -> Spot:
+    def leave(self) -> Spot:
         """The next entry is not carried out here."""
-        numbers = self.numbers[column]
+        assert self.column is not None
+        numbers = self.numbers[self.column]
         numbers.append(ODD)
-        return Spot(column, len(numbers) - 1)
+        spot = Spot(self.column, len(numbers) - 1)
+        self._look_on()
+        return spot
 
     def odd(self, spot: Spot) -> cache_pb2.OperationResult:
         """Where to put an answer that takes more than a number."""
@@ -86,9 +86,19 @@ class ColumnRun:
         """Every entry has its answer."""
         pack_answer(self.numbers, self.answer)
 
-    def _cut(self, column: Column, first: int, left: int) -> range:
-        last = min(first + max(left, 1), self._entries[column])
+    def _cut(self, column: Column, first: int, left: int) -> int:
+        """Where ``left`` blocks end, one entry on at least."""
         starts = self._starts.get(column)
+        last = first + max(left, 1)
         if starts is not None:
             last = min(last, max(bisect_right(starts, starts[first] + left) - 1, first + 1))
-        return range(first, last)
+        return last
+
+    def _look_on(self) -> None:
+        """Find the column that has entries left."""
+        for at in range(self._at, len(IN_ORDER)):
+            column = IN_ORDER[at]
+            if len(self.numbers[column]) < len(self._data[at][0]):
+                self._at, self.column = at, column
+                return
+        self._at, self.column = len(IN_ORDER), None

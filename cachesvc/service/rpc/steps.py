@@ -14,6 +14,7 @@ in the order of the request. Nothing waits beyond the step's own deadline, and w
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +37,6 @@ from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
-from cachesvc.wire.convert import cells_to_proto, pack_numbers
 from cachesvc.wire.limits import check_fields
 
 TURN_BLOCKS = 256
@@ -71,7 +71,7 @@ class StepRun:
         self._operations = request.operations
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
-        self._results = [self._response.results.add() for _ in self._operations]
+        self._results = [self._response.results.add() for _ in self._operations] if self._operations else []
         self._columns: ColumnRun | None = None
         self._device: DevicePlace | None = None
         self._next = 0
@@ -89,9 +89,12 @@ class StepRun:
         if self._targets:
             check_stock(self._dispatcher.node.core, call.lease, self._targets)
         if self._request.HasField("columns"):
-            columns = read_columns(self._request.columns, call.lease.groups)
-            self._columns = ColumnRun(columns, self._response.columns)
-            self._response.columns.SetInParent()
+            answer = self._response.columns
+            answer.SetInParent()
+            self._columns = ColumnRun(read_columns(self._request.columns, call.lease.groups), answer)
+        return self._dispatcher.node.run(self._begin, call)
+
+    def _begin(self, call: Call) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         self._take_turn(call)
         if not self._is_through:
             return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
@@ -105,10 +108,11 @@ class StepRun:
         return self._end(call)
 
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
+        node = self._dispatcher.node
         while not self._is_through:
             await asyncio.sleep(0)
-            with self._dispatcher.node.loop_watch.watching(self._ask.method):
-                self._take_turn(None)
+            with node.loop_watch.watching(self._ask.method):
+                node.run(self._take_turn, None)
         if self._parked:
             try:
                 place.wait()
@@ -116,7 +120,7 @@ class StepRun:
                 self._give_up_waiting(full)
         if self._parked:
             await asyncio.gather(*(self._wait_out(parked, behind) for parked, behind in self._parked))
-        return self._end(None)
+        return node.run(self._end, None)
 
     @property
     def _is_through(self) -> bool:
@@ -127,8 +131,10 @@ class StepRun:
         """Apply what comes next, or put it behind what waits of its sequence. ``call``: as looked up just now."""
         left = TURN_BLOCKS
         if (columns := self._columns) is not None:
-            while left > 0 and (column := columns.column) is not None:
-                left -= self._take_entries(columns, column, left, call)
+            while left > 0 and columns.column is not None:
+                left -= self._take_entries(columns, columns.column, left, call)
+        if not self._operations:
+            return
         last = min(self._next + max(left, 0) // OPERATION_BLOCKS, len(self._operations))
         while self._next < last:
             self._next += 1
@@ -138,24 +144,25 @@ class StepRun:
     def _take_entries(self, columns: ColumnRun, column: Column, left: int, call: Call | None) -> int:
         """Apply the next entries of a column up to the first that is not straight, and that one as an operation.
         Returns the blocks that they count for."""
-        first = len(columns.numbers[column])
-        is_straight, broken = False, False
+        name, numbers = OPERATION_NAMES[column], columns.numbers[column]
+        first = len(numbers)
+        is_straight = False
         if not self._is_broken:
             try:
                 call = call or self._dispatcher.resolve(self._ask)
-                is_straight = columns.go_on(self._dispatcher.node, call, column, left, self._behind)
+                is_straight = columns.go_on(self._dispatcher.node.core, call, left, self._behind)
             except CacheError:
                 is_straight = False  # as an operation it is told why
-            except Exception:  # noqa: BLE001 - the root of an entry
-                broken = True
-                self._break(columns.leave(column), OPERATION_NAMES[column])
-        last = len(columns.numbers[column])
-        self._count(OPERATION_NAMES[column], OK, last - first - broken)
-        if is_straight or broken:
-            return columns.blocks(column, first, last)
-        if self._enter(columns.leave(column), call):
-            return TURN_BLOCKS
-        return columns.blocks(column, first, last) + OPERATION_BLOCKS
+            except Exception as broken:  # noqa: BLE001 - the root of an entry
+                self._count(name, OK, len(numbers) - first)
+                self._distrust(broken)
+                self._break(columns.leave(), name)
+                return OPERATION_BLOCKS
+        self._count(name, OK, len(numbers) - first)
+        blocks = columns.blocks(column, first, len(numbers))
+        if is_straight:
+            return blocks
+        return TURN_BLOCKS if self._enter(columns.leave(), call) else blocks + OPERATION_BLOCKS
 
     def _enter(self, spot: Spot, call: Call | None) -> bool:
         """Apply an operation, or have it wait, or put it behind one of its sequence that waits. True where it has taken
@@ -259,6 +266,12 @@ class StepRun:
         self._result(spot).error.CopyFrom(refusal(error))
         self._count(name, error.code.value)
 
+    def _distrust(self, broken: Exception) -> None:
+        """What one of the step's own flows has left half-done is not served."""
+        lease = self._ask.lease
+        if lease is not None:
+            self._dispatcher.node.distrust(lease.model, f"{type(broken).__name__}: {broken}")
+
     def _break(self, spot: Spot, name: str) -> None:
         """A defect, from within its ``except``: nothing of this step is carried out any more."""
         self._is_broken = True
@@ -280,15 +293,18 @@ class StepRun:
     def _end(self, call: Call | None) -> cache_pb2.StepResponse:
         if self._columns is not None:
             self._columns.end()
+        response = self._response
         if self._targets and not self._is_broken:
-            self._response.stock.extend(cells_to_proto(self._fill_stock(call)))
+            for cells in self._fill_stock(call):
+                pages, generations = array("i", cells.pages).tobytes(), array("I", cells.generations).tobytes()
+                response.stock.add(group=cells.group, pages=pages, generations=generations)
         if self._device is not None:
             free, evictable = room_left(self._device)
-            self._response.free_pages = pack_numbers(free)
-            self._response.evictable_pages = pack_numbers(evictable)
+            response.free_pages = array("I", free).tobytes()
+            response.evictable_pages = array("I", evictable).tobytes()
         for key, count in self._counts.items():
             self._all_counts[key] = self._all_counts.get(key, 0) + count
-        return self._response
+        return response
 
     def _fill_stock(self, call: Call | None) -> tuple[GroupCells, ...]:
         """Pages for the stock; none is no error. What was applied counts: a lease that was lost meanwhile is told by
@@ -297,12 +313,12 @@ class StepRun:
         try:
             call = call or self._dispatcher.resolve(self._ask)
             allowed = self._targets if quotas is None else quotas.cap_stock(call, self._targets)
-            node = self._dispatcher.node
             member = member_of(self._request.request_id)
-            return node.run_of(call.model.id, refill_stock, node.core, call, allowed, member)
+            return refill_stock(self._dispatcher.node.core, call, allowed, member)
         except CacheError:
             return ()
-        except Exception:  # noqa: BLE001 - the root of the refill: the operations have their results
+        except Exception as broken:  # noqa: BLE001 - the root of the refill: the operations have their results
+            self._distrust(broken)
             self._dispatcher.broke(f"{self._ask.method}/stock", self._ask.lease)
             return ()
 

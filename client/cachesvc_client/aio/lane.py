@@ -80,9 +80,9 @@ class AsyncLane(LaneEnd):
                 self._send(encode_cancel(tag))
         return answer
 
-    def send_step(self, request: StepRequest, inbox: AsyncInbox, sent: SentSteps, metadata: Metadata) -> None:
+    def send_step(self, request: StepRequest, inbox: AsyncInbox, sent: SentSteps) -> None:
         """Send a step whose answer goes to ``inbox``; where the lane has ended ``wait`` tells."""
-        if frame := self._encode_step(request, inbox, sent, metadata):
+        if frame := self._encode_step(request, inbox, sent):
             self._send(frame)
 
     async def wait(self, inbox: AsyncInbox, timeout_s: float | None) -> bool:

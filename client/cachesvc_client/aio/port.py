@@ -240,11 +240,11 @@ class LaneSteps:
         self.metadata = metadata
         self._lane = lane
         self._inbox = AsyncInbox()
-        self._sent = SentSteps()
+        self._sent = SentSteps(metadata)
 
     def put(self, request: cache_pb2.StepRequest) -> None:
         """Send a step after those before it."""
-        self._lane.send_step(request, self._inbox, self._sent, self.metadata)
+        self._lane.send_step(request, self._inbox, self._sent)
 
     async def get(self, deadline_s: float | None) -> Any:
         """The next answer, how the stream ended, or None at the deadline."""

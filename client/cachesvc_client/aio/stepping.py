@@ -136,13 +136,15 @@ class AsyncStepStream:
         """As ``submit_columns``; collect the answer later."""
         self._require_open()
         self._calls.connection.maker.check()
-        await self._prepare(batch)
+        if batch is not None or not self._is_ready:
+            await self._prepare(batch)
+            self._require_open()
         self._book.require_room()
         sends_keys = None if publish is None else len(publish) == 3 and len(publish[2]) > 0
         if batch is not None and None not in (sends_keys, batch.sends_keys) and sends_keys != batch.sends_keys:
             raise InvalidRequest("a step publishes with the keys of all blocks, or of none: use two")
         part = columns.record.part(grow, publish, recycle, release)
-        return AsyncPendingColumns(partial(self._collect, self._enter(batch, part)), part)
+        return AsyncPendingColumns(partial(self._collect, self._put(self._book.enter(batch, part))), part)
 
     async def tell(self) -> None:
         """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
@@ -176,18 +178,28 @@ class AsyncStepStream:
         """Take in answers until that of ``step`` has come; its results."""
         limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + limit_s
-        attempts = Attempts(self._calls.connection.retries, deadline_s)
+        attempts: Attempts | None = None
         while not step.is_answered:
             if self._line is None:
                 raise InvalidRequest("this step was sent on a stream that was closed")
             answer = await self._line.get(deadline_s)
             if isinstance(answer, cache_pb2.StepResponse):
-                await self._take(answer)
+                if answer.HasField("error"):
+                    await self._take_refusal(answer)
+                else:
+                    self._book.answer(answer)
             elif answer is None:
                 raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
             else:
+                attempts = attempts or Attempts(self._calls.connection.retries, deadline_s)
                 await self._renew(attempts, answer)
         return step.outcome()
+
+    @property
+    def _is_ready(self) -> bool:
+        """True where a step can be sent by the way that it should take."""
+        line = self._line
+        return line is not None and line.is_lane and not (self._calls.connection.wants_lane or self._book.is_full)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -219,25 +231,29 @@ class AsyncStepStream:
             self._line = None
             await line.close()
 
-    def _enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
+    def _enter(self, batch: StepBatch[Any] | None) -> SentStep:
         self._require_open()
         self._calls.connection.maker.check()
-        step = self._book.enter(batch, part)
+        self._book.require_room()
+        return self._put(self._book.enter(batch))
+
+    def _put(self, step: SentStep) -> SentStep:
         if self._line is None:
             self._open_line()
         else:
             self._line.put(step.sent)
         return step
 
-    async def _take(self, answer: cache_pb2.StepResponse) -> None:
-        """Take in an answer. One that does not know the lease may be another daemon's."""
-        if answer.HasField("error") and isinstance(unknown := error_of(answer.error), NotFound):
+    async def _take_refusal(self, answer: cache_pb2.StepResponse) -> None:
+        """Take in a refusal of a step. One that does not know the lease may be another daemon's."""
+        refusal = error_of(answer.error)
+        if isinstance(refusal, NotFound):
             try:
-                await self._calls.connection.judge(unknown)
+                await self._calls.connection.judge(refusal)
             except CacheClientError as gone:
                 self._book.refuse(gone)
                 return
-        self._book.answer(answer)
+        self._book.refuse_one(answer.request_id, refusal)
 
     async def _renew(self, attempts: Attempts, failure: grpc.RpcError) -> None:
         """The stream broke: open it again and send what has no answer under the same ids, or give up."""

@@ -18,7 +18,7 @@ from cachesvc.model.words import NO_PAGE
 from cachesvc_client.errors import Conflict, InvalidRequest, LimitExceeded
 from cachesvc_client.keys import PackedKeys, packed
 from cachesvc_client.records.batches import Recorded
-from cachesvc_client.records.columns_part import ColumnsPart, Counts, Growing, Publishing
+from cachesvc_client.records.columns_part import NOBODY, ColumnsPart, Counts, Growing, Publishing
 from cachesvc_client.records.launches import Due
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
@@ -157,7 +157,7 @@ class ColumnsRecord(Generic[H]):
         if grow is not None:
             growth = self._check_growth(*(grow if isinstance(grow, tuple) else (grow, None)))
         publishing = self._check_publish(*publish) if publish is not None else None
-        ending = self._slots(release) if release is not None else _NOBODY
+        ending = self._slots(release) if release is not None else NOBODY
         if recycle is not None:
             self._hold_windows(self._slots(recycle[0]), np.asarray(recycle[1], np.int64))
         growing, self.untold = self.untold, []
@@ -165,7 +165,9 @@ class ColumnsRecord(Generic[H]):
             growing.append(self._grow(*growth))
         if publishing is not None:
             self.asked[publishing.slots] = publishing.upto
-        part = ColumnsPart(self, growing, publishing, *self._due(), ending, self._lease.launches.pending(None))
+        recycled, tokens = self._due() if self._windows else (NOBODY, _NOTHING)
+        launch = self._lease.launches.pending(None) if release is not None else 0
+        part = ColumnsPart(self, growing, publishing, recycled, tokens, ending, launch)
         self.parts.append(part)
         part.operations = self._give_back_spares() if self._with_spares else []
         return part
@@ -181,7 +183,7 @@ class ColumnsRecord(Generic[H]):
                 raise InvalidRequest("a sequence grows by at least 1 block")
         before = self.blocks[at]
         after = before + more
-        if np.count_nonzero(after > self.max_blocks):
+        if total and after[after.argmax()] > self.max_blocks:  # argmax alone of its kind passes no Python
             raise LimitExceeded.from_message(f"a row has {self.max_blocks} blocks; make the columns longer")
         if self._lease.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
@@ -222,14 +224,15 @@ class ColumnsRecord(Generic[H]):
         first = self.asked[at]
         counts = last - first
         total = len(at)
-        if np.count_nonzero(counts == 1) < total:
+        if total and not counts[counts.argmin()] == counts[counts.argmax()] == 1:
             total = int(counts.sum())
             if int(counts.min()) < 1:
                 raise InvalidRequest("publish goes on from where it was asked for last, by at least 1 block")
         chain = packed(keys) if len(keys) else _NO_KEYS
         if len(chain) not in (0, total * KEY_BYTES):
             raise InvalidRequest(f"{len(chain)} bytes of keys for {total} blocks: only new ones' are wanted")
-        if not len(chain) and np.count_nonzero(last > self.known[at]):
+        lacking = last - self.known[at] if total and not len(chain) else _NOTHING
+        if len(lacking) and lacking[lacking.argmax()] > 0:
             raise InvalidRequest("publish needs the keys of blocks that Match was not told")
         return Publishing(at, first, last, counts, total, chain)
 
@@ -241,8 +244,6 @@ class ColumnsRecord(Generic[H]):
         """Slots and computed tokens of which no launch under way needs more; the newest of each slot."""
         completed = self._lease.launches.completed
         due = [held for held in self._windows if held[0] <= completed]
-        if not due:
-            return _NOBODY, _NOTHING
         self._windows = [held for held in self._windows if held[0] > completed]
         newest: dict[int, int] = {}
         for _, slots, tokens, ids in due:
@@ -349,5 +350,4 @@ class ColumnsRecord(Generic[H]):
 
 _Growth = tuple[Indices, npt.NDArray[np.int32], Counts, Counts, int]
 _NO_KEYS = memoryview(b"")
-_NOBODY = np.empty(0, np.intp)
 _NOTHING = np.empty(0, np.int64)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells
-from cachesvc.wire.columns import GROW, NOT_TOLD, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc.wire.columns import GROW, IN_ORDER, NOT_TOLD, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.errors import CacheClientError, DaemonFault, error_of
 from cachesvc_client.records.entries import Entry, Grow, Publish, Recycle, Release
 from cachesvc_client.records.lease_record import LeaseRecord
@@ -22,6 +22,11 @@ from cachesvc_client.wire.methods import Operation
 Indices = npt.NDArray[np.intp]
 Numbers = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Told = dict[Column, npt.NDArray[np.uint32]]
+"""The answers of each column."""
+NO_COUNTS = (0, 0, 0, 0)
+NOBODY: Indices = np.empty(0, np.intp)
+NO_NUMBERS = np.empty(0, np.uint32)
 
 
 class Growing(NamedTuple):
@@ -97,8 +102,8 @@ class ColumnsAnswer(NamedTuple):
 
 class ColumnsPart:
     """Entries of one step by arrays. ``operations``: spares that are given back with it. ``odd``: answers that are more
-    than numbers, once it was answered. ``launch``: what releases wait for, 0 for nothing; those that wait are no
-    entries, and their slots are free once the step was answered."""
+    than numbers, once it was answered. ``counts``: entries of each column. ``launch``: what releases wait for, 0 for
+    nothing; those that wait are no entries, and their slots are free once the step was answered."""
 
     def __init__(
         self,
@@ -117,9 +122,12 @@ class ColumnsPart:
         self._publishing = publishing
         self._recycled = recycled
         self._tokens = tokens
-        self._ending = ending[:0] if launch else ending
-        self._leaving = ending if launch else ending[:0]
+        self._ending = NOBODY if launch else ending
+        self._leaving = ending if launch else NOBODY
         self._launch = launch
+        grown = len(growing[0].slots) if len(growing) == 1 else sum([len(each.slots) for each in growing])
+        published = 0 if publishing is None else len(publishing.slots)
+        self.counts = grown, published, len(recycled), len(self._ending)
 
     @property
     def sends_keys(self) -> bool | None:
@@ -135,17 +143,14 @@ class ColumnsPart:
         yield self._ending
         yield self._leaving
 
-    def count(self, column: Column) -> int:
-        """Entries of a column."""
-        return sum([len(each.slots) for each in self._growing]) if column == GROW else len(self._slots(column))
-
     def add_to(self, message: cache_pb2.StepColumns) -> None:
         """Put the entries behind those of the message."""
         ids = self._columns.ids
         for growing in self._growing:
             before = len(message.grow_sequences) >> 3
             message.grow_sequences += ids[growing.slots].tobytes()
-            message.grow_counts = _with_counts(message.grow_counts, before, growing.more, growing.total)
+            if growing.total != len(growing.slots) or message.grow_counts:
+                message.grow_counts = _with_counts(message.grow_counts, before, growing.more)
             for group, (pages, generations) in enumerate(growing.taken):
                 grow = message.grow.add(group=group) if group == len(message.grow) else message.grow[group]
                 grow.pages += pages.tobytes()
@@ -154,7 +159,8 @@ class ColumnsPart:
             before = len(message.publish_sequences) >> 3
             message.publish_sequences += ids[publishing.slots].tobytes()
             message.publish_first += publishing.first.tobytes()
-            message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts, publishing.total)
+            if publishing.total != len(publishing.slots) or message.publish_counts:
+                message.publish_counts = _with_counts(message.publish_counts, before, publishing.counts)
             if len(publishing.keys):
                 message.publish_keys += bytes(publishing.keys)
         if len(self._recycled):
@@ -169,21 +175,20 @@ class ColumnsPart:
                 told = tokens.clip(-1, NOT_TOLD).astype(np.uint32)  # -1 becomes NOT_TOLD
                 message.release_output_tokens = (message.release_output_tokens or nobody) + told.tobytes()
 
-    def take(self, numbers: dict[Column, list[int]], odd: dict[tuple[Column, int], Any], lease: LeaseRecord) -> None:
+    def take(self, numbers: Told, odd: dict[tuple[Column, int], Any], lease: LeaseRecord) -> None:
         """Take the answers in: plain ones by the column, then the ``odd`` ones entry by entry."""
         columns = self._columns
         columns.parts.remove(self)
         first = 0
         for growing in self._growing:
             told = numbers[GROW][first : first + len(growing.slots)]
-            if told != growing.after.tolist():
-                for entry, number in enumerate(told):
+            if told.tobytes() != growing.after.astype(np.uint32).tobytes():
+                for entry, number in enumerate(told.tolist()):
                     if number != ODD:
                         self._entry(GROW, first + entry, lease).plain(number)
             first += len(growing.slots)
         if (publishing := self._publishing) is not None:
-            sealed = np.array(numbers[PUBLISH], np.int64)
-            slots, upto = publishing.slots, publishing.upto
+            slots, upto, sealed = publishing.slots, publishing.upto, numbers[PUBLISH]
             if odd:
                 plain = sealed != ODD
                 slots, sealed, upto = slots[plain], sealed[plain], upto[plain]
@@ -191,31 +196,32 @@ class ColumnsPart:
             if len(publishing.keys):  # else they were known
                 columns.known[slots] = np.maximum(columns.known[slots], upto)
         if len(self._recycled):
-            plain = np.array(numbers[RECYCLE], np.int64) != ODD
+            plain = numbers[RECYCLE] != ODD
             columns.clear_windows(self._recycled[plain], self._tokens[plain])
         for (column, index), result in sorted(odd.items(), key=_spot) if odd else ():
             self._take_odd(column, index, result, lease)
-        for index, number in enumerate(numbers[RELEASE]):
+        for index, number in enumerate(numbers[RELEASE].tolist()):
             if number != ODD:
                 self._released(int(self._ending[index]), number, lease)
-        for slot in self._leaving.tolist():
+        for slot in self._leaving.tolist() if self._launch else ():
             columns.end_later(slot, self._launch)
 
     def tell_again(self) -> None:
         """The step was refused as a whole: its growth is told by the next."""
         self._columns.untold = self._growing + self._columns.untold
         self._growing = []
+        self.counts = 0, *self.counts[1:]
 
     def fail(self, error: CacheClientError, lease: LeaseRecord) -> None:
         """No answer comes."""
         self._columns.parts.remove(self)
-        for column in (GROW, PUBLISH, RECYCLE, RELEASE):
-            for index in range(self.count(column)):
+        for column, count in zip(IN_ORDER, self.counts, strict=True):
+            for index in range(count):
                 self._fail(column, index, error, lease)
 
     def _slots(self, column: Column) -> Indices:
         if column == PUBLISH:
-            return self._publishing.slots if self._publishing is not None else self._recycled[:0]
+            return self._publishing.slots if self._publishing is not None else NOBODY
         return self._recycled if column == RECYCLE else self._ending
 
     def _take_odd(self, column: Column, index: int, result: cache_pb2.OperationResult, lease: LeaseRecord) -> None:
@@ -277,8 +283,6 @@ _spot = itemgetter(0)
 _CALLS = {GROW: "grow", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
 
 
-def _with_counts(known: bytes, before: int, counts: Counts, total: int) -> bytes:
-    """A column of counts with some more, of ``total`` and 1 at least; empty while all are 1."""
-    if not known and total == len(counts):
-        return known
+def _with_counts(known: bytes, before: int, counts: Counts) -> bytes:
+    """A column of counts, which is empty while all are 1, with some more."""
     return (known or np.ones(before, np.uint32).tobytes()) + counts.astype(np.uint32).tobytes()

@@ -174,8 +174,7 @@ class LeaseRecord:
 
     def next_request_id(self) -> int:
         """A request_id above all before it."""
-        with self._lock:
-            return next(self._request_ids)
+        return next(self._request_ids)  # in one step, of whichever thread
 
     def address(self, operation: Operation[Any]) -> None:
         """Put the lease and a fresh request_id into a request that is to be sent by itself."""

@@ -6,9 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from kvcache.v1 import cache_pb2
 
-from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, Column
+from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc.wire.convert import unpack_numbers
 from cachesvc_client.errors import (
     CacheClientError,
@@ -19,8 +20,8 @@ from cachesvc_client.errors import (
     error_of,
 )
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns_part import ColumnsPart
-from cachesvc_client.records.entries import Entry, Grow, Release, in_order, pack_entries
+from cachesvc_client.records.columns_part import NO_COUNTS, NO_NUMBERS, ColumnsPart, Told
+from cachesvc_client.records.entries import Entry, Grow, Release, pack_entries
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.wire.methods import HELD, Operation
@@ -53,7 +54,7 @@ class SentStep:
         assert self.is_answered
         if self.error is not None:
             raise self.error
-        return [self.results.get(id(asked), 0) for asked in self.asked]
+        return [self.results.get(id(asked), 0) for asked in self.asked] if self.asked else []
 
     def all(self) -> list[Operation[Any] | Entry]:
         """Everything that was sent."""
@@ -61,16 +62,23 @@ class SentStep:
 
 
 class StepBook:
-    """The steps of one lease that have no answer yet, oldest first; answers come in the order of the requests.
-
-    ``free_pages``, ``evictable_pages``: of each group, as of the last answer; empty before the first.
-    """
+    """The steps of one lease that have no answer yet, oldest first; answers come in the order of the requests."""
 
     def __init__(self, lease: LeaseRecord) -> None:
         self.under_way: deque[SentStep] = deque()
-        self.free_pages: tuple[int, ...] = ()
-        self.evictable_pages: tuple[int, ...] = ()
+        self._free_pages = b""
+        self._evictable_pages = b""
         self._lease = lease
+
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """Of each group, as of the last answer; empty before the first."""
+        return tuple(unpack_numbers(self._free_pages))
+
+    @property
+    def evictable_pages(self) -> tuple[int, ...]:
+        """As ``free_pages``."""
+        return tuple(unpack_numbers(self._evictable_pages))
 
     @property
     def has_untold(self) -> bool:
@@ -85,60 +93,59 @@ class StepBook:
     def require_room(self) -> None:
         """Raises LimitExceeded, LeaseLost, AlreadyClosed where no step can be sent."""
         self._lease.check()
-        if self.is_full:
+        if len(self.under_way) >= STEPS_UNDER_WAY:
             raise LimitExceeded.from_message(
                 f"{len(self.under_way)} steps are under way; collect the results of the first"
             )
 
     def enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
-        """Number a batch and put the growth of sequences before it, and releases that waited for launches.
-
-        Raises LimitExceeded, LeaseLost, AlreadyClosed.
-        """
-        self.require_room()
+        """Number a batch and put the growth of sequences before it, and releases that waited for launches. There is
+        room: see ``require_room``."""
         lease = self._lease
         asked = batch.asked if batch is not None else []
-        grown = [record for record in lease.growing.values() if record.growth]
-        lease.growing.clear()
-        held = [each.owner for each in asked if isinstance(each, Operation) and each.method is HELD]
-        ended = lease.take_ended([each.owner for each in asked])
-        lease.ending += [record for record in held if isinstance(record, SequenceRecord)]
-        entries = in_order(
-            [
-                *(Grow(record, record.take_growth(), record.blocks) for record in grown),
-                *(Release(record, lease.stock) for record in ended),
-                *(each for each in asked if not isinstance(each, Operation)),
-            ]
-        )
-        operations = [each for each in asked if isinstance(each, Operation) and each.method is not HELD]
-        operations += part.operations if part is not None else []
+        entries: dict[Column, list[Any]] = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}
+        operations: list[Operation[Any]] = []
+        ended: list[SequenceRecord] = []
+        if lease.growing:
+            grown = [record for record in lease.growing.values() if record.growth]
+            lease.growing.clear()
+            entries[GROW] = [Grow(record, record.take_growth(), record.blocks) for record in grown]
+        if lease.ending:
+            ended = lease.take_ended([each.owner for each in asked])
+            entries[RELEASE] = [Release(record, lease.stock) for record in ended]
+        for each in asked:
+            if not isinstance(each, Operation):
+                entries[each.column].append(each)
+            elif each.method is not HELD:
+                operations.append(each)
+            elif isinstance(each.owner, SequenceRecord):
+                lease.ending.append(each.owner)
+        request = cache_pb2.StepRequest(lease_id=lease.id, request_id=lease.next_request_id())
+        if lease.stock is not None:
+            request.stock_pages.extend(lease.stock.targets)
         groups = len(lease.registration.layout.groups)
-        request = cache_pb2.StepRequest(
-            lease_id=lease.id,
-            request_id=lease.next_request_id(),
-            operations=[_as_message(operation) for operation in operations],
-            stock_pages=lease.stock.targets if lease.stock is not None else (),
-        )
         if any(entries.values()):
             request.columns.CopyFrom(pack_entries(entries, groups))
         if part is not None:
             part.add_to(request.columns)
+            operations += part.operations
+        if operations:
+            request.operations.extend(map(_as_message, operations))
         sent = request if lease.has_columns else without_columns(request, groups)
         step = SentStep(request, sent, asked, entries, operations, ended, part)
-        for each in step.all():
-            if isinstance(each.owner, SequenceRecord):
-                each.owner.steps += 1
+        if asked or ended or operations or entries[GROW]:
+            for sent_one in step.all():
+                if isinstance(sent_one.owner, SequenceRecord):
+                    sent_one.owner.steps += 1
         self.under_way.append(step)
         return step
 
     def answer(self, response: cache_pb2.StepResponse) -> None:
         """Take in the answer of the oldest step."""
-        step = self.under_way.popleft() if self.under_way else None
-        if step is None or step.request.request_id != response.request_id:
-            raise DaemonFault(f"an answer came for step {response.request_id}, which is not the next one")
         if response.HasField("error"):
-            self._refuse(step, error_of(response.error))
+            self.refuse_one(response.request_id, error_of(response.error))
             return
+        step = self._next(response.request_id)
         if len(response.results) != len(step.sent.operations):
             self._end(step, DaemonFault(f"{len(response.results)} results for {len(step.sent.operations)} operations"))
             return
@@ -150,20 +157,25 @@ class StepBook:
             self._end(step, fault)
             return
         if response.free_pages:
-            self.free_pages = tuple(unpack_numbers(response.free_pages))
-            self.evictable_pages = tuple(unpack_numbers(response.evictable_pages))
+            self._free_pages, self._evictable_pages = response.free_pages, response.evictable_pages
         if self._lease.stock is not None:
             for cells in response.stock:
                 self._lease.stock.add_packed(cells.group, cells.pages, cells.generations)
         for column, entries in step.entries.items():
-            for index, (entry, number) in enumerate(zip(entries, numbers[column], strict=False)):
-                result = odd.get((column, index))
+            if not entries:
+                continue
+            for index, (entry, number) in enumerate(zip(entries, numbers[column].tolist(), strict=False)):
+                result = odd.get((column, index)) if odd else None
                 self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
         if step.part is not None:
-            step.part.take(*_behind(step.entries, numbers, odd), self._lease)
-        for operation, message in zip(step.operations, response.results, strict=True):
-            self._keep(step, operation, _take(operation, message))
-        self._hold_again(step)
+            if any(step.entries.values()):
+                numbers, odd = _behind(step.entries, numbers, odd)
+            step.part.take(numbers, odd, self._lease)
+        if step.operations:
+            for operation, message in zip(step.operations, response.results, strict=True):
+                self._keep(step, operation, _take(operation, message))
+        if step.ended:
+            self._hold_again(step)
         step.is_answered = True
 
     def refuse(self, error: CacheClientError) -> None:
@@ -171,8 +183,10 @@ class StepBook:
         while self.under_way:
             self._end(self.under_way.popleft(), error)
 
-    def _refuse(self, step: SentStep, error: CacheClientError) -> None:
-        """The daemon refused a step before it did any of it: the growth that it told of is told by the next one."""
+    def refuse_one(self, request_id: int, error: CacheClientError) -> None:
+        """The daemon refused the oldest step before it did any of it: the growth that it told of is told by the next
+        one."""
+        step = self._next(request_id)
         if not isinstance(error, LeaseLost):
             for entry in step.entries[GROW]:
                 entry.owner.growth = entry.cells + entry.owner.growth
@@ -182,6 +196,13 @@ class StepBook:
             if step.part is not None:
                 step.part.tell_again()
         self._end(step, error)
+
+    def _next(self, request_id: int) -> SentStep:
+        """The oldest step, which is answered now. Raises DaemonFault where it is another one's answer."""
+        step = self.under_way.popleft() if self.under_way else None
+        if step is None or step.request.request_id != request_id:
+            raise DaemonFault(f"an answer came for step {request_id}, which is not the next one")
+        return step
 
     def _keep(self, step: SentStep, asked: Operation[Any] | Entry, result: Any) -> None:
         step.results[id(asked)] = result
@@ -213,29 +234,26 @@ class StepBook:
 
 
 Odd = dict[tuple[Column, int], cache_pb2.OperationResult]
+_ODD_BYTES = ODD.to_bytes(4, "little")
 
 
-def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[dict[Column, list[int]], Odd]:
+def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[Told, Odd]:
     """The numbers of each column, and the results of entries that are more than a number. Raises DaemonFault."""
     odd = {(each.column, each.index): each.result for each in answer.odd}
-    numbers: dict[Column, list[int]] = {}
-    for column, entries in step.entries.items():
-        raw = getattr(answer, ANSWER_FIELDS[column])
-        wanted = len(entries) + (0 if step.part is None else step.part.count(column))
-        told = numbers[column] = unpack_numbers(raw) if raw else []
+    numbers: Told = {}
+    counts = NO_COUNTS if step.part is None else step.part.counts
+    for (column, entries), count in zip(step.entries.items(), counts, strict=True):
+        raw, wanted = getattr(answer, ANSWER_FIELDS[column]), len(entries) + count
+        told = numbers[column] = np.frombuffer(raw, np.uint32) if raw and len(raw) % 4 == 0 else NO_NUMBERS
         if len(told) != wanted:
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
-        if ODD in told and any(number == ODD and (column, at) not in odd for at, number in enumerate(told)):
+        if _ODD_BYTES in raw and any((column, at) not in odd for at in np.flatnonzero(told == ODD).tolist()):
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has entries without an answer")
     return numbers, odd
 
 
-def _behind(
-    entries: dict[Column, list[Any]], numbers: dict[Column, list[int]], odd: Odd
-) -> tuple[dict[Column, list[int]], Odd]:
+def _behind(entries: dict[Column, list[Any]], numbers: Told, odd: Odd) -> tuple[Told, Odd]:
     """The answers to what came behind the entries."""
-    if not any(entries.values()):
-        return numbers, odd
     first = {column: len(mine) for column, mine in entries.items()}
     rest = {column: told[first[column] :] for column, told in numbers.items()}
     return rest, {(column, at - first[column]): each for (column, at), each in odd.items() if at >= first[column]}

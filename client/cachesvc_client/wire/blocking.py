@@ -225,12 +225,12 @@ class LaneSteps:
         self.metadata = metadata
         self._lane = lane
         self._inbox = Inbox()
-        self._sent = SentSteps()
+        self._sent = SentSteps(metadata)
 
     def put(self, request: cache_pb2.StepRequest) -> None:
         """Send a step after those before it."""
         try:
-            self._lane.send_step(request, self._inbox, self._sent, self.metadata)
+            self._lane.send_step(request, self._inbox, self._sent)
         except grpc.RpcError as failure:  # whoever waits for the answer is told
             log.debug("step_unsent why=%s", failure)
 

@@ -89,11 +89,11 @@ class BlockingLane(LaneEnd):
             self.leave(inbox)
             raise late()
 
-    def send_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps, metadata: Metadata) -> None:
+    def send_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> None:
         """Send a step whose answer goes to ``inbox``; where the lane has ended ``wait`` tells."""
         if self.why_broken:
             return
-        if frame := self._encode_step(request, inbox, sent, metadata):
+        if frame := self._encode_step(request, inbox, sent):
             self._send(frame, SEND_S)
 
     def wait(self, inbox: Inbox, deadline_s: float) -> bool:
@@ -194,7 +194,7 @@ class BlockingLane(LaneEnd):
             if self.why_broken:
                 raise self._broke()
             try:
-                sent = self._try_send(memoryview(data))
+                sent = self._try_send(data)
                 if sent < len(data):
                     self._send_rest(memoryview(data)[sent:], time.monotonic() + timeout_s)
             except OSError as error:
@@ -204,7 +204,7 @@ class BlockingLane(LaneEnd):
                 self.end("sending was interrupted")
                 raise
 
-    def _try_send(self, data: memoryview) -> int:
+    def _try_send(self, data: bytes | memoryview) -> int:
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

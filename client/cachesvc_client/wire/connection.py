@@ -104,15 +104,19 @@ class Connection:
 
     async def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
-        attempts = Attempts(self.retries, time.monotonic() + timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        attempts: Attempts | None = None
         headers = trace_headers()
         while True:
             self.check()
-            await self.keep_lane()
+            if self.wants_lane:
+                await self.keep_lane()
             used = self.proof.metadata
+            left_s = timeout_s if attempts is None else attempts.left_s(time.monotonic())
             try:
-                return await self.port.call(method, request, attempts.left_s(time.monotonic()), (*headers, *used))
+                return await self.port.call(method, request, left_s, (*headers, *used) if headers else used)
             except grpc.RpcError as failure:
+                attempts = attempts or Attempts(self.retries, deadline_s)
                 if self.proof.renew(failure, used):
                     continue
                 await self.judge(failure)
@@ -146,10 +150,15 @@ class Connection:
         except grpc.RpcError as failure:
             raise self.gone() from failure
 
+    @property
+    def wants_lane(self) -> bool:
+        """True while ``keep_lane`` has something to do, now or after a while."""
+        return self._may_lane and not (self.port.has_lane and self._lane_proof == self.proof.metadata)
+
     async def keep_lane(self) -> None:
         """Have a lane that proves itself by what calls do now, where the daemon gives one: without it they go by
         gRPC. One that broke is made anew after a while."""
-        if not self._may_lane or (self.port.has_lane and self._lane_proof == self.proof.metadata):
+        if not self.wants_lane:
             return
         now_s = time.monotonic()
         if self._lane_again_s is None:  # it has just been seen to be broken
@@ -173,7 +182,7 @@ class Connection:
     def check(self) -> None:
         """Raises DaemonUnavailable or AlreadyClosed where nothing can be asked here any more."""
         self.maker.check()
-        if self.lost.is_set():
+        if self.life.lost.is_set():
             raise self.gone()
 
     async def judge(self, failure: grpc.RpcError | CacheClientError) -> None:

@@ -46,7 +46,7 @@ class Maker:
 
     def check(self) -> None:
         """Raises UsedAfterFork in any other process."""
-        if self.is_elsewhere:
+        if os.getpid() != self._pid:
             raise UsedAfterFork(
                 f"this handle of process {self._pid} was used in process {os.getpid()}, which was forked from it; "
                 "connect after the fork, with a client of its own"

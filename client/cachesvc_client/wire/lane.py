@@ -41,6 +41,7 @@ KEPT_FOR_STEPS = 4
 ENDS_STREAM = frozenset({"INTERNAL", ErrorCode.UNAUTHENTICATED.value})
 """Refusals of a Step that gRPC has for its whole stream."""
 
+_STEP = METHODS["Step"]
 _STATUSES = {code.value: status for code, status in GRPC_CODES.items()}
 
 
@@ -89,22 +90,21 @@ class LaneEnd:
             self._inboxes.pop(tag, None)
             inbox.tags.discard(tag)
 
-    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps, metadata: Metadata) -> bytes:
+    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> bytes:
         """A step as a frame; empty for one that is too large, which has its refusal in the inbox."""
-        tag = self._enter(inbox)
-        sent.sent(tag, request)
-        try:
-            return encode_call(METHODS["Step"], tag, request, None, metadata)
-        except grpc.RpcError as too_large:
-            error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(too_large)))
-            self._leave(inbox, (tag,))
-            inbox.came.append(Frame(METHODS["Step"], ERROR, 0, tag, error.SerializeToString()))
-            return b""
+        tag, body = self._enter(inbox), request.SerializeToString()
+        sent.ids[tag] = request.request_id
+        if len(body) <= MAX_MESSAGE_BYTES:
+            return encode(_STEP, 0, 0, tag, body, sent.traceparent)
+        error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(_too_large(body))))
+        self._leave(inbox, (tag,))
+        inbox.came.append(Frame(_STEP, ERROR, 0, tag, error.SerializeToString()))
+        return b""
 
     def _hand_out(self, mine: Inbox | None) -> bool:
         """Give what has come to those who wait for it; True where some of it is not ``mine``. Raises LimitExceeded."""
         is_others = False
-        while (frame := self._reader.next()) is not None:
+        while self._reader.end and (frame := self._reader.next()) is not None:
             inbox = self._inboxes.pop(frame.tag, None)
             if inbox is not None:  # else its caller has given it up
                 inbox.tags.discard(frame.tag)
@@ -126,11 +126,9 @@ def encode_call(number: int, tag: int, request: Any, timeout_s: float | None, me
     """A call as a frame. Raises grpc.RpcError for one that is too large."""
     body = request.SerializeToString()
     if len(body) > MAX_MESSAGE_BYTES:
-        raise failure(
-            grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message larger than max ({len(body)} vs. {MAX_MESSAGE_BYTES} bytes)"
-        )
+        raise _too_large(body)
     units = 0 if timeout_s is None else min(int(timeout_s / DEADLINE_UNIT_S) + 1, MOST_DEADLINE)
-    return encode(number, 0, units, tag, body, _traceparent(metadata))
+    return encode(number, 0, units, tag, body, _traceparent(metadata) if metadata else "")
 
 
 def encode_cancel(tag: int) -> bytes:
@@ -164,6 +162,12 @@ def read_answer(method: Method[Any, Any], frame: Frame) -> Any:
         raise failure(grpc.StatusCode.INTERNAL, f"the answer is not a message of {method.name}") from unread
 
 
+def _too_large(body: bytes) -> grpc.RpcError:
+    """As gRPC refuses to send it."""
+    why = f"a message larger than max ({len(body)} vs. {MAX_MESSAGE_BYTES} bytes)"
+    return failure(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
+
 def late() -> grpc.RpcError:
     """No answer in time."""
     return failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
@@ -184,18 +188,15 @@ def failure(status: grpc.StatusCode, details: str) -> grpc.RpcError:
 
 
 class SentSteps:
-    """The steps of one stream by tag: an answer that is a refusal has to name the request."""
+    """The steps of one stream: their ``ids`` by tag, for an answer that is a refusal has to name the request."""
 
-    def __init__(self) -> None:
-        self._ids: dict[int, int] = {}
-
-    def sent(self, tag: int, request: StepRequest) -> None:
-        """A step is on its way."""
-        self._ids[tag] = request.request_id
+    def __init__(self, metadata: Metadata) -> None:
+        self.ids: dict[int, int] = {}
+        self.traceparent = _traceparent(metadata)
 
     def read(self, frame: Frame) -> StepResponse | grpc.RpcError:
         """An answer as the stream of gRPC has it: a refused step is an answer, unless it ends the stream."""
-        request_id = self._ids.pop(frame.tag)
+        request_id = self.ids.pop(frame.tag)
         if frame.flags & ERROR:
             error = OperationError.FromString(frame.body)
             return refused(error) if error.code in ENDS_STREAM else StepResponse(request_id=request_id, error=error)
