@@ -24,8 +24,8 @@ from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.swap.costs import H100_COSTS, LinkCosts
 from cachesvc.swap.movers import Inside
-from cachesvc.swap.planner import H100_COSTS, LinkCosts
 from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing

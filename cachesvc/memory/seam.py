@@ -34,10 +34,12 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """Copies that belong together; when they have all landed the timeline word becomes ``word_value``."""
+    """Copies that belong together; when they have all landed the timeline word becomes ``word_value``. ``size_bytes``:
+    what they add up to, where whoever made them knows that they are sane."""
 
     copies: CopyBatch
     word_value: int | None = None
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class CopyJob:
     may plan as little ahead. Raising ends the job with what was raised.
     ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
     On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
-    ``begun(seconds)`` is told the backend's clock when the first slice starts, under a lock: it may note it, no more.
+    ``begun(seconds)`` is told once the first slice was started, and when, by the backend's clock; before ``done``.
     ``size_bytes``: of all copies, for the arbiter's shares; None: they are added up, and so all planned at once.
     """
 

@@ -26,7 +26,7 @@ from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
-from cachesvc.swap.planner import H100_COSTS, LinkCosts
+from cachesvc.swap.costs import H100_COSTS, LinkCosts
 from cachesvc.telemetry.events import start_logging
 
 SWITCH_SECONDS = 0.0002

@@ -24,8 +24,8 @@ from cachesvc.mover import records
 from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
+from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.movers import Inside, RankEnd
-from cachesvc.swap.planner import LinkCosts
 
 log = logging.getLogger(__name__)
 

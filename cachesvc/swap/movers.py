@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 from cachesvc.memory.seam import Backend, CopyJob, DeviceMemory, Timeline
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
-from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
+from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.planner import GroupMove, Pool, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Inside:
         costs: LinkCosts | None = None,
         on_begin: Callable[[int, float], None] | None = None,
     ) -> None:
-        """``on_begin``: told a ticket and the time when a job's first slice is started, under a lock."""
+        """``on_begin``: told a ticket once its job's first slice was started, and when."""
         self._backend = backend
         self._costs = costs or LinkCosts()
         self._timelines: dict[str, Timeline] = {}

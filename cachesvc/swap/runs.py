@@ -13,8 +13,10 @@ from cachesvc.model.transfer import Direction
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The pairs of a move, and where each lies (without a plane's own offset and stride)."""
+    """The pairs of a move, and where each lies (without a plane's own offset and stride). ``length``: of every run, or
+    0 where they differ."""
 
+    length: int
     lengths: Int64s
     starts: Int64s
     device_page: Int64s  # counted from the first page of its extent
@@ -33,10 +35,15 @@ class Runs:
         """Pairs ``[first, stop)`` alone. A run that reaches beyond is cut."""
         if stop - first == self.pages:
             return self
-        inner = self.starts[np.searchsorted(self.starts, first, "right") : np.searchsorted(self.starts, stop, "left")]
-        starts = np.concatenate(([first], inner)) - first
+        if self.length == 1:
+            starts, lengths = self.starts[: stop - first], self.lengths[: stop - first]
+        else:
+            within = np.searchsorted(self.starts, first, "right"), np.searchsorted(self.starts, stop, "left")
+            starts = np.concatenate(([first], self.starts[within[0] : within[1]])) - first
+            lengths = np.diff(starts, append=stop - first)
         return Runs(
-            np.diff(starts, append=stop - first),
+            _common(lengths),
+            lengths,
             starts,
             self.device_page[first:stop],
             self.device_offset[first:stop],
@@ -66,11 +73,17 @@ def runs_of(
     written = step if direction is Direction.LOAD else np.diff(np.sort(theirs))
     if not written.all():
         raise InvalidRequest("a transfer names the same destination page twice")
-    is_next = (step == 1) & (theirs[1:] - theirs[:-1] == 1)
-    is_next &= (our_extent[1:] == our_extent[:-1]) & (their_extent[1:] == their_extent[:-1])
-    starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next))) if len(ours) else np.empty(0, np.int64)
+    is_next = step == 1
+    if is_next.any():
+        is_next &= theirs[1:] - theirs[:-1] == 1
+        is_next &= (our_extent[1:] == our_extent[:-1]) & (their_extent[1:] == their_extent[:-1])
+        starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next)))
+        lengths = np.diff(starts, append=len(ours))
+    else:
+        starts, lengths = np.arange(len(ours)), np.ones(len(ours), np.int64)
     return Runs(
-        lengths=np.diff(starts, append=len(ours)),
+        length=_common(lengths),
+        lengths=lengths,
         starts=starts,
         device_page=ours - device.firsts[our_extent],
         device_offset=device.offsets[our_extent],
@@ -82,6 +95,10 @@ def runs_of(
 
 
 _FIRST = np.array([True])
+
+
+def _common(lengths: Int64s) -> int:
+    return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 0
 
 
 def _power(number: int) -> int:

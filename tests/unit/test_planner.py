@@ -19,7 +19,8 @@ from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import Geometry, PlaneSpan, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
-from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
+from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.planner import GroupMove, Pool, plan
 
 Bytes = npt.NDArray[np.uint8]
 FREE_COPIES = LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0)

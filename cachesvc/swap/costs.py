@@ -1,0 +1,57 @@
+"""What copies cost on a link, for the planner: measured by calibration, or these defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+SINGLE_LOST_US = 0.08
+"""Of the link, with each of a call's single rows: 1D batches reach 0.87 of it at 32 KiB, 0.96 at 64 (H100, 2026-11)."""
+KEPT_FIGURES = 1 << 12
+ByWidth = tuple[tuple[int, float], ...]
+"""A figure for rows of each of some widths in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """What copies cost on a link. The defaults fit an H100 on PCIe 5 x16, measured 2026-11.
+
+    ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
+    link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).
+    Infinite: it is a copy like others. ``singles_us``: what was measured of it, from the call to the last byte: copies
+    of narrow rows are limited by the link's other end. ``min_efficiency``: a layered load takes the smallest step that
+    is estimated to reach this part of what the best one would. ``row_ns``: nanoseconds of rows that were measured.
+    ``per_slice_us``: what the processor takes for a step beside its copies; a shorter step keeps the link waiting.
+    """
+
+    per_copy_us: float = 3.1
+    per_row_ns: float = 30.0
+    bytes_per_us: float = 54_700.0
+    per_step_us: float = 2.6
+    max_pitch_bytes: int = (1 << 31) - 1
+    min_efficiency: float = 0.90
+    per_single_us: float = math.inf
+    row_ns: ByWidth = ()
+    singles_us: ByWidth = ()
+    per_slice_us: float = 100.0
+
+    def row_us(self, width: int) -> float:
+        """What a row costs beside its bytes: as was measured for the next width, or ``per_row_ns``."""
+        return _next_width(self.row_ns or ((width, self.per_row_ns),), width) / 1e3
+
+    def single_us(self, width: int) -> float:
+        """What a copy of one row costs beside its bytes' own time."""
+        if math.isinf(self.per_single_us):
+            return self.per_copy_us + self.row_us(width)
+        taken_us = _next_width(self.singles_us or ((width, self.per_single_us),), width)
+        return max(SINGLE_LOST_US, taken_us - width / self.bytes_per_us)
+
+
+@lru_cache(maxsize=KEPT_FIGURES)
+def _next_width(figures: ByWidth, width: int) -> float:
+    return min(figures, key=lambda figure: abs(math.log(figure[0] / width)))[1]
+
+
+H100_COSTS = LinkCosts(per_single_us=0.65)
+"""With the driver's call for single rows (CUDA 12.8 and later), where nothing was measured."""
