@@ -50,6 +50,7 @@ class CopyThread:
         self._errors: dict[int, Exception] = {}
         self._jobs: dict[int, CopyJob] = {}
         self._begun: set[int] = set()  # those of which slices may be on their way
+        self._fresh: float | None = None  # when the next slice was given out, where it is a job's first
         self.errand: Errand | None = None
         self._hangs = ""
         self._over = threading.Event()
@@ -168,8 +169,9 @@ class CopyThread:
                 if len(self._on_way) >= self._runner.depth:
                     return None, None, []
                 piece = self._arbiter.pop(self._direction, now)
-                if piece is not None:
+                if piece is not None and id(piece.job) not in self._begun:
                     self._begun.add(id(piece.job))
+                    self._fresh = now
                 if piece is not None or self._on_way:
                     return piece, None, []
                 until = self._arbiter.next_time(self._direction, now)
@@ -196,10 +198,18 @@ class CopyThread:
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             self.errand = None
+            self._tell_begun(piece.job)
             self._settle(piece, failure)
         else:
             self.errand = None
             self._on_way.append((piece, started))
+            self._tell_begun(piece.job)
+
+    def _tell_begun(self, job: CopyJob) -> None:
+        """After the slice was started: whoever is told may wake other processes, and the link waits for no one."""
+        began, self._fresh = self._fresh, None
+        if began is not None and job.begun is not None:
+            job.begun(began)
 
     def _land_oldest(self) -> None:
         piece, started = self._on_way.popleft()
