@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 SINGLE_LOST_US = 0.08
 """Of the link, with each of a call's single rows: 1D batches reach 0.87 of it at 32 KiB, 0.96 at 64 (H100, 2026-11)."""
@@ -46,6 +47,56 @@ class LinkCosts:
             return self.per_copy_us + self.row_us(width)
         taken_us = _next_width(self.singles_us or ((width, self.per_single_us),), width)
         return max(SINGLE_LOST_US, taken_us - width / self.bytes_per_us)
+
+
+class Figures(Protocol):
+    """What calibration measured, by the names of ``LinkCosts``."""
+
+    @property
+    def load_bytes_per_us(self) -> float:
+        """Host -> device."""
+
+    @property
+    def per_copy_us(self) -> float:
+        """As of LinkCosts."""
+
+    @property
+    def per_row_ns(self) -> float:
+        """As of LinkCosts."""
+
+    @property
+    def per_step_us(self) -> float:
+        """As of LinkCosts."""
+
+    @property
+    def max_pitch_bytes(self) -> int:
+        """As of LinkCosts."""
+
+    @property
+    def per_single_us(self) -> float:
+        """As of LinkCosts."""
+
+    @property
+    def row_ns(self) -> ByWidth:
+        """As of LinkCosts."""
+
+    @property
+    def singles_us(self) -> ByWidth:
+        """As of LinkCosts."""
+
+
+def costs_of(figures: Figures) -> LinkCosts:
+    """What plans cost on a link that was measured."""
+    return LinkCosts(
+        per_copy_us=figures.per_copy_us,
+        per_row_ns=figures.per_row_ns,
+        bytes_per_us=figures.load_bytes_per_us,
+        per_step_us=figures.per_step_us,
+        max_pitch_bytes=figures.max_pitch_bytes,
+        per_single_us=figures.per_single_us,
+        row_ns=figures.row_ns,
+        singles_us=figures.singles_us,
+    )
 
 
 @lru_cache(maxsize=KEPT_FIGURES)

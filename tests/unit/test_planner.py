@@ -341,6 +341,16 @@ def test_narrow_planes_are_followed_layer_by_layer_where_single_rows_are_cheap()
     assert sum(len(step.copies) for step in steps) == 1024 * 64
 
 
+def test_rows_so_narrow_that_they_are_slow_alone_say_nothing_of_wider_ones() -> None:
+    """8 KiB take 2.2 us each, by the link's other end, and 32 KiB take 0.7, by the processor (H100)."""
+    costs = LinkCosts(per_copy_us=2.5, per_single_us=0.7, singles_us=((8 << 10, 2.2), (32 << 10, 0.7)))
+    pages = [int(p) for p in np.random.default_rng(3).permutation(4000)[:1024]]
+    for heads, height in ((8, 1), (2, 2)):
+        layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
+        steps = planned(whole_pools(layout, pages, list(range(0, 2048, 2))), 32, 1, costs)
+        assert {int(row) for step in steps for row in step.copies[:, 5]} == {height}
+
+
 def test_whole_blocks_of_narrow_planes_stay_pitched() -> None:
     layout = gqa(layers=32, kv_heads=1, head_dim=128, block_tokens=16)  # 4 KiB
     (step,) = planned(whole_pools(layout, [5, 1, 9], [0, 2, 4]), 32, 0, LinkCosts(per_single_us=0.65))
