@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import mmap
 import socket
 import statistics
 import subprocess
@@ -212,7 +213,8 @@ def link_table(uuid: str) -> None:
     gpu = gpu_by_uuid(uuid)
     gpu.start()
     size_bytes = 1 << 30
-    host = np.ones(size_bytes, np.uint8)
+    host = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    host[:] = 1
     device = gpu.allocate(size_bytes, vmm=False)
     gpu.register_host(host.ctypes.data, size_bytes)
     queue = gpu.queue()
