@@ -104,8 +104,9 @@ def serve_noted(fd: int, device: str, path: str, *, is_free: bool) -> None:
     note = {name: partial(stamps.note, number) for number, name in enumerate(NAMES)}
     if is_free:
         vars(shm)["run_copies"] = vars(shm)["yield_to_callers"] = lambda *_: None
+        shm.ShmRunner.only_queues = True
     noted(ring.Reader, "wait", None, note["mover woke"])
-    noted(movers.Inside, "submit", note["job read"], note["job queued"])
+    noted(movers.Inside, "submit_here", note["job read"], note["job queued"])
     noted(copy_thread.CopyThread, "_cut", note["thread took it"], note["slice cut"])
     for runner in (shm.ShmRunner, cuda_queue.CudaRunner):
         noted(runner, "submit", note["slice begun"], note["slice begun, back"])

@@ -68,6 +68,7 @@ class CudaRunner:
     """Queues slices on one stream."""
 
     depth = SLICES_ON_WAY
+    only_queues = True
 
     def __init__(
         self,

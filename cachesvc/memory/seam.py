@@ -80,13 +80,15 @@ class Slice:
 
 
 class SliceRunner(Protocol):
-    """Executes the slices of one direction on one device, in the order of their start. Used by one thread alone."""
+    """Executes the slices of one direction on one device, in the order of their start. Used by one thread at a time."""
 
     depth: int
     """Slices that may be on their way at a time."""
+    only_queues: bool
+    """True where ``submit`` copies nothing by itself, so that any thread may call it that has the stream to itself."""
 
     def begin(self) -> None:
-        """Called first, on the thread that makes all other calls. What it raises fails every job."""
+        """Called first, on the thread that waits. What it raises fails every job."""
 
     def submit(self, piece: Slice) -> object:
         """Start a slice and its word. Raises what broke: then nothing of this slice is on its way."""
@@ -138,6 +140,10 @@ class CopyStream(Protocol):
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job; returns at once. Raises Unavailable after ``close``, LimitExceeded."""
+
+    def submit_here(self, job: CopyJob) -> None:
+        """As ``submit``; but where the stream has nothing to do the first slices are planned and started by this very
+        thread, for as long as the driver takes: it need not wake another one first."""
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end."""

@@ -46,27 +46,35 @@ class Ring:
         self.size_bytes = size_bytes
         self._view = map_memfd(fd, HEAD_BYTES + size_bytes)
         self.words = words_of(self._view[:HEAD_BYTES])
-        self.circle = np.frombuffer(self._view, np.uint8, offset=HEAD_BYTES)
+        self._marks = self._view[:HEAD_BYTES].cast("I")
+        self._circle = self._view[HEAD_BYTES:]
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> Ring:
         """An empty one. Raises OSError."""
         return cls(sealed_memfd(name, HEAD_BYTES + size_bytes), size_bytes)
 
-    def put_bytes(self, at: int, content: npt.NDArray[np.uint8]) -> None:
+    def mark(self, word: int) -> int:
+        """How far a side has come: ``WRITTEN`` or ``READ``."""
+        return self._marks[word]
+
+    def put_bytes(self, at: int, content: bytes) -> None:
         """Copy into the circle, around its end."""
         at %= self.size_bytes
         first = min(len(content), self.size_bytes - at)
-        self.circle[at : at + first] = content[:first]
-        self.circle[: len(content) - first] = content[first:]
+        if first == len(content):
+            self._circle[at : at + first] = content
+            return
+        self._circle[at:] = content[:first]
+        self._circle[: len(content) - first] = content[first:]
 
     def get_bytes(self, at: int, size_bytes: int) -> bytes:
         """Copy out of the circle, around its end."""
         at %= self.size_bytes
         first = min(size_bytes, self.size_bytes - at)
         if first == size_bytes:
-            return self.circle[at : at + first].tobytes()
-        return self.circle[at:].tobytes() + self.circle[: size_bytes - first].tobytes()
+            return bytes(self._circle[at : at + first])
+        return bytes(self._circle[at:]) + bytes(self._circle[: size_bytes - first])
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes with the last reference. Idempotent."""
@@ -80,7 +88,7 @@ class Writer:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._at = int(ring.words[WRITTEN])
+        self._at = ring.mark(WRITTEN)
         self._most = ring.size_bytes // 4
         self._waiting: deque[tuple[bytes, bool]] = deque()
         self._lock = threading.Lock()
@@ -113,7 +121,7 @@ class Writer:
         ring = self._ring
         while True:
             with self._lock:
-                reached = int(ring.words[READ])  # first: the reader may come further meanwhile
+                reached = ring.mark(READ)  # first: the reader may come further meanwhile
                 self._write()
                 if not self._waiting:
                     self._is_pumped = False
@@ -125,9 +133,9 @@ class Writer:
         while self._waiting:
             piece, has_more = self._waiting[0]
             units = -(-(_FRAME.size + len(piece)) // UNIT)
-            if ((self._at + units - int(ring.words[READ])) & CYCLE) * UNIT > ring.size_bytes:
+            if ((self._at + units - ring.mark(READ)) & CYCLE) * UNIT > ring.size_bytes:
                 break
-            ring.put_bytes(self._at * UNIT, np.frombuffer(_FRAME.pack(len(piece), _MORE * has_more) + piece, np.uint8))
+            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more) + piece)
             self._at = (self._at + units) & CYCLE
             self._waiting.popleft()
         if self._at != written:
@@ -139,7 +147,7 @@ class Reader:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._at = int(ring.words[READ])
+        self._at = ring.mark(READ)
         self._parts: list[bytes] = []
         self._is_stopped = False
 
@@ -158,7 +166,7 @@ class Reader:
     def take(self) -> list[bytes]:
         """All whole records that are there, in order."""
         ring, found = self._ring, []
-        written = int(ring.words[WRITTEN])
+        written = ring.mark(WRITTEN)
         while self._at != written:
             size_bytes, flags = _FRAME.unpack(ring.get_bytes(self._at * UNIT, _FRAME.size))
             self._parts.append(ring.get_bytes(self._at * UNIT + _FRAME.size, size_bytes))

@@ -1,8 +1,9 @@
 """A mover at work: memory, words and copies of one device, for the daemon at the other end of a connection.
 
 Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
-without movers has; ends go back by another ring. Everything else is asked on the connection, and answered by the thread
-that serves it. With the end of the connection all is over, in order: nothing here outlives its daemon.
+without movers has, and starts a job's first slices itself where the device is idle; ends go back by another ring.
+Everything else is asked on the connection, and answered by the thread that serves it. With the end of the connection
+all is over, in order: nothing here outlives its daemon.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class _Work:
 
     def _carry_out(self, kind: int, record: bytes) -> None:
         if kind == records.JOB:
-            self._inside.submit(self._listener.job(record))
+            self._inside.submit_here(self._listener.job(record))
             return
         numbers = np.frombuffer(record, np.int64)
         if kind == records.GEOMETRY:

@@ -108,6 +108,10 @@ class SteppedStream:
             raise Unavailable(f"the {self._way.value} stream is closed")
         self._arbiter.push(self._way, job, self._backend.now)
 
+    def submit_here(self, job: CopyJob) -> None:
+        """As ``submit``: nothing moves before its step."""
+        self.submit(job)
+
     def step(self) -> None:
         """Run the next slice; with its last one a job ends."""
         queued = self._arbiter.next_up(self._way, self._backend.now)
