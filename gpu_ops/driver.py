@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
-from gpu_ops.errors import NOT_READY, OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
+from gpu_ops.errors import OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
 
 LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
@@ -180,24 +180,14 @@ class Driver:
         """Raises CudaError, or CudaOutOfMemory."""
         code = self._functions[name](*arguments)
         if code:
-            self._refuse(name, code)
-
-    def ask(self, name: str, *arguments: Any) -> bool:
-        """Call a function that asks whether something is done; True where it is. Raises CudaError."""
-        code = self._functions[name](*arguments)
-        if code not in (0, NOT_READY):
-            self._refuse(name, code)
-        return not code
+            kind = CudaOutOfMemory if code == OUT_OF_MEMORY else CudaError
+            raise kind(name, code, self._text("cuGetErrorName", code), self._text("cuGetErrorString", code))
 
     def number(self, name: str, kind: Any, *arguments: Any) -> int:
         """Call a function whose first argument receives a number; returns it."""
         received = kind()
         self.call(name, ctypes.byref(received), *arguments)
         return int(received.value or 0)
-
-    def _refuse(self, name: str, code: int) -> NoReturn:
-        kind = CudaOutOfMemory if code == OUT_OF_MEMORY else CudaError
-        raise kind(name, code, self._text("cuGetErrorName", code), self._text("cuGetErrorString", code))
 
     def _text(self, name: str, code: int) -> str:
         text = c_char_p()

@@ -8,7 +8,6 @@ CudaError                a call of the driver failed: which, and its code
 from __future__ import annotations
 
 OUT_OF_MEMORY = 2
-NOT_READY = 600
 
 
 class CudaMissing(RuntimeError):

@@ -195,11 +195,6 @@ class Mark:
         with current(self._context) as cuda:
             cuda.call("cuEventSynchronize", self._event)
 
-    def has_come(self) -> bool:
-        """True where the stream has come here. Raises CudaError for what broke on the way."""
-        with current(self._context) as cuda:
-            return cuda.ask("cuEventQuery", self._event)
-
     def close(self) -> None:
         """Give the event back. Idempotent."""
         if self._event:

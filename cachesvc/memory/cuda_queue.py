@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuQueue
-from cachesvc.memory.mapped import sleep_exactly
 from cachesvc.memory.regions import Regions
 from cachesvc.memory.seam import Slice
 from cachesvc.memory.timeline import HostTimeline, Sheet
@@ -17,9 +15,6 @@ from cachesvc.model.futex import WORD_BYTES
 
 SLICES_ON_WAY = 2
 """While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
-LOOK_S, LOOKED_S = 40e-6, 5e-3
-"""A thread that the driver wakes goes on some 0.2 ms late (H100, 2026-11). Where a word moves, for which somebody may
-wait, this one looks by itself so often and so long; a slice takes 0.6 ms. Then the driver wakes it after all."""
 
 
 class CudaSheet(Sheet):
@@ -71,24 +66,15 @@ class CudaRunner:
     only_queues = True
 
     def __init__(
-        self,
-        queue: GpuQueue,
-        timeline: HostTimeline,
-        regions: Callable[[], Regions],
-        health: GpuHealth,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        self, queue: GpuQueue, timeline: HostTimeline, regions: Callable[[], Regions], health: GpuHealth
     ) -> None:
         self._queue = queue
         self._timeline = timeline
         self._regions = regions
         self._health = health
-        self._clock = clock
-        self._sleep = sleep
 
     def begin(self) -> None:
-        """Have this thread's short sleeps be short."""
-        sleep_exactly()
+        """Nothing to do on the thread: calls make the context current by themselves."""
 
     def submit(self, piece: Slice) -> _OnWay:
         """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
@@ -108,8 +94,7 @@ class CudaRunner:
         has broken."""
         assert isinstance(started, _OnWay)
         try:
-            if started.word is None or not self._sees(started.mark):
-                started.mark.wait()
+            started.mark.wait()
         except RuntimeError as error:
             self._settle(error)
             raise
@@ -117,15 +102,6 @@ class CudaRunner:
             started.mark.close()
         if started.word is not None:
             self._timeline.wake(started.word)
-
-    def _sees(self, mark: GpuMark) -> bool:
-        """Look whether a slice has landed; False where it is to be waited for."""
-        until = self._clock() + LOOKED_S
-        while not mark.has_come():
-            if self._clock() >= until:
-                return False
-            self._sleep(LOOK_S)
-        return True
 
     def _settle(self, error: RuntimeError) -> None:
         """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""

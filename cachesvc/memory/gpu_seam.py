@@ -42,9 +42,6 @@ class GpuMark(Protocol):
     def wait(self) -> None:
         """Sleep until the queue has come here. Raises RuntimeError for what broke on the way."""
 
-    def has_come(self) -> bool:
-        """True where the queue has come here. Raises RuntimeError for what broke on the way."""
-
     def close(self) -> None:
         """Let it go."""
 

@@ -17,7 +17,6 @@ BACKGROUND_NICENESS = 10
 HUGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
 _MADV_COLLAPSE = 25  # Linux 6.1 and later
-_PR_SET_TIMERSLACK = 29
 _RETRY = (errno.EINTR, errno.EAGAIN)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -107,11 +106,6 @@ def zero(view: memoryview, start: int, size_bytes: int) -> None:
 def _address(view: memoryview, start: int, size_bytes: int) -> int:
     assert 0 <= start <= start + size_bytes <= view.nbytes
     return address_of(view) + start
-
-
-def sleep_exactly() -> None:
-    """Let this thread's sleeps end when they are to, and not up to 50 us later. Best effort."""
-    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def yield_to_callers() -> None:

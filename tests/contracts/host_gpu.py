@@ -162,9 +162,5 @@ class HostMark:
     def wait(self) -> None:
         self._gpu.call("wait")
 
-    def has_come(self) -> bool:
-        self._gpu.call("wait")
-        return True
-
     def close(self) -> None:
         self._gpu.held["mark"] -= 1
