@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -130,19 +131,6 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
 
         return prepare
 
-    def singles(width: int) -> Callable[[int], Callable[[], None]]:
-        def prepare(repeat: int) -> Callable[[], None]:
-            copies = _pitched(ground, width, 1, repeat)
-            calls = [copies[at : at + SINGLES_CALL_BYTES // width] for at in _starts(len(copies), width)]
-
-            def work() -> None:
-                for call in calls:
-                    loads.copy(call)
-
-            return work
-
-        return prepare
-
     def both(repeat: int) -> Callable[[], None]:
         half = MOVED_BYTES // 2
         works = flat(loads, half)(repeat), flat(stores, half, half)(repeat)
@@ -165,7 +153,7 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
     tall_us = {width: _timed(queues, pitched(width, TALL_ROWS)) for width in widths}
     rows = {width: _rows_of(width) for width in widths}
     short_us = _timed(queues, pitched(ROW_BYTES, SHORT_ROWS))
-    single_us = {width: _timed(queues, singles(width)) / _rows_of(width) for width in _single_widths(loads)}
+    single_us = _singles_us(queues, ground)
     beyond = {width: max(0.0, tall_us[width] - rows[width] * width / rate) / rows[width] for width in widths}
     beyond_short = max(beyond[ROW_BYTES], short_us / rows[ROW_BYTES] - ROW_BYTES / rate)
     # a row of a copy of h costs copy / h + row, for h of SHORT_ROWS and of TALL_ROWS
@@ -187,12 +175,23 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
     )
 
 
-def _single_widths(queue: CopyQueue) -> tuple[int, ...]:
-    return SINGLE_WIDTHS if queue.takes_singles else ()
+def _singles_us(queues: tuple[CopyQueue, CopyQueue], ground: _Ground) -> dict[int, float]:
+    """What each of many single rows takes, by width; nothing where they are copies like others."""
+    loads = queues[0]
 
+    def prepare(width: int, repeat: int) -> Callable[[], None]:
+        copies = _pitched(ground, width, 1, repeat)
+        rows = SINGLES_CALL_BYTES // width
+        calls = [copies[at : at + rows] for at in range(0, len(copies), rows)]
 
-def _starts(copies: int, width: int) -> range:
-    return range(0, copies, SINGLES_CALL_BYTES // width)
+        def work() -> None:
+            for call in calls:
+                loads.copy(call)
+
+        return work
+
+    widths = SINGLE_WIDTHS if loads.takes_singles else ()
+    return {width: _timed(queues, partial(prepare, width)) / _rows_of(width) for width in widths}
 
 
 def _rows_of(width: int) -> int:

@@ -152,8 +152,11 @@ class Reader:
         self._is_stopped = False
 
     def wait(self) -> bool:
-        """Sleep until something is there that was not read; False once it was stopped."""
+        """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
+        with now: the writer is told here, and not before it is carried out, which begins at once."""
         words, target = self._ring.words, self._at + 1
+        if self._ring.mark(READ) != self._at:
+            store_and_wake(words, READ, self._at)
         while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + LOOK_S):
             pass
         return not self._is_stopped
@@ -174,5 +177,4 @@ class Reader:
             if not flags & _MORE:
                 found.append(b"".join(self._parts))
                 self._parts.clear()
-        store_and_wake(ring.words, READ, self._at)
         return found

@@ -97,10 +97,10 @@ def plan(
     runs = [
         runs_of(move.device.table, move.host.table, move.device_pages, move.host_pages, direction) for move in moves
     ]
-    present = sorted({layer for move in moves for layer in move.device.geometry.layers})
+    present = _layers_of(moves)
     if layers_per_step != 0 and present and present[0] > 0:  # layers that nothing is moved for are there at once
         yield CopyStep(_NONE, (base + present[0]) & WORD_MASK)
-    memos: list[_Memo] = [{} for _ in moves]
+    memos: list[_Memo | None] = [None if layers_per_step == 0 else {} for _ in moves]  # one step uses nothing again
     is_first, room, at = True, 1.0, 0  # room: what of the part is not used yet
     for size in _step_sizes(moves, runs, present, layers_per_step, costs):
         chunk, at = present[at : at + size], at + size
@@ -163,13 +163,16 @@ def _copies(
     pieces: Sequence[tuple[Piece, Piece]],
     runs: Runs,
     pages: tuple[int, int],
-    memo: _Memo,
+    memo: _Memo | None,
     direction: Direction,
     costs: LinkCosts,
 ) -> list[CopyBatch]:
     """Copies of the pieces of a stretch of pages. Pieces that differ in their place alone share a template."""
     batches: list[CopyBatch] = []
     for piece, shape in pieces:
+        if memo is None:
+            batches.append(template(piece, runs.part(*pages), direction, costs))
+            continue
         like = memo.get((shape, pages))
         if like is None:
             like = memo[shape, pages] = template(shape, runs.part(*pages), direction, costs)
@@ -179,6 +182,12 @@ def _copies(
         batch[:, 3] += target
         batches.append(batch)
     return batches
+
+
+def _layers_of(moves: Sequence[GroupMove]) -> Sequence[int]:
+    if len(moves) == 1:
+        return moves[0].device.geometry.layers
+    return sorted({layer for move in moves for layer in move.device.geometry.layers})
 
 
 def _joined(batches: Sequence[CopyBatch]) -> CopyBatch:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.memory.extents import ExtentTable, Int64s
+from cachesvc.memory.extents import ExtentTable, Int64s, Places
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
 
@@ -19,17 +19,13 @@ class Runs:
     length: int
     lengths: Int64s
     starts: Int64s
-    device_page: Int64s  # counted from the first page of its extent
-    device_offset: Int64s
-    device_region: Int64s
-    host_page: Int64s
-    host_offset: Int64s
-    host_region: Int64s
+    device: Places
+    host: Places
 
     @property
     def pages(self) -> int:
         """Pairs."""
-        return len(self.device_page)
+        return len(self.device.page)
 
     def part(self, first: int, stop: int) -> Runs:
         """Pairs ``[first, stop)`` alone. A run that reaches beyond is cut."""
@@ -41,17 +37,8 @@ class Runs:
             within = np.searchsorted(self.starts, first, "right"), np.searchsorted(self.starts, stop, "left")
             starts = np.concatenate(([first], self.starts[within[0] : within[1]])) - first
             lengths = np.diff(starts, append=stop - first)
-        return Runs(
-            _common(lengths),
-            lengths,
-            starts,
-            self.device_page[first:stop],
-            self.device_offset[first:stop],
-            self.device_region[first:stop],
-            self.host_page[first:stop],
-            self.host_offset[first:stop],
-            self.host_region[first:stop],
-        )
+        stretch = slice(first, stop)
+        return Runs(_common(lengths), lengths, starts, self.device.part(stretch), self.host.part(stretch))
 
     def about(self) -> tuple[int, int]:
         """How many runs, and how long they are, as powers of two."""
@@ -66,34 +53,25 @@ def runs_of(
     pages are unpaired, outside of their pool, or written to twice."""
     if len(device_pages) != len(host_pages):
         raise InvalidRequest(f"{len(device_pages)} device pages against {len(host_pages)} host pages")
-    order = np.argsort(device_pages, kind="stable")
+    order = device_pages.argsort(kind="stable")
     ours, theirs = device_pages[order], host_pages[order]
-    our_extent, their_extent = device.locate(ours, "device"), host.locate(theirs, "host")
+    places = device.places(ours, "device"), host.places(theirs, "host")
     step = ours[1:] - ours[:-1]
-    written = step if direction is Direction.LOAD else np.diff(np.sort(theirs))
-    if not written.all():
+    least = int(step.min(initial=_FAR))
+    is_twice = not least if direction is Direction.LOAD else not np.diff(np.sort(theirs)).all()
+    if is_twice:
         raise InvalidRequest("a transfer names the same destination page twice")
-    is_next = step == 1
-    if is_next.any():
-        is_next &= theirs[1:] - theirs[:-1] == 1
-        is_next &= (our_extent[1:] == our_extent[:-1]) & (their_extent[1:] == their_extent[:-1])
-        starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next)))
-        lengths = np.diff(starts, append=len(ours))
-    else:
-        starts, lengths = np.arange(len(ours)), np.ones(len(ours), np.int64)
-    return Runs(
-        length=_common(lengths),
-        lengths=lengths,
-        starts=starts,
-        device_page=ours - device.firsts[our_extent],
-        device_offset=device.offsets[our_extent],
-        device_region=device.regions[our_extent],
-        host_page=theirs - host.firsts[their_extent],
-        host_offset=host.offsets[their_extent],
-        host_region=host.regions[their_extent],
-    )
+    if least > 1:  # no two lie side by side
+        return Runs(int(len(ours) > 0), np.ones(len(ours), np.int64), np.arange(len(ours)), *places)
+    our_extent, their_extent = device.locate(ours, "device"), host.locate(theirs, "host")
+    is_next = (step == 1) & (theirs[1:] - theirs[:-1] == 1)
+    is_next &= (our_extent[1:] == our_extent[:-1]) & (their_extent[1:] == their_extent[:-1])
+    starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next)))
+    lengths = np.diff(starts, append=len(ours))
+    return Runs(_common(lengths), lengths, starts, *places)
 
 
+_FAR = 1 << 62
 _FIRST = np.array([True])
 
 

@@ -76,23 +76,20 @@ def template(piece: Piece, runs: Runs, direction: Direction, costs: LinkCosts) -
 def _upright(piece: Piece, runs: Runs, pages: Int64s | slice, direction: Direction) -> CopyBatch:
     """A copy for each page: as many rows as planes."""
     pitches = (piece.device_pitch, piece.host_pitch) if piece.planes > 1 else (piece.row_width, piece.row_width)
-    rows = _rows(piece, runs, pages, 1, piece.planes, pitches, direction)
-    return rows.reshape(-1, len(COPY_FIELDS))
+    return _rows(piece, runs, pages, (1, piece.planes, pitches), direction)
 
 
 def _singles(piece: Piece, runs: Runs, pages: Int64s | slice, direction: Direction) -> CopyBatch:
     """A copy of one row for each page and plane."""
-    rows = _rows(piece, runs, pages, piece.planes, 1, (piece.row_width, piece.row_width), direction)
-    return rows.reshape(-1, len(COPY_FIELDS))
+    return _rows(piece, runs, pages, (piece.planes, 1, (piece.row_width, piece.row_width)), direction)
 
 
 def _by_blocks(
     piece: Piece, runs: Runs, pages: Int64s, heights: Int64s, direction: Direction, costs: LinkCosts
 ) -> CopyBatch:
     """A copy for each plane of runs that begin at ``pages`` and are as many blocks long."""
-    rows = _rows(piece, runs, pages, piece.planes, 1, (piece.device_stride, piece.host_stride), direction)
-    rows[:, :, 5] = heights[:, None]
-    flat = rows.reshape(-1, len(COPY_FIELDS))
+    flat = _rows(piece, runs, pages, (piece.planes, 1, (piece.device_stride, piece.host_stride)), direction)
+    flat[:, 5] = np.repeat(heights, piece.planes)
     if piece.is_dense:
         whole = flat[:, 4] * flat[:, 5] <= costs.max_pitch_bytes
         flat[whole, 4] *= flat[whole, 5]
@@ -102,25 +99,32 @@ def _by_blocks(
     return flat
 
 
-def _rows(
-    piece: Piece,
-    runs: Runs,
-    pages: Int64s | slice,
-    planes: int,
-    height: int,
-    pitches: tuple[int, int],
-    direction: Direction,
-) -> CopyBatch:
-    """``[pages, planes]`` copies of ``height`` rows, the first ``planes`` planes of each page; ``pitches``: the
-    device's, the host's."""
-    device = runs.device_offset[pages] + runs.device_page[pages] * piece.device_stride + piece.device
-    host = runs.host_offset[pages] + runs.host_page[pages] * piece.host_stride + piece.host
-    ends = ((runs.device_region[pages], device, piece.device_pitch), (runs.host_region[pages], host, piece.host_pitch))
+Shape = tuple[int, int, tuple[int, int]]
+"""Copies a page, rows of each, and their pitches: the device's, the host's."""
+
+
+def _rows(piece: Piece, runs: Runs, pages: Int64s | slice, shape: Shape, direction: Direction) -> CopyBatch:
+    """The copies of each page, a plane after another."""
+    copies, height, pitches = shape
+    device, host = (runs.device, runs.host) if pages is EVERY else (runs.device.part(pages), runs.host.part(pages))
+    ends = (
+        (device.region, device.page * piece.device_stride + (device.offset + piece.device), piece.device_pitch),
+        (host.region, host.page * piece.host_stride + (host.offset + piece.host), piece.host_pitch),
+    )
     if direction is Direction.LOAD:
         ends, pitches = ends[::-1], pitches[::-1]
-    rows = np.empty((len(device), planes, len(COPY_FIELDS)), np.int64)
-    rows[:] = (0, 0, 0, 0, piece.row_width, height, *pitches)
+    rows = np.empty((len(device.page) * copies, len(COPY_FIELDS)), np.int64)
+    rows[:] = _like(piece.row_width, height, pitches)
     for column, (region, place, pitch) in zip((0, 2), ends, strict=True):
-        rows[:, :, column] = region[:, None]
-        rows[:, :, column + 1] = place[:, None] if planes == 1 else place[:, None] + pitch * np.arange(planes)
+        if copies == 1:
+            rows[:, column], rows[:, column + 1] = region, place
+        else:
+            rows[:, column] = region if isinstance(region, int) else region.repeat(copies)
+            rows[:, column + 1] = (place[:, None] + pitch * np.arange(copies)).ravel()
     return rows
+
+
+@lru_cache(maxsize=KEPT_CHOICES)
+def _like(width: int, height: int, pitches: tuple[int, int]) -> CopyBatch:
+    """What is equal in all rows."""
+    return np.array((0, 0, 0, 0, width, height, *pitches), np.int64)
