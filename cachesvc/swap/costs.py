@@ -8,7 +8,12 @@ from functools import lru_cache
 from typing import Protocol
 
 SINGLE_LOST_US = 0.08
-"""Of the link, with each of a call's single rows: 1D batches reach 0.87 of it at 32 KiB, 0.96 at 64 (H100, 2026-11)."""
+"""Of the link, with each of a call's single rows, where nothing was measured: 1D batches reach 0.87 of it at 32 KiB,
+0.96 at 64 (H100, 2026-11)."""
+LEAST_LOST_US = 0.02
+"""Where it was, and less than can be measured was lost: they reach 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
+PROCESSOR_US = 0.7
+"""What the processor takes for one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
 KEPT_FIGURES = 1 << 12
 ByWidth = tuple[tuple[int, float], ...]
 """A figure for rows of each of some widths in bytes."""
@@ -20,8 +25,8 @@ class LinkCosts:
 
     ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
     link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).
-    Infinite: it is a copy like others. ``singles_us``: what was measured of it, from the call to the last byte: copies
-    of narrow rows are limited by the link's other end. ``min_efficiency``: a layered load takes the smallest step that
+    Infinite: it is a copy like others. ``singles_us``: what each was measured to take, bytes and all: copies of narrow
+    rows are limited by the link's other end. ``min_efficiency``: a layered load takes the smallest step that
     is estimated to reach this part of what the best one would. ``row_ns``: nanoseconds of rows that were measured.
     ``per_slice_us``: what the processor takes for a step beside its copies; a shorter step keeps the link waiting.
     """
@@ -39,14 +44,22 @@ class LinkCosts:
 
     def row_us(self, width: int) -> float:
         """What a row costs beside its bytes: as was measured for the next width, or ``per_row_ns``."""
-        return _next_width(self.row_ns or ((width, self.per_row_ns),), width) / 1e3
+        return _next_width(self.row_ns or ((width, self.per_row_ns),), width)[1] / 1e3
 
     def single_us(self, width: int) -> float:
         """What a copy of one row costs beside its bytes' own time."""
         if math.isinf(self.per_single_us):
             return self.per_copy_us + self.row_us(width)
-        taken_us = _next_width(self.singles_us or ((width, self.per_single_us),), width)
-        return max(SINGLE_LOST_US, taken_us - width / self.bytes_per_us)
+        if not self.singles_us:
+            return max(SINGLE_LOST_US, self.per_single_us - width / self.bytes_per_us)
+        measured, taken_us = _next_width(self.singles_us, width)
+        lost_us = taken_us - min(width, measured) / self.bytes_per_us
+        return max(LEAST_LOST_US, lost_us, PROCESSOR_US - width / self.bytes_per_us)
+
+    @property
+    def processor_us(self) -> float:
+        """What the processor takes for a copy of one row."""
+        return self.per_copy_us if math.isinf(self.per_single_us) else PROCESSOR_US
 
 
 class Figures(Protocol):
@@ -100,8 +113,8 @@ def costs_of(figures: Figures) -> LinkCosts:
 
 
 @lru_cache(maxsize=KEPT_FIGURES)
-def _next_width(figures: ByWidth, width: int) -> float:
-    return min(figures, key=lambda figure: abs(math.log(figure[0] / width)))[1]
+def _next_width(figures: ByWidth, width: int) -> tuple[int, float]:
+    return min(figures, key=lambda figure: abs(math.log(figure[0] / width)))
 
 
 H100_COSTS = LinkCosts(per_single_us=0.65)

@@ -24,12 +24,12 @@ from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.pieces import Piece, Same, pieces_of
 from cachesvc.swap.runs import Runs, runs_of
-from cachesvc.swap.templates import KEPT_CHOICES, template, way_of
+from cachesvc.swap.templates import KEPT_CHOICES, When, template, way_of
 
 WORD_MASK = 0xFFFFFFFF
 FIRST_PART_BYTES = 8 << 20
 """What is planned before the first copy starts: long enough to plan the next part meanwhile."""
-FIRST_PART_COPIES = 64
+FIRST_PART_COPIES = 32
 """Or so many, where that is more: a few large copies are planned and submitted as fast as one."""
 PART_COPIES = 2048
 """Of every further part: some 0.2 ms to plan, for which other jobs wait."""
@@ -102,6 +102,7 @@ def plan(
         yield CopyStep(_NONE, (base + present[0]) & WORD_MASK)
     memos: list[_Memo | None] = [None if layers_per_step == 0 else {} for _ in moves]  # one step uses nothing again
     is_first, room, at = True, 1.0, 0  # room: what of the part is not used yet
+    most_bytes = first_bytes  # of it: twice the longest before, for it is submitted while that one is copied
     for size in _step_sizes(moves, runs, present, layers_per_step, costs):
         chunk, at = present[at : at + size], at + size
         batches, size_bytes = list[CopyBatch](), 0
@@ -109,20 +110,26 @@ def plan(
             pieces, first = move.pieces(frozenset(chunk), costs), 0
             page_bytes = sum(piece.planes * piece.row_width for piece, _ in pieces)
             while pieces and first < run.pages:
-                page = _copies_a_page(pieces, run, costs)
-                page = min(page_bytes / first_bytes, page / FIRST_PART_COPIES) if is_first else page / part_copies
+                when = When.FIRST if is_first else When.LATER
+                page = _copies_a_page(pieces, run, costs, when)
+                if is_first:
+                    page = min(page_bytes / first_bytes, page / FIRST_PART_COPIES)
+                else:
+                    page = max(page_bytes / most_bytes, page / part_copies)
                 count = min(run.pages - first, int(room / page))
                 if not count and batches:
                     yield CopyStep(_joined(batches), size_bytes=size_bytes)
+                    most_bytes = max(most_bytes, 2 * size_bytes)
                     batches, size_bytes, is_first, room = [], 0, False, 1.0
                     continue
                 stop = first + max(1, count)
-                batches += _copies(pieces, run, (first, stop), memo, direction, costs)
+                batches += _copies(pieces, run, (first, stop), memo, direction, costs, when)
                 size_bytes += (stop - first) * page_bytes
                 room -= (stop - first) * page
                 first = stop
         word_value = base + (present[at] if at < len(present) else layers)
         yield CopyStep(_joined(batches), word_value & WORD_MASK, size_bytes)
+        most_bytes = max(most_bytes, 2 * size_bytes)
         is_first, room = False, 1.0
 
 
@@ -166,16 +173,17 @@ def _copies(
     memo: _Memo | None,
     direction: Direction,
     costs: LinkCosts,
+    when: When,
 ) -> list[CopyBatch]:
     """Copies of the pieces of a stretch of pages. Pieces that differ in their place alone share a template."""
     batches: list[CopyBatch] = []
     for piece, shape in pieces:
         if memo is None:
-            batches.append(template(piece, runs.part(*pages), direction, costs))
+            batches.append(template(piece, runs.part(*pages), direction, costs, when))
             continue
         like = memo.get((shape, pages))
         if like is None:
-            like = memo[shape, pages] = template(shape, runs.part(*pages), direction, costs)
+            like = memo[shape, pages] = template(shape, runs.part(*pages), direction, costs, when)
         batch = like.copy()
         source, target = (piece.host, piece.device) if direction is Direction.LOAD else (piece.device, piece.host)
         batch[:, 1] += source
@@ -194,10 +202,10 @@ def _joined(batches: Sequence[CopyBatch]) -> CopyBatch:
     return batches[0] if len(batches) == 1 else np.concatenate([_NONE, *batches])
 
 
-def _copies_a_page(pieces: Sequence[tuple[Piece, Piece]], runs: Runs, costs: LinkCosts) -> float:
+def _copies_a_page(pieces: Sequence[tuple[Piece, Piece]], runs: Runs, costs: LinkCosts, when: When) -> float:
     """About how many copies a page takes."""
     _, length = runs.about()
-    return sum(way_of(shape, length, costs)[2] for _, shape in pieces) / length
+    return sum(way_of(shape, length, costs, when)[2] for _, shape in pieces) / length
 
 
 def _smallest_good_step(
@@ -244,7 +252,7 @@ def _lost_us(
         size_bytes = 0
         for (device, host), (count, length) in zip(sides, runs, strict=True):
             for _, shape in pieces_of(device, host, frozenset(present[at : at + size]), costs.max_pitch_bytes):
-                lost_us += count * way_of(shape, length, costs)[1]
+                lost_us += count * way_of(shape, length, costs, When.LATER)[1]
                 size_bytes += count * length * shape.planes * shape.row_width
         lost_us += max(costs.per_step_us, costs.per_slice_us - size_bytes / costs.bytes_per_us)
     return lost_us

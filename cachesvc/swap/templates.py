@@ -9,7 +9,7 @@ What is equal in all rows is written as one row; of each copy only the places ar
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -33,8 +33,16 @@ class Way(IntEnum):
     SINGLES = 2
 
 
+class When(Enum):
+    """What a copy costs beside its bytes' time: before the first byte moves the processor's time too, for which later
+    nobody waits."""
+
+    FIRST = "first"
+    LATER = "later"
+
+
 @lru_cache(maxsize=KEPT_CHOICES)
-def way_of(piece: Piece, length: int, costs: LinkCosts) -> tuple[Way, float, int]:
+def way_of(piece: Piece, length: int, costs: LinkCosts, when: When) -> tuple[Way, float, int]:
     """The cheapest way of a run of so many blocks, its microseconds beyond the bytes' own time, and its copies."""
     row_us, single_us = costs.row_us(piece.row_width), costs.single_us(piece.row_width)
     is_whole = piece.is_dense and length * piece.row_width <= costs.max_pitch_bytes
@@ -48,20 +56,27 @@ def way_of(piece: Piece, length: int, costs: LinkCosts) -> tuple[Way, float, int
         (Way.BY_BLOCKS, piece.planes * flat_us, piece.planes),
         (Way.SINGLES, length * piece.planes * single_us, length * piece.planes),
     )
-    return min(ways, key=lambda way: way[1])
+    if when is When.LATER:
+        return min(ways, key=lambda way: way[1])
+    processor_us = (
+        costs.processor_us if piece.planes == 1 else costs.per_copy_us,
+        costs.processor_us if rows == 1 else costs.per_copy_us,
+        costs.processor_us,
+    )
+    return min(ways, key=lambda way: way[1] + processor_us[way[0]] * way[2])
 
 
-def template(piece: Piece, runs: Runs, direction: Direction, costs: LinkCosts) -> CopyBatch:
+def template(piece: Piece, runs: Runs, direction: Direction, costs: LinkCosts, when: When) -> CopyBatch:
     """Copies of a piece, each run in its cheapest way."""
     if runs.length:
-        way = way_of(piece, runs.length, costs)[0]
+        way = way_of(piece, runs.length, costs, when)[0]
         if way is Way.BY_BLOCKS and runs.length > 1:
             return _by_blocks(piece, runs, runs.starts, runs.lengths, direction, costs)
         return (
             _upright(piece, runs, EVERY, direction) if way is Way.BY_PLANES else _singles(piece, runs, EVERY, direction)
         )
     lengths, kinds = np.unique(runs.lengths, return_inverse=True)
-    ways = np.array([way_of(piece, length, costs)[0] for length in lengths.tolist()])[kinds]
+    ways = np.array([way_of(piece, length, costs, when)[0] for length in lengths.tolist()])[kinds]
     way_of_page = np.repeat(ways, runs.lengths)
     batches = []
     if len(pages := np.flatnonzero(way_of_page == Way.BY_PLANES)):
