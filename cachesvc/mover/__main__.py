@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ def main() -> None:
         print(json.dumps(_gpus()))
         return
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # no pass of the collector looks at what is there for good
     start_logging("info")
     if flags.connected is not None:
         for number in (signal.SIGINT, signal.SIGTERM):  # meant for the daemon, which then hangs up
