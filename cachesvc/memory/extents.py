@@ -67,7 +67,7 @@ class ExtentTable:
         found = self.locate(pages, what)
         if len(self.extents) == 1:
             only = self.extents[0]
-            return Places(pages - only.first_page if only.first_page else pages, only.offset, only.region)
+            return Places(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))
         return Places(pages - self.firsts[found], self.offsets[found], self.regions[found])
 
     def locate(self, pages: Int64s, what: str) -> Int64s:

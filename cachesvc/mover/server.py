@@ -30,6 +30,10 @@ from cachesvc.swap.movers import Inside, RankEnd
 
 log = logging.getLogger(__name__)
 
+READER_SECONDS = 2.0
+"""How long the end waits for who reads jobs. Longer, it stands in a call of the driver: the backend waits for that at
+its end, or finds that it hangs."""
+
 
 class MoverBackend(Backend, Protocol):
     """A backend of one device whose words other processes make, and whose copies may read slabs of theirs."""
@@ -136,7 +140,7 @@ class _Work:
 
     def _finish(self) -> None:
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(READER_SECONDS)
         self._inside.stop()
         self._backend.close()
 
