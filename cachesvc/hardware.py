@@ -24,8 +24,8 @@ from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.swap.movers import Inside
-from cachesvc.swap.planner import H100_COSTS, LinkCosts
 from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
@@ -203,16 +203,7 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
             figured.append(figures)
     if not figured:
         return H100_COSTS if gpus else LinkCosts()
-    slowest = min(figured, key=lambda figures: figures.load_bytes_per_us)
-    return LinkCosts(
-        per_copy_us=slowest.per_copy_us,
-        per_row_ns=slowest.per_row_ns,
-        bytes_per_us=slowest.load_bytes_per_us,
-        per_step_us=slowest.per_step_us,
-        max_pitch_bytes=slowest.max_pitch_bytes,
-        per_single_us=slowest.per_single_us,
-        row_ns=slowest.row_ns,
-    )
+    return costs_of(min(figured, key=lambda figures: figures.load_bytes_per_us))
 
 
 def check_memory(config: Config, hardware: Hardware) -> None:

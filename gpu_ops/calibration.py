@@ -2,9 +2,10 @@
 
 The model: a pitched copy of h rows of w bytes takes ``per_copy_us + h * row_ns(w) / 1000 + h * w / bytes_per_us``. The
 cost of a row is read off tall copies of rows of several widths, that of a copy off many copies of two rows. Copies of
-one row go another way where the driver has it, and are limited by the processor: ``per_single_us`` is what each takes
-it. Copies are like those of pages: anywhere in both memories, dense on the host and a plane apart on the device, and
-other ones each time, for what was copied just before is in caches that a page is not in.
+one row go another way where the driver has it: wide ones are limited by the processor, narrow ones by the link's other
+end, so what each takes is measured for several widths, in calls as small as slices are: one call for all would first be
+submitted whole. Copies are like those of pages: anywhere in both memories, dense on the host and a plane apart on the
+device, and other ones each time, for what was copied just before is in caches that a page is not in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,8 @@ MOVED_BYTES = 64 << 20
 ROW_BYTES = 8 << 10
 WIDTHS = (4 << 10, ROW_BYTES, 8448, 32 << 10, 72 << 10, 128 << 10)
 """Of rows: planes of common layouts. 8448 is a DSA indexer's page, whose rows are not aligned."""
+SINGLE_WIDTHS = (ROW_BYTES, 32 << 10, 64 << 10)
+SINGLES_CALL_BYTES = 8 << 20
 TALL_ROWS = 64
 SHORT_ROWS = 2
 STEPS = 64
@@ -44,8 +48,8 @@ HALF = 0.5
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
     """What was measured. ``bytes_per_us`` is MB/s; ``both`` counts the bytes of both ways together. ``per_single_us``:
-    infinite where copies of one row are copies like others. ``per_row_ns`` is of rows of ``ROW_BYTES``, ``row_ns`` of
-    each width that was tried."""
+    infinite where copies of one row are copies like others, else as of the widest of ``singles_us``, which has each
+    width that was tried. ``per_row_ns`` is of rows of ``ROW_BYTES``, ``row_ns`` of each width that was tried."""
 
     load_bytes_per_us: float
     store_bytes_per_us: float
@@ -57,6 +61,7 @@ class LinkFigures:
     is_batched: bool
     per_single_us: float = math.inf
     row_ns: tuple[tuple[int, float], ...] = ()
+    singles_us: tuple[tuple[int, float], ...] = ()
 
     @property
     def narrow_plane_bytes(self) -> int:
@@ -146,9 +151,9 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
     both_us = _timed(queues, both)
     rate = MOVED_BYTES / load_us
     tall_us = {width: _timed(queues, pitched(width, TALL_ROWS)) for width in widths}
-    rows = {width: len(_pitched(ground, width, 1, 0)) for width in widths}
+    rows = {width: _rows_of(width) for width in widths}
     short_us = _timed(queues, pitched(ROW_BYTES, SHORT_ROWS))
-    singles_us = _timed(queues, pitched(ROW_BYTES, 1))
+    single_us = _singles_us(queues, ground)
     beyond = {width: max(0.0, tall_us[width] - rows[width] * width / rate) / rows[width] for width in widths}
     beyond_short = max(beyond[ROW_BYTES], short_us / rows[ROW_BYTES] - ROW_BYTES / rate)
     # a row of a copy of h costs copy / h + row, for h of SHORT_ROWS and of TALL_ROWS
@@ -164,9 +169,34 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
         per_step_us=max(0.0, _timed(queues, steps) / STEPS - one_us),
         max_pitch_bytes=gpu.facts.max_pitch_bytes,
         is_batched=loads.is_batched,
-        per_single_us=singles_us / rows[ROW_BYTES] if loads.takes_singles else math.inf,
+        per_single_us=single_us[max(single_us)] if single_us else math.inf,
         row_ns=tuple((width, us * 1e3) for width, us in row_us.items()),
+        singles_us=tuple(single_us.items()),
     )
+
+
+def _singles_us(queues: tuple[CopyQueue, CopyQueue], ground: _Ground) -> dict[int, float]:
+    """What each of many single rows takes, by width; nothing where they are copies like others."""
+    loads = queues[0]
+
+    def prepare(width: int, repeat: int) -> Callable[[], None]:
+        copies = _pitched(ground, width, 1, repeat)
+        rows = SINGLES_CALL_BYTES // width
+        calls = [copies[at : at + rows] for at in range(0, len(copies), rows)]
+
+        def work() -> None:
+            for call in calls:
+                loads.copy(call)
+
+        return work
+
+    widths = SINGLE_WIDTHS if loads.takes_singles else ()
+    return {width: _timed(queues, partial(prepare, width)) / _rows_of(width) for width in widths}
+
+
+def _rows_of(width: int) -> int:
+    """Of ``_pitched``."""
+    return MOVED_BYTES // (TALL_ROWS * width) * TALL_ROWS
 
 
 def _timed(queues: tuple[CopyQueue, CopyQueue], prepare: Callable[[int], Callable[[], None]]) -> float:

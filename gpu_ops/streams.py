@@ -42,6 +42,14 @@ BATCH_ENTRY = np.dtype(
     }
 )
 """CUDA_MEMCPY3D_BATCH_OP."""
+_WORDS = 14
+_PLACES = (1, 6, 10, 11, 2, 7)
+"""Of the columns of PitchedCopies, in an entry of 14 words of 64 bits."""
+_LIKE = np.zeros((), BATCH_ENTRY)
+_LIKE["src"]["kind"] = _LIKE["dst"]["kind"] = POINTER
+_LIKE["depth"], _LIKE["order"], _LIKE["flags"] = 1, STREAM_ORDER, PREFER_COPY_ENGINES
+_LIKE_WORDS = np.frombuffer(_LIKE.tobytes(), np.int64)
+"""What is equal in all entries."""
 
 
 class CopyQueue:
@@ -115,8 +123,12 @@ class CopyQueue:
     def _copy(self, cuda: Driver, copies: PitchedCopies) -> None:
         if len(copies) and self._takes_singles:
             is_single = copies[:, 3] == 1
-            self._copy_singles(cuda, copies[is_single])
-            copies = copies[~is_single]
+            if is_single.all():
+                self._copy_singles(cuda, copies)
+                return
+            if is_single.any():
+                self._copy_singles(cuda, copies[is_single])
+                copies = copies[~is_single]
         if not len(copies):
             return
         if not self._batched:
@@ -128,15 +140,14 @@ class CopyQueue:
 
     def _copy_singles(self, cuda: Driver, copies: PitchedCopies) -> None:
         """Copies of one row, at a fifth of what pitched ones cost (H100, 2026-11: 0.65 us each)."""
-        if not len(copies):
-            return
-        sources, targets, sizes = (np.ascontiguousarray(copies[:, column]) for column in (0, 1, 2))
+        columns = np.ascontiguousarray(copies[:, :3].T)
+        sources, column_bytes = columns.ctypes.data, columns.strides[0]
         rules, first, failed = CopyAttributes(order=STREAM_ORDER, flags=PREFER_COPY_ENGINES), c_size_t(), c_size_t()
         cuda.call(
             "cuMemcpyBatchAsync",
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
+            sources + column_bytes,
+            sources,
+            sources + 2 * column_bytes,
             len(copies),
             ctypes.byref(rules),
             ctypes.byref(first),
@@ -193,11 +204,7 @@ class Mark:
 
 def batch_entries(copies: PitchedCopies) -> npt.NDArray[np.void]:
     """The copies as the driver's structures, ``[len(copies)]`` of ``BATCH_ENTRY``."""
-    entries = np.zeros(len(copies), BATCH_ENTRY)
-    for side, address, pitch in (("src", 0, 4), ("dst", 1, 5)):
-        entries[side]["kind"] = POINTER
-        entries[side]["address"] = copies[:, address]
-        entries[side]["pitch"] = copies[:, pitch]
-    entries["width"], entries["height"], entries["depth"] = copies[:, 2], copies[:, 3], 1
-    entries["order"], entries["flags"] = STREAM_ORDER, PREFER_COPY_ENGINES
-    return entries
+    words = np.empty((len(copies), _WORDS), np.int64)
+    words[:] = _LIKE_WORDS
+    words[:, _PLACES] = copies
+    return words.view(BATCH_ENTRY)[:, 0]

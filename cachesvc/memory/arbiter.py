@@ -142,8 +142,6 @@ class Arbiter:
         lane.bucket.fill(now)
         if lane.bucket.wait_s(piece.size_bytes) and not lane.is_draining:
             return None
-        if queued.job.begun is not None and not queued.has_begun:
-            queued.job.begun(now)
         lane.bucket.tokens -= piece.size_bytes
         self._account(lane, queued, piece)
         if queued.urgency is Urgency.BACKGROUND:

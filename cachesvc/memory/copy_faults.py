@@ -19,10 +19,11 @@ class InjectedFault(RuntimeError):
 
 
 class FaultyRunner:
-    """A runner of which ``rate`` (0 to 1) of the slices fail. Used by one thread alone, as any runner."""
+    """A runner of which ``rate`` (0 to 1) of the slices fail. Used by one thread at a time, as any runner."""
 
     def __init__(self, runner: SliceRunner, rate: float, seed: int) -> None:
         self.depth = runner.depth
+        self.only_queues = False
         self._runner = runner
         self._rate = rate
         self._rng = random.Random(seed)

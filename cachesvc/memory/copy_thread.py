@@ -50,6 +50,10 @@ class CopyThread:
         self._errors: dict[int, Exception] = {}
         self._jobs: dict[int, CopyJob] = {}
         self._begun: set[int] = set()  # those of which slices may be on their way
+        self._fresh: float | None = None  # when the next slice was given out, where it is a job's first
+        self._is_idle = False  # the thread sleeps, and nothing is on its way
+        self._guest: threading.Thread | None = None  # who does its work for once
+        self._guest_broke: Exception | None = None
         self.errand: Errand | None = None
         self._hangs = ""
         self._over = threading.Event()
@@ -65,13 +69,47 @@ class CopyThread:
     def submit(self, job: CopyJob) -> None:
         """Queue a job. Raises Unavailable after ``close`` and LimitExceeded when the queue is full."""
         with self._changed:
-            if self._hangs:
-                raise Unavailable(f"copy stream {self.name} hangs ({self._hangs}); restart the daemon")
-            if self._closed:
-                raise Unavailable(f"copy stream {self.name} is closed")
-            self._arbiter.push(self._direction, job, self._clock())
-            self._jobs[id(job)] = job
+            self._push(job)
             self._changed.notify_all()
+
+    def submit_here(self, job: CopyJob) -> None:
+        """As of ``CopyStream``. Whose slice it is that is started, the arbiter decides."""
+        with self._changed:
+            self._push(job)
+            if not self._is_idle or not self._runner.only_queues:
+                self._changed.notify_all()
+                return
+            self._is_idle, self._guest = False, threading.current_thread()
+        try:
+            self._start_what_may()
+        except Exception as failure:  # noqa: BLE001 - a fault of our own: the thread ends of it, and tells every job
+            self._guest_broke = failure
+        with self._changed:
+            self._guest = None
+            self._changed.notify_all()
+
+    def _push(self, job: CopyJob) -> None:
+        if self._hangs:
+            raise Unavailable(f"copy stream {self.name} hangs ({self._hangs}); restart the daemon")
+        if self._closed:
+            raise Unavailable(f"copy stream {self.name} is closed")
+        self._arbiter.push(self._direction, job, self._clock())
+        self._jobs[id(job)] = job
+
+    def _start_what_may(self) -> None:
+        """Cut and start slices as long as some may go now."""
+        while len(self._on_way) < self._runner.depth:
+            with self._changed:
+                now = self._clock()
+                queued = self._arbiter.next_up(self._direction, now)
+                is_cut = queued is None or queued.head is not None
+                piece = self._pop(now) if is_cut else None
+            if queued is not None and not is_cut:
+                self._cut(queued)
+            elif piece is not None:
+                self._start(piece)
+            else:
+                return
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not
@@ -79,7 +117,7 @@ class CopyThread:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and threading.current_thread() not in (self._thread, self._guest):
             self._over.wait()
             if not self._hangs:
                 self._thread.join()
@@ -157,6 +195,12 @@ class CopyThread:
         see to what is on its way, or end."""
         with self._changed:
             while True:
+                self._is_idle = False
+                if self._guest is not None:
+                    self._changed.wait()
+                    continue
+                if self._guest_broke is not None:
+                    raise self._guest_broke
                 if self._closed and not self._drained:
                     self._drained = True
                     if refused := self._arbiter.drain(self._direction):
@@ -167,15 +211,22 @@ class CopyThread:
                     return None, queued, []
                 if len(self._on_way) >= self._runner.depth:
                     return None, None, []
-                piece = self._arbiter.pop(self._direction, now)
-                if piece is not None:
-                    self._begun.add(id(piece.job))
+                piece = self._pop(now)
                 if piece is not None or self._on_way:
                     return piece, None, []
                 until = self._arbiter.next_time(self._direction, now)
                 if until is None and self._closed:
                     return None, None, []
+                self._is_idle = True
                 self._changed.wait(None if until is None else max(until - now, 0.0))
+
+    def _pop(self, now: float) -> Slice | None:
+        """The slice to start now, if any; the lock is held."""
+        piece = self._arbiter.pop(self._direction, now)
+        if piece is not None and id(piece.job) not in self._begun:
+            self._begun.add(id(piece.job))
+            self._fresh = now
+        return piece
 
     def _cut(self, queued: Queued) -> None:
         """Cut a slice, and plan it: without the lock, and while others are on their way."""
@@ -196,10 +247,18 @@ class CopyThread:
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             self.errand = None
+            self._tell_begun(piece.job)
             self._settle(piece, failure)
         else:
             self.errand = None
             self._on_way.append((piece, started))
+            self._tell_begun(piece.job)
+
+    def _tell_begun(self, job: CopyJob) -> None:
+        """After the slice was started: whoever is told may wake other processes, and the link waits for no one."""
+        began, self._fresh = self._fresh, None
+        if began is not None and job.begun is not None:
+            job.begun(began)
 
     def _land_oldest(self) -> None:
         piece, started = self._on_way.popleft()

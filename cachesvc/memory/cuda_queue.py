@@ -63,6 +63,7 @@ class CudaRunner:
     """Queues slices on one stream."""
 
     depth = SLICES_ON_WAY
+    only_queues = True
 
     def __init__(
         self, queue: GpuQueue, timeline: HostTimeline, regions: Callable[[], Regions], health: GpuHealth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,21 @@ class Extent:
     pages: int
     region: int
     offset: int
+
+
+class Places(NamedTuple):
+    """Where pages lie: each one's number in its extent, and the extent's own place, as one number where all lie in one
+    extent."""
+
+    page: Int64s
+    offset: Int64s | int
+    region: Int64s | int
+
+    def part(self, which: Int64s | slice) -> Places:
+        """Some of them."""
+        if isinstance(self.offset, int) or isinstance(self.region, int):
+            return Places(self.page[which], self.offset, self.region)
+        return Places(self.page[which], self.offset[which], self.region[which])
 
 
 class ExtentTable:
@@ -46,13 +62,23 @@ class ExtentTable:
         """Usable pages."""
         return int((self.ends - self.firsts).sum())
 
+    def places(self, pages: Int64s, what: str) -> Places:
+        """Where pages lie. Raises InvalidRequest as ``locate``."""
+        found = self.locate(pages, what)
+        if len(self.extents) == 1:
+            only = self.extents[0]
+            return Places(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))
+        return Places(pages - self.firsts[found], self.offsets[found], self.regions[found])
+
     def locate(self, pages: Int64s, what: str) -> Int64s:
         """Index of each page's extent. Raises InvalidRequest that names the first page that lies in none."""
         if len(self.extents) == 1 and len(pages):
             only = self.extents[0]
             if only.first_page <= pages.min() and pages.max() < only.first_page + only.pages:
                 return np.zeros(len(pages), np.int64)
-        found = np.searchsorted(self.firsts, pages, side="right") - 1
+        found = self.firsts.searchsorted(pages, side="right") - 1
+        if len(self.ends) and (pages < self.ends[found]).all() and found.min(initial=0) >= 0:
+            return found
         bad = found < 0
         if not bad.all():
             bad |= pages >= self.ends[found]

@@ -34,10 +34,12 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """Copies that belong together; when they have all landed the timeline word becomes ``word_value``."""
+    """Copies that belong together; when they have all landed the timeline word becomes ``word_value``. ``size_bytes``:
+    what they add up to, where whoever made them knows that they are sane."""
 
     copies: CopyBatch
     word_value: int | None = None
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class CopyJob:
     may plan as little ahead. Raising ends the job with what was raised.
     ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
     On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
-    ``begun(seconds)`` is told the backend's clock when the first slice starts, under a lock: it may note it, no more.
+    ``begun(seconds)`` is told once the first slice was started, and when, by the backend's clock; before ``done``.
     ``size_bytes``: of all copies, for the arbiter's shares; None: they are added up, and so all planned at once.
     """
 
@@ -78,13 +80,15 @@ class Slice:
 
 
 class SliceRunner(Protocol):
-    """Executes the slices of one direction on one device, in the order of their start. Used by one thread alone."""
+    """Executes the slices of one direction on one device, in the order of their start. Used by one thread at a time."""
 
     depth: int
     """Slices that may be on their way at a time."""
+    only_queues: bool
+    """True where ``submit`` copies nothing by itself, so that any thread may call it that has the stream to itself."""
 
     def begin(self) -> None:
-        """Called first, on the thread that makes all other calls. What it raises fails every job."""
+        """Called first, on the thread that waits. What it raises fails every job."""
 
     def submit(self, piece: Slice) -> object:
         """Start a slice and its word. Raises what broke: then nothing of this slice is on its way."""
@@ -136,6 +140,10 @@ class CopyStream(Protocol):
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job; returns at once. Raises Unavailable after ``close``, LimitExceeded."""
+
+    def submit_here(self, job: CopyJob) -> None:
+        """As ``submit``; but where the stream has nothing to do the first slices are planned and started by this very
+        thread, for as long as the driver takes: it need not wake another one first."""
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end."""

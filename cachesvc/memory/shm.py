@@ -48,6 +48,7 @@ class ShmRunner:
     """Copies while it is asked to start: nothing is on its way afterwards."""
 
     depth = 1
+    only_queues = False
 
     def __init__(self, copy: Callable[[CopyBatch], None], write_word: WriteWord) -> None:
         self._copy = copy

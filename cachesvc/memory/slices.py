@@ -35,8 +35,10 @@ def cut(job: CopyJob, slice_bytes: int) -> tuple[int, Iterator[Slice]]:
 def _slices(job: CopyJob, steps: Iterator[CopyStep], left_bytes: int, slice_bytes: int) -> Iterator[Slice]:
     step, is_last = next(steps, None), False
     while step is not None:
-        sizes = _sizes(step.copies)
-        total = int(sizes.sum())
+        total, sizes = step.size_bytes, None
+        if total is None:
+            sizes = _sizes(step.copies)
+            total = int(sizes.sum())
         left_bytes -= total
         following = next(steps, None) if left_bytes <= 0 else None
         is_last = left_bytes <= 0 and following is None
@@ -52,11 +54,11 @@ def _slices(job: CopyJob, steps: Iterator[CopyStep], left_bytes: int, slice_byte
         yield Slice(job, np.empty((0, len(COPY_FIELDS)), np.int64), 0, None, is_last=True)
 
 
-def _parts(copies: CopyBatch, sizes: Int64s, total: int, slice_bytes: int) -> Iterator[tuple[CopyBatch, int]]:
+def _parts(copies: CopyBatch, sizes: Int64s | None, total: int, slice_bytes: int) -> Iterator[tuple[CopyBatch, int]]:
     if total <= slice_bytes:
         yield copies, total
         return
-    ends = np.cumsum(sizes)
+    ends = np.cumsum(copies[:, 4] * copies[:, 5] if sizes is None else sizes)
     first, before = 0, 0
     while first < len(copies):
         stop = int(np.searchsorted(ends, before + slice_bytes, side="right"))

@@ -13,6 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,16 @@ from cachesvc.model.transfer import has_reached
 WORD_BYTES = 4
 FOREVER_S = 1e6
 Words = npt.NDArray[np.uint32]
+
+
+class _Mapped(np.ndarray[Any, np.dtype[np.uint32]]):
+    """Words that know where they lie, which NumPy takes a microsecond to say."""
+
+    address: int
+
+    def __array_finalize__(self, made_of: object) -> None:
+        self.address = int(self.ctypes.data)
+
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
@@ -50,7 +61,7 @@ _number = _FUTEX_NUMBERS[_MACHINE]
 def words_of(buffer: memoryview) -> Words:
     """The words of a mapping; a read-only mapping will do for waiting. Keep the result no longer than the
     mapping."""
-    return np.frombuffer(buffer, np.uint32)
+    return np.frombuffer(buffer, np.uint32).view(_Mapped)
 
 
 def store_and_wake(words: Words, index: int, value: int) -> None:
@@ -122,4 +133,5 @@ def _sleep_while(address: int, value: int, seconds: float) -> None:
 def _address(words: Words, index: int) -> int:
     if not 0 <= index < len(words):
         raise IndexError(f"word {index} of {len(words)}")
-    return words.ctypes.data + WORD_BYTES * index
+    base = words.address if isinstance(words, _Mapped) else words.ctypes.data
+    return base + WORD_BYTES * index

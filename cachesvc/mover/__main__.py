@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
-from cachesvc.swap.planner import H100_COSTS, LinkCosts
+from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry.events import start_logging
 
 SWITCH_SECONDS = 0.0002
@@ -43,6 +44,7 @@ def main() -> None:
         print(json.dumps(_gpus()))
         return
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # no pass of the collector looks at what is there for good
     start_logging("info")
     if flags.connected is not None:
         for number in (signal.SIGINT, signal.SIGTERM):  # meant for the daemon, which then hangs up
@@ -117,16 +119,7 @@ def _cuda(settings: Settings) -> Equipment:
             raise Unavailable(
                 f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
             ) from error
-        costs = LinkCosts(
-            per_copy_us=figures.per_copy_us,
-            per_row_ns=figures.per_row_ns,
-            bytes_per_us=figures.load_bytes_per_us,
-            per_step_us=figures.per_step_us,
-            max_pitch_bytes=figures.max_pitch_bytes,
-            per_single_us=figures.per_single_us,
-            row_ns=figures.row_ns,
-        )
-        return asdict(figures), costs
+        return asdict(figures), costs_of(figures)
 
     return Equipment(backend, facts, measure, H100_COSTS)
 

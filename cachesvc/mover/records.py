@@ -98,7 +98,7 @@ class Listener:
         self._device = device
         self._regions = regions
         self._geometries: dict[int, Geometry] = {}
-        self._tables: dict[int, dict[int, ExtentTable]] = {}
+        self._pools: dict[int, dict[int, Pool]] = {}
 
     def geometry(self, numbers: Int64s) -> None:
         """Take in a geometry."""
@@ -108,19 +108,20 @@ class Listener:
             for layer, offset, width, stride in numbers[4:].reshape(-1, 4).tolist()
         )
         self._geometries[number] = Geometry(spans, pages, total_bytes)
-        self._tables[number] = {}
+        self._pools[number] = {}
 
     def table(self, numbers: Int64s) -> None:
         """Take in a table; a region that is not there yet is one that no copy may name."""
         extents = numbers[3:].reshape(-1, 4).tolist()
-        self._tables[int(numbers[1])][int(numbers[2])] = ExtentTable(
+        table = ExtentTable(
             Extent(first, pages, self._regions.get(region, 0), offset) for first, pages, region, offset in extents
         )
+        self._pools[int(numbers[1])][int(numbers[2])] = Pool(self._geometries[int(numbers[1])], table)
 
     def forget(self, numbers: Int64s) -> None:
         """Forget a geometry with its tables."""
         self._geometries.pop(int(numbers[1]), None)
-        self._tables.pop(int(numbers[1]), None)
+        self._pools.pop(int(numbers[1]), None)
 
     def job(self, record: bytes) -> RankJob:
         """The job of a record. Raises KeyError for pools that were never told."""
@@ -133,13 +134,10 @@ class Listener:
         for device, device_table, host, host_table, ours, theirs in numbers:
             columns = pages[at : at + ours].astype(np.int64), pages[at + ours : at + ours + theirs].astype(np.int64)
             at += ours + theirs
-            moves.append(GroupMove(self._pool(device, device_table), self._pool(host, host_table), *columns))
+            moves.append(GroupMove(self._pools[device][device_table], self._pools[host][host_table], *columns))
         steps = None if step == _BY_COSTS else step
         slot = TimelineSlot(*places)
         return RankJob(ticket, self._device, _WAYS[way], _URGENCIES[urgency], steps, slot, tuple(moves))
-
-    def _pool(self, geometry: int, table: int) -> Pool:
-        return Pool(self._geometries[geometry], self._tables[geometry][table])
 
 
 def expedite_record(direction: Direction, ticket: int) -> list[Part]:

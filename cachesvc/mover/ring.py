@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.futex import load, store_and_wake, wait_reached, wake, words_of
+from cachesvc.model.futex import fence, store_and_wake, wait_reached, wake, words_of
 
 HEAD_BYTES = 4096
 UNIT = 8
@@ -46,27 +46,37 @@ class Ring:
         self.size_bytes = size_bytes
         self._view = map_memfd(fd, HEAD_BYTES + size_bytes)
         self.words = words_of(self._view[:HEAD_BYTES])
-        self.circle = np.frombuffer(self._view, np.uint8, offset=HEAD_BYTES)
+        self._marks = self._view[:HEAD_BYTES].cast("I")
+        self._circle = self._view[HEAD_BYTES:]
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> Ring:
         """An empty one. Raises OSError."""
         return cls(sealed_memfd(name, HEAD_BYTES + size_bytes), size_bytes)
 
-    def put_bytes(self, at: int, content: npt.NDArray[np.uint8]) -> None:
+    def mark(self, word: int) -> int:
+        """How far a side has come: ``WRITTEN`` or ``READ``. What it did before is seen from here on."""
+        come = self._marks[word]
+        fence()
+        return come
+
+    def put_bytes(self, at: int, content: bytes) -> None:
         """Copy into the circle, around its end."""
         at %= self.size_bytes
         first = min(len(content), self.size_bytes - at)
-        self.circle[at : at + first] = content[:first]
-        self.circle[: len(content) - first] = content[first:]
+        if first == len(content):
+            self._circle[at : at + first] = content
+            return
+        self._circle[at:] = content[:first]
+        self._circle[: len(content) - first] = content[first:]
 
     def get_bytes(self, at: int, size_bytes: int) -> bytes:
         """Copy out of the circle, around its end."""
         at %= self.size_bytes
         first = min(size_bytes, self.size_bytes - at)
         if first == size_bytes:
-            return self.circle[at : at + first].tobytes()
-        return self.circle[at:].tobytes() + self.circle[: size_bytes - first].tobytes()
+            return bytes(self._circle[at : at + first])
+        return bytes(self._circle[at:]) + bytes(self._circle[: size_bytes - first])
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes with the last reference. Idempotent."""
@@ -80,7 +90,7 @@ class Writer:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._at = int(ring.words[WRITTEN])
+        self._at = ring.mark(WRITTEN)
         self._most = ring.size_bytes // 4
         self._waiting: deque[tuple[bytes, bool]] = deque()
         self._lock = threading.Lock()
@@ -113,7 +123,7 @@ class Writer:
         ring = self._ring
         while True:
             with self._lock:
-                reached = load(ring.words, READ)  # first: the reader may come further meanwhile
+                reached = ring.mark(READ)  # first: the reader may come further meanwhile
                 self._write()
                 if not self._waiting:
                     self._is_pumped = False
@@ -125,9 +135,9 @@ class Writer:
         while self._waiting:
             piece, has_more = self._waiting[0]
             units = -(-(_FRAME.size + len(piece)) // UNIT)
-            if ((self._at + units - load(ring.words, READ)) & CYCLE) * UNIT > ring.size_bytes:
+            if ((self._at + units - ring.mark(READ)) & CYCLE) * UNIT > ring.size_bytes:
                 break
-            ring.put_bytes(self._at * UNIT, np.frombuffer(_FRAME.pack(len(piece), _MORE * has_more) + piece, np.uint8))
+            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more) + piece)
             self._at = (self._at + units) & CYCLE
             self._waiting.popleft()
         if self._at != written:
@@ -139,13 +149,16 @@ class Reader:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._at = int(ring.words[READ])
+        self._at = ring.mark(READ)
         self._parts: list[bytes] = []
         self._is_stopped = False
 
     def wait(self) -> bool:
-        """Sleep until something is there that was not read; False once it was stopped."""
+        """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
+        with now: the writer is told here, and not before it is carried out, which begins at once."""
         words, target = self._ring.words, self._at + 1
+        if self._ring.mark(READ) != self._at:
+            store_and_wake(words, READ, self._at)
         while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + LOOK_S):
             pass
         return not self._is_stopped
@@ -158,7 +171,7 @@ class Reader:
     def take(self) -> list[bytes]:
         """All whole records that are there, in order."""
         ring, found = self._ring, []
-        written = load(ring.words, WRITTEN)
+        written = ring.mark(WRITTEN)
         while self._at != written:
             size_bytes, flags = _FRAME.unpack(ring.get_bytes(self._at * UNIT, _FRAME.size))
             self._parts.append(ring.get_bytes(self._at * UNIT + _FRAME.size, size_bytes))
@@ -166,5 +179,4 @@ class Reader:
             if not flags & _MORE:
                 found.append(b"".join(self._parts))
                 self._parts.clear()
-        store_and_wake(ring.words, READ, self._at)
         return found

@@ -1,8 +1,9 @@
 """A mover at work: memory, words and copies of one device, for the daemon at the other end of a connection.
 
 Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
-without movers has; ends go back by another ring. Everything else is asked on the connection, and answered by the thread
-that serves it. With the end of the connection all is over, in order: nothing here outlives its daemon.
+without movers has, and starts a job's first slices itself where the device is idle; ends go back by another ring.
+Everything else is asked on the connection, and answered by the thread that serves it. With the end of the connection
+all is over, in order: nothing here outlives its daemon.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from cachesvc.mover import records
 from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
+from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.movers import Inside, RankEnd
-from cachesvc.swap.planner import LinkCosts
 
 log = logging.getLogger(__name__)
+
+READER_SECONDS = 2.0
+"""How long the end waits for who reads jobs. Longer, it stands in a call of the driver: the backend waits for that at
+its end, or finds that it hangs."""
 
 
 class MoverBackend(Backend, Protocol):
@@ -135,7 +140,7 @@ class _Work:
 
     def _finish(self) -> None:
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(READER_SECONDS)
         self._inside.stop()
         self._backend.close()
 
@@ -159,7 +164,7 @@ class _Work:
 
     def _carry_out(self, kind: int, record: bytes) -> None:
         if kind == records.JOB:
-            self._inside.submit(self._listener.job(record))
+            self._inside.submit_here(self._listener.job(record))
             return
         numbers = np.frombuffer(record, np.int64)
         if kind == records.GEOMETRY:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cachesvc.memory.seam import Backend, CopyJob, DeviceMemory, Timeline
+from cachesvc.memory.seam import Backend, CopyJob, CopyStream, DeviceMemory, Timeline
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
-from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
+from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.planner import GroupMove, Pool, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Inside:
         costs: LinkCosts | None = None,
         on_begin: Callable[[int, float], None] | None = None,
     ) -> None:
-        """``on_begin``: told a ticket and the time when a job's first slice is started, under a lock."""
+        """``on_begin``: told a ticket once its job's first slice was started, and when."""
         self._backend = backend
         self._costs = costs or LinkCosts()
         self._timelines: dict[str, Timeline] = {}
@@ -130,11 +131,19 @@ class Inside:
 
     def submit(self, job: RankJob) -> None:
         """Queue a job; one that cannot be ends here, with its waiters released."""
+        self._take(job, lambda stream, copies: stream.submit(copies))
+
+    def submit_here(self, job: RankJob) -> None:
+        """As ``submit``; a device that has nothing to do is given the first slices by this thread, which may take a
+        driver's time."""
+        self._take(job, lambda stream, copies: stream.submit_here(copies))
+
+    def _take(self, job: RankJob, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         mine = self._under_way[job.device, job.ticket] = _UnderWay(job, job.urgency)
         try:
             if self._is_stopped:
                 raise Unavailable("the swap engine is closed")
-            self._queue(mine)
+            self._queue(mine, submit)
         except Exception as failure:  # noqa: BLE001 - whatever it is, the ticket tells it
             timeline = self._timelines[job.device]
             timeline.write(job.slot.failed_word, job.slot.end)
@@ -165,7 +174,7 @@ class Inside:
         """Take no more jobs."""
         self._is_stopped = True
 
-    def _queue(self, mine: _UnderWay) -> None:
+    def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot
         steps = plan(
             job.moves,
@@ -188,7 +197,7 @@ class Inside:
         )
         is_load = job.direction is Direction.LOAD
         stream = self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
-        stream.submit(copies)
+        submit(stream, copies)
         if mine.urgency is not copies.urgency:  # expedited by another thread before they were queued
             self._backend.expedite(job.device, job.ticket)
 

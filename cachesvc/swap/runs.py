@@ -6,45 +6,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.memory.extents import ExtentTable, Int64s
+from cachesvc.memory.extents import ExtentTable, Int64s, Places
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The pairs of a move, and where each lies (without a plane's own offset and stride)."""
+    """The pairs of a move, and where each lies (without a plane's own offset and stride). ``length``: of every run, or
+    0 where they differ."""
 
+    length: int
     lengths: Int64s
     starts: Int64s
-    device_page: Int64s  # counted from the first page of its extent
-    device_offset: Int64s
-    device_region: Int64s
-    host_page: Int64s
-    host_offset: Int64s
-    host_region: Int64s
+    device: Places
+    host: Places
 
     @property
     def pages(self) -> int:
         """Pairs."""
-        return len(self.device_page)
+        return len(self.device.page)
 
     def part(self, first: int, stop: int) -> Runs:
         """Pairs ``[first, stop)`` alone. A run that reaches beyond is cut."""
         if stop - first == self.pages:
             return self
-        inner = self.starts[np.searchsorted(self.starts, first, "right") : np.searchsorted(self.starts, stop, "left")]
-        starts = np.concatenate(([first], inner)) - first
-        return Runs(
-            np.diff(starts, append=stop - first),
-            starts,
-            self.device_page[first:stop],
-            self.device_offset[first:stop],
-            self.device_region[first:stop],
-            self.host_page[first:stop],
-            self.host_offset[first:stop],
-            self.host_region[first:stop],
-        )
+        if self.length == 1:
+            starts, lengths = self.starts[: stop - first], self.lengths[: stop - first]
+        else:
+            within = np.searchsorted(self.starts, first, "right"), np.searchsorted(self.starts, stop, "left")
+            starts = np.concatenate(([first], self.starts[within[0] : within[1]])) - first
+            lengths = np.diff(starts, append=stop - first)
+        stretch = slice(first, stop)
+        return Runs(_common(lengths), lengths, starts, self.device.part(stretch), self.host.part(stretch))
 
     def about(self) -> tuple[int, int]:
         """How many runs, and how long they are, as powers of two."""
@@ -59,29 +53,30 @@ def runs_of(
     pages are unpaired, outside of their pool, or written to twice."""
     if len(device_pages) != len(host_pages):
         raise InvalidRequest(f"{len(device_pages)} device pages against {len(host_pages)} host pages")
-    order = np.argsort(device_pages, kind="stable")
+    order = device_pages.argsort(kind="stable")
     ours, theirs = device_pages[order], host_pages[order]
-    our_extent, their_extent = device.locate(ours, "device"), host.locate(theirs, "host")
+    places = device.places(ours, "device"), host.places(theirs, "host")
     step = ours[1:] - ours[:-1]
-    written = step if direction is Direction.LOAD else np.diff(np.sort(theirs))
-    if not written.all():
+    least = int(step.min(initial=_FAR))
+    is_twice = not least if direction is Direction.LOAD else not np.diff(np.sort(theirs)).all()
+    if is_twice:
         raise InvalidRequest("a transfer names the same destination page twice")
+    if least > 1:  # no two lie side by side
+        return Runs(int(len(ours) > 0), np.ones(len(ours), np.int64), np.arange(len(ours)), *places)
+    our_extent, their_extent = device.locate(ours, "device"), host.locate(theirs, "host")
     is_next = (step == 1) & (theirs[1:] - theirs[:-1] == 1)
     is_next &= (our_extent[1:] == our_extent[:-1]) & (their_extent[1:] == their_extent[:-1])
-    starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next))) if len(ours) else np.empty(0, np.int64)
-    return Runs(
-        lengths=np.diff(starts, append=len(ours)),
-        starts=starts,
-        device_page=ours - device.firsts[our_extent],
-        device_offset=device.offsets[our_extent],
-        device_region=device.regions[our_extent],
-        host_page=theirs - host.firsts[their_extent],
-        host_offset=host.offsets[their_extent],
-        host_region=host.regions[their_extent],
-    )
+    starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next)))
+    lengths = np.diff(starts, append=len(ours))
+    return Runs(_common(lengths), lengths, starts, *places)
 
 
+_FAR = 1 << 62
 _FIRST = np.array([True])
+
+
+def _common(lengths: Int64s) -> int:
+    return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 0
 
 
 def _power(number: int) -> int:

@@ -30,6 +30,7 @@ class LateRunner:
     """Three slices on their way: nothing is copied before it is waited for. What ``breaks`` raises, breaks there."""
 
     depth = 3
+    only_queues = True
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class LateRunner:
     ) -> None:
         self.on_way: list[Slice] = []
         self.most = 0
+        self.by: list[threading.Thread] = []
         self.broken: set[int] = set()
         self._copy = copy
         self._write_word = write_word
@@ -46,6 +48,7 @@ class LateRunner:
         """Nothing to prepare."""
 
     def submit(self, piece: Slice) -> Slice:
+        self.by.append(threading.current_thread())
         self.on_way.append(piece)
         self.most = max(self.most, len(self.on_way))
         assert len(self.on_way) <= self.depth
@@ -322,3 +325,50 @@ def test_a_fault_of_our_own_fails_every_job_and_says_so(kind: str, caplog: pytes
     with pytest.raises(Unavailable, match="closed"):
         load.submit(bench.job(4, 0, 1))
     bench.threads.close()
+
+
+def test_whoever_submits_to_an_idle_stream_starts_the_first_slice_itself(bench: Bench) -> None:
+    """A stream is idle some time after a job has ended: until then its own thread goes on."""
+    bench.threads.start()
+    runner, tickets = bench.runners[LOAD], 0
+    while not tickets or (isinstance(runner, LateRunner) and threading.current_thread() not in runner.by):
+        tickets += 1
+        assert tickets < 10_000, "it was never idle"
+        bench.threads.streams[LOAD].submit_here(bench.job(tickets, 0, 4, steps=2))
+        assert bench.all_ended.acquire(timeout=30)
+    assert set(bench.ends.values()) == {None}
+    assert bench.words_of(tickets) == [(10 * tickets, 1), (10 * tickets, 2), ("end", tickets)]
+    assert not isinstance(runner, LateRunner) or not runner.on_way
+
+
+def test_many_who_submit_here_do_not_meet(bench: Bench) -> None:
+    bench.threads.start()
+    load = bench.threads.streams[LOAD]
+
+    def submit(first: int) -> None:
+        for ticket in range(first, 200, 4):
+            job = bench.job(ticket, ticket % 60 * SLICE, 2)
+            if ticket % 7 == 0:
+                next(iter(job.steps)).copies[0, 0] = 7  # no such region
+            load.submit_here(job)
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(199):
+        assert bench.all_ended.acquire(timeout=30)
+    assert {ticket for ticket, error in bench.ends.items() if error is not None} == set(range(7, 200, 7))
+
+
+def test_a_fault_of_our_own_on_the_submitter_s_thread_fails_every_job(bench: Bench) -> None:
+    def breaks(_: float) -> None:
+        raise ZeroDivisionError("whom one tells")
+
+    bench.threads.start()
+    bench.threads.streams[LOAD].submit(bench.job(1, 0, 1))
+    assert bench.all_ended.acquire(timeout=30)
+    bench.threads.streams[LOAD].submit_here(replace(bench.job(2, 0, 4), begun=breaks))
+    assert bench.all_ended.acquire(timeout=30)
+    assert "whom one tells" in str(bench.ends[2])

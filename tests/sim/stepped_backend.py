@@ -108,11 +108,15 @@ class SteppedStream:
             raise Unavailable(f"the {self._way.value} stream is closed")
         self._arbiter.push(self._way, job, self._backend.now)
 
+    def submit_here(self, job: CopyJob) -> None:
+        """As ``submit``: nothing moves before its step."""
+        self.submit(job)
+
     def step(self) -> None:
         """Run the next slice; with its last one a job ends."""
         queued = self._arbiter.next_up(self._way, self._backend.now)
         assert queued is not None
-        job, error = queued.job, None
+        job, error, is_first = queued.job, None, not queued.has_begun
         try:
             piece = self._arbiter.pop(self._way, self._backend.now)
         except InvalidRequest as failure:  # it cannot be planned
@@ -121,6 +125,8 @@ class SteppedStream:
             return
         assert piece is not None
         assert piece.job is job
+        if is_first and job.begun is not None:
+            job.begun(self._backend.now)
         try:
             self._backend.copy(piece.copies)
             if piece.word_value is not None and job.word is not None:

@@ -10,7 +10,17 @@ import pytest
 from cachesvc.config import Config
 from cachesvc.hardware import link_costs
 from cachesvc.model.errors import Unavailable
-from gpu_ops.calibration import LEAST_BYTES, MOVED_BYTES, REPEATS, ROW_BYTES, STEPS, TALL_ROWS, calibrate
+from gpu_ops.calibration import (
+    LEAST_BYTES,
+    MOVED_BYTES,
+    REPEATS,
+    ROW_BYTES,
+    SINGLE_WIDTHS,
+    SINGLES_CALL_BYTES,
+    STEPS,
+    TALL_ROWS,
+    calibrate,
+)
 from gpu_ops.gpu import Gpu, GpuFacts
 from gpu_ops.streams import PitchedCopies
 
@@ -109,7 +119,7 @@ def test_rows_of_every_width_lie_anywhere_in_both_memories_and_elsewhere_each_ti
     figures = calibrate(cast("Gpu", gpu), (656, 128 << 10), buffer_bytes=2 * LEAST_BYTES)
     assert gpu.size_bytes == size_bytes
     assert [width for width, _ in figures.row_ns] == [656, ROW_BYTES, 128 << 10]
-    seen = set()
+    seen, singles = set(), Counter[int]()
     for copies in gpu.copies:
         is_load = gpu.host <= copies[0, 0] < gpu.host + size_bytes
         memories = (gpu.host, CountingMemory.address) if is_load else (CountingMemory.address, gpu.host)
@@ -117,10 +127,16 @@ def test_rows_of_every_width_lie_anywhere_in_both_memories_and_elsewhere_each_ti
             ends = copies[:, column] + (copies[:, 3] - 1) * copies[:, pitch] + copies[:, 2]
             assert copies[:, column].min() >= memory
             assert ends.max() <= memory + size_bytes
-        if len(copies) > 1:
-            assert int((copies[:, 2] * copies[:, 3]).sum()) > 0.99 * MOVED_BYTES
+        size_bytes_moved = int((copies[:, 2] * copies[:, 3]).sum())
+        if copies[0, 3] > 1 and len(copies) > 1:
+            assert size_bytes_moved > 0.99 * MOVED_BYTES
             seen.add(copies.tobytes())
-    assert len(seen) == (3 + 2) * (REPEATS + 1), "three widths, short ones, singles"
+        elif len(copies) > 1:
+            assert size_bytes_moved == SINGLES_CALL_BYTES, "a call as small as slices are"
+            singles[int(copies[0, 2])] += 1
+    assert len(seen) == (3 + 1) * (REPEATS + 1), "three widths, short ones"
+    assert singles == dict.fromkeys(SINGLE_WIDTHS, (REPEATS + 1) * MOVED_BYTES // SINGLES_CALL_BYTES)
+    assert [width for width, _ in figures.singles_us] == list(SINGLE_WIDTHS)
 
 
 @pytest.mark.parametrize("name", ["register_host", "queue", "copy"])

@@ -133,12 +133,14 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("process", [None, Unkillable()])
+@pytest.mark.parametrize("call", ["wait", "submit"])
 def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
-    process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
+    call: str, process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever reads jobs may stand in the driver's call: it submits the first slices of an idle device."""
     hung, fresh = HostGpu(), HostGpu()
     with on_gpus(hung, fresh, process=process) as rig:
-        hung.hangs = {"wait"}
+        hung.hangs = {call}
         free = rig.engine.free_slots(MODEL, REPLICA)
         rig.move(LOAD, (0, [1], [1]))
         assert hung.hung.acquire()

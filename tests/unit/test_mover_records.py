@@ -14,8 +14,9 @@ from cachesvc.mover import records
 from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.records import KEPT_TABLES, Listener, Teller
 from cachesvc.mover.ring import Part
+from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.movers import RankEnd, RankJob
-from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
+from cachesvc.swap.planner import GroupMove, Pool, plan
 from tests.unit.swap_rig import mixed_layout
 
 LAYOUT = mixed_layout(1)

@@ -8,7 +8,8 @@ from cachesvc_client.layouts.families import gqa, gqa_windowed
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
-from cachesvc.swap.planner import FIRST_PART_BYTES, PART_COPIES, GroupMove, LinkCosts, plan
+from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.planner import FIRST_PART_BYTES, FIRST_PART_COPIES, PART_COPIES, GroupMove, plan
 from tests.unit.test_planner import CHEAP_LINK, whole_pools
 
 
@@ -24,7 +25,9 @@ def test_the_first_part_is_small_and_every_other_one_limited(layers_per_step: in
     move = scattered_move(4096)
     steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=layers_per_step, costs=costs))
     sizes = [int((step.copies[:, 4] * step.copies[:, 5]).sum()) for step in steps]
-    assert FIRST_PART_BYTES // 2 < sizes[0] <= FIRST_PART_BYTES
+    assert sizes[0] > FIRST_PART_BYTES // 2
+    assert sizes[0] <= FIRST_PART_BYTES or len(steps[0].copies) <= FIRST_PART_COPIES
+    assert [step.size_bytes for step in steps] == sizes
     assert max(len(step.copies) for step in steps) <= PART_COPIES
     assert sum(sizes) == 4096 * move.page_bytes
     parts = [step.word_value for step in steps]

@@ -19,7 +19,8 @@ from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import Geometry, PlaneSpan, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
-from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, plan
+from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.planner import GroupMove, Pool, plan
 
 Bytes = npt.NDArray[np.uint8]
 FREE_COPIES = LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0)
@@ -338,6 +339,36 @@ def test_narrow_planes_are_followed_layer_by_layer_where_single_rows_are_cheap()
     assert len(steps) == 32
     assert {int(height) for step in steps for height in step.copies[:, 5]} == {1}
     assert sum(len(step.copies) for step in steps) == 1024 * 64
+
+
+def test_rows_so_narrow_that_they_are_slow_alone_say_nothing_of_wider_ones() -> None:
+    """8 KiB take 2.2 us each, by the link's other end, and 32 KiB take 0.7, by the processor (H100)."""
+    costs = LinkCosts(per_copy_us=2.5, per_single_us=0.7, singles_us=((8 << 10, 2.2), (32 << 10, 0.7)))
+    pages = [int(p) for p in np.random.default_rng(3).permutation(4000)[:1024]]
+    for heads, height in ((8, 1), (2, 2)):
+        layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
+        steps = planned(whole_pools(layout, pages, list(range(0, 2048, 2))), 32, 1, costs)
+        assert {int(row) for step in steps for row in step.copies[:, 5]} == {height}
+
+
+def test_large_whole_tickets_begin_with_the_fewest_copies_and_go_on_as_what_the_link_likes_best() -> None:
+    """Single rows of 64 KiB lose nothing of an H200's link, but 64 of them take the processor longer than a copy."""
+    costs = LinkCosts(
+        per_copy_us=2.5, per_single_us=1.24, singles_us=((8 << 10, 0.54), (32 << 10, 0.65), (64 << 10, 1.2))
+    )
+    pages = [int(p) for p in np.random.default_rng(3).permutation(4000)[:256]]
+    for heads, later in ((32, 1), (16, 1), (8, 64)):  # 128, 64, and 32 KiB, which the processor could not keep up with
+        layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
+        first, *rest = plan(
+            [whole_pools(layout, pages, list(range(0, 512, 2)))],
+            Direction.LOAD,
+            layers=32,
+            base=0,
+            layers_per_step=0,
+            costs=costs,
+        )
+        assert set(first.copies[:, 5].tolist()) == {64}
+        assert {int(height) for step in rest for height in step.copies[:, 5]} == {later}
 
 
 def test_whole_blocks_of_narrow_planes_stay_pitched() -> None:
