@@ -19,6 +19,7 @@ from functools import partial
 from operator import gt
 from typing import NoReturn
 
+from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -177,6 +178,7 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     lease.grown = max(owed)
     if lease.room is not None:
         _keep_room(core, call, lease.room, owed, going)
+    look_ahead(core, call.model, call.replica)
     return tuple(granted)
 
 

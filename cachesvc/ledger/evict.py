@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -123,7 +123,7 @@ class Evictor:
                 walk.take_run(run)
                 gone[index.parent[run[-1]]] += not is_elsewhere
                 found += len(run)
-                work += min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK) if is_elsewhere else len(run)
+                work += _work_of(run) if is_elsewhere else len(run)
                 continue
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
@@ -144,6 +144,21 @@ class Evictor:
             walk.take(row)
             found, work = found + 1, work + 1
         return plan, found >= count or work >= most_work
+
+    def plan_backed(self, place: Place, count: int, most_work: int) -> EvictionPlan:
+        """What goes next of a device place, as far as the host has all of it: up to ``count`` blocks, and as
+        ``most_work`` of ``plan_device``. Nothing is changed yet."""
+        plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
+        on_host = self.ledger.host.states[self.ledger.host.lead]
+        while plan.found < count and work < most_work and (row := walk.next()) is not None:
+            run = walk.backed_run(row, min(count - plan.found, (most_work - int(work)) * BLOCKS_OF_WORK))
+            backed = list(takewhile(lambda each: on_host[each] == IS_READY, run))
+            plan.drops += backed
+            work += _work_of(backed)
+            if len(backed) < len(run):
+                break
+            walk.take_run(run)
+        return plan
 
     def plan_host(self, count: int, spares: Spares = no_row) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
@@ -223,6 +238,11 @@ class Evictor:
             ledger.evicted_blocks += 1
             ledger.drop_copy(place, row)
         return not needed
+
+
+def _work_of(run: Sequence[int]) -> float:
+    """Of a run of blocks that the host has."""
+    return min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
 
 
 class _HostRoom:
