@@ -212,6 +212,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
     add("--write-back-share", type=float, metavar="X", help="write back what is used X times the mean (default 0: all)")
+    add("--ahead-pages", type=int, metavar="N", help="pages kept free, 1/64 of a pool at most (default 256)")
     add("--storage", metavar="SPEC", help="below the host: file:FOLDER?capacity=SIZE, or mooncake:MASTER:PORT")
     add("--eviction", choices=sorted(EVICTION_POLICIES), help="which blocks go first (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")

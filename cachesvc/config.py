@@ -46,7 +46,8 @@ class Config:
     engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``movers``: what copies, a process for each
     device or threads of the daemon. ``mover``: sockets of such processes that run already, one for each device in
     order. ``calibration``: when each GPU's link is measured. ``load_limit``, ``store_limit``: bytes per second and
-    device, 0 for none. ``slice_bytes``: what is copied before the next choice between jobs. ``lease_seconds``: silence
+    device, 0 for none. ``ahead_pages``: device pages of each pool that are kept free, of blocks that the host has.
+    ``slice_bytes``: what is copied before the next choice between jobs. ``lease_seconds``: silence
     after which a lease is lost. ``wait_seconds``: longest that a call waits for transfers. ``drain_seconds``: how long
     SIGTERM waits for engines to finish.
     ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
@@ -90,6 +91,7 @@ class Config:
     write_policy: str = WritePolicy.WRITE_BACK.value
     write_through_threshold: int = 2
     write_back_share: float = 0.0
+    ahead_pages: int = 256
     eviction: str = "lru"
     lease_seconds: float = 10.0
     wait_seconds: float = 30.0
@@ -165,6 +167,8 @@ class Config:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if not 0 <= self.write_back_share < math.inf:
             raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {self.write_back_share}")
+        if self.ahead_pages < 0:
+            raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:

@@ -258,6 +258,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         stock_pages_per_lease=config.stock_pages_per_lease,
         leases=config.leases,
         events_per_model=config.event_history,
+        ahead_pages=config.ahead_pages,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
     new_name = partial(lease_name, epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.loads import bring, loads_of
@@ -45,5 +46,6 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []
     sequence.grow(sequence.fresh_pages(fresh))
     call.lease.grown += fresh
+    look_ahead(core, call.model, call.replica)
     tables = tuple(GroupCells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))

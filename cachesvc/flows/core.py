@@ -111,7 +111,8 @@ class Limits:
     ``peer_blocks_min``: what another replica must have beyond a hit before a call waits for it. ``peer_waits`` and
     ``peer_wait_seconds``: how often it does, and how long each time, for a Step does nothing else meanwhile.
     ``reservation_seconds``: how long free pages are kept at most for a call that waits for more. It is longer than
-    calls wait, which end their reservations themselves.
+    calls wait, which end their reservations themselves. ``ahead_pages``: device pages that are kept free of each pool,
+    as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool.
     """
 
     blocks_per_sequence: int = 65536
@@ -128,6 +129,8 @@ class Limits:
     peer_waits: int = 4
     peer_wait_seconds: float = 0.5
     reservation_seconds: float = 60.0
+    ahead_pages: int = 0
+    ahead_part: int = 64
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.turns import TURN
@@ -49,4 +50,5 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]
+    look_ahead(core, call.model, call.replica)
     return sequence.freed

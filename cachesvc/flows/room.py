@@ -86,8 +86,8 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, room))
     going = 0
     if short > 0:
-        short = min(short, _turn(core, model))
-        plan, _ = _plan(core, model, replica, short, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * short)
+        turn = _turn(core, model)
+        plan, _ = _plan(core, model, replica, short, turn, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn))
         if not plan.drains or may_submit(core, model, replica):
             _carry_out(core, model, replica, plan, room)
             going = plan.found
@@ -123,10 +123,10 @@ def _evict_blocks(
     if short > 0 and len(draining) >= DRAINS_AT_ONCE:
         return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
-        at_once = min(short, _turn(core, model))
+        turn = _turn(core, model)
         has_begun = room is not None and room.is_open
-        is_beyond = at_once < short and not has_begun and evictable_pages(model.blocks, place) < short
-        plan, met = _plan(core, model, replica, at_once)
+        is_beyond = turn < short and not has_begun and evictable_pages(model.blocks, place) < short
+        plan, met = _plan(core, model, replica, short, turn)
         if is_beyond or not met:
             group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].unreserved)
             return _wait_or_refuse(core, model, replica, group, wanted[group], room)
@@ -135,7 +135,7 @@ def _evict_blocks(
         if plan.drains:
             require_transfer(core, model, replica)
         draining += _carry_out(core, model, replica, plan, room)
-        if at_once < short:
+        if plan.found < short:
             return TURN
     if _shortage(place, wanted) <= 0:
         return None
@@ -165,16 +165,17 @@ def _draining(core: Core, model: Model, replica: Replica, room: Reservation | No
 
 
 def _plan(
-    core: Core, model: Model, replica: Replica, count: int, most_looks: int = sys.maxsize
+    core: Core, model: Model, replica: Replica, count: int, turn: int, looks: int = sys.maxsize
 ) -> tuple[EvictionPlan, bool]:
-    """Victims; what is evicted is saved where that is the policy, and where it can be."""
+    """A turn's victims; what is evicted is saved where that is the policy, and where it can be."""
     place = replica.place
     saves = core.writing.copies_when_evicted and _has_host(model)
     saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica)
     share = core.writing.share
-    plan, met = model.evictor.plan_device(place, count, to_host=saves_now, share=share, most_looks=most_looks)
+    plan_device = model.evictor.plan_device
+    plan, met = plan_device(place, count, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
     if not met and saves and not saves_now:
-        plan, met = model.evictor.plan_device(place, count, to_host=True, most_looks=most_looks)
+        plan, met = plan_device(place, count, to_host=True, most_looks=looks, most_work=turn)
     return plan, met
 
 

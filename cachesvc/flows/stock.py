@@ -19,6 +19,7 @@ from functools import partial
 from operator import gt
 from typing import NoReturn
 
+from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -157,8 +158,9 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     pools = place.pools
     free = [pool.unreserved for pool in pools]
     if lease.room is None and not any(map(gt, wanted, free)):
-        lease.grown = 0
-        return _grant(lease, pools, wanted)
+        lease.grown, granted = 0, _grant(lease, pools, wanted)
+        look_ahead(core, call.model, call.replica)
+        return granted
     grown = min(lease.grown, max(wanted))
     needed = [min(count, grown) for count in wanted]
     going = 0
@@ -174,6 +176,7 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     lease.grown = max(owed)
     if lease.room is not None:
         _keep_room(core, call, lease.room, owed, going)
+    look_ahead(core, call.model, call.replica)
     return granted
 
 

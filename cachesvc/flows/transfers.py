@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
@@ -216,6 +217,7 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
         ticket.room.top_up()
     ticket.forget_parts()
     remember_dropped(core, model)
+    look_ahead(core, model, replica)
 
 
 def _tell_waiters(core: Core, replica: Replica, ticket: Ticket) -> None:

@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -33,6 +33,9 @@ from cachesvc.model.int32s import array_of, column
 from cachesvc.model.words import ABSENT, FILLING, READY
 
 IS_READY = int(READY)
+WORK_OF_RUN, BLOCKS_OF_WORK = 6, 16
+"""A run that stays on the host is as much work as so many blocks that go by themselves, and one more for so many of its
+own."""
 Spares = Callable[[int], bool]
 
 
@@ -89,57 +92,73 @@ class Evictor:
         to_host: bool,
         share: float = 0.0,
         most_looks: int = sys.maxsize,
+        most_work: int = sys.maxsize,
         saves: bool = True,
     ) -> tuple[EvictionPlan, bool]:
-        """Victims that free ``count`` pages in each full group of ``place``; and whether the count was met.
+        """Victims that free ``count`` pages in each full group of ``place``; and whether as many can go.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
-        whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so
-        many candidates the search is given up. Without ``saves`` nothing goes to the host, and what has to stays: it
-        counts all the same. Nothing is changed yet; the caller passes the plan to ``carry_out`` or to nobody.
+        whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so many
+        candidates the search is given up. ``most_work``: so many blocks, or many more in runs that the host has, are
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
+        changed yet; the caller passes the plan to ``carry_out`` or to nobody.
         """
-        plan = EvictionPlan(place)
-        index = self.ledger.index
-        walk = walk_of(self.ledger, place)
+        index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
-        gone: dict[int, int] = {}
-        lingering: set[int] = set()
-        others = [other.states[other.lead] for other in index.places if other is not place]
-        found = looks = 0
-        while found < count and looks < most_looks and (row := walk.next()) is not None:
+        plan = EvictionPlan(place, host_drops=host.victims)
+        gone, lingering = Counter[int](), set[int]()
+        others = [each.states[each.lead] for each in index.places if each is not place]
+        found, looks, work = 0, 0, 0.0
+        while found < count and looks < most_looks and work < most_work and (row := walk.next()) is not None:
             looks += 1
-            lasting_children = index.children[row] - gone.get(row, 0)
-            if not to_host and not lasting_children:
-                run = walk.run(row, min(count - found, most_looks - looks + 1))
-                if len(run) > 1 and not any(map(itemgetter(row), others)):
-                    plan.drops += run
-                    walk.take_run(run)
-                    above = index.parent[run[-1]]
-                    gone[above] = gone.get(above, 0) + 1
-                    found += len(run)
-                    looks += len(run) - 1
-                    continue
+            lasting_children = index.children[row] - gone[row]
             is_elsewhere = IS_READY in map(itemgetter(row), others)
+            left, run = most_work - int(work), [row]
+            if is_elsewhere and row not in lingering:
+                run = walk.backed_run(row, min(count - found, left * BLOCKS_OF_WORK))
+            elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
+                run = walk.run(row, min(count - found, left))
+            if len(run) > 1 and host.walk.taken.isdisjoint(run):
+                plan.drops += run
+                walk.take_run(run)
+                gone[index.parent[run[-1]]] += not is_elsewhere
+                found += len(run)
+                work += _work_of(run) if is_elsewhere else len(run)
+                continue
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
             elif is_elsewhere and row not in host.walk.taken:
-                if row in lingering:
+                if row not in lingering:
+                    plan.drops.append(row)
+                else:
                     plan.drains.append(Drain(row, copied=False))
                     lingering.add(index.parent[row])
-                else:
-                    plan.drops.append(row)
             elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
             elif lasting_children == 0:
                 plan.drops.append(row)
-                gone[index.parent[row]] = gone.get(index.parent[row], 0) + 1
+                gone[index.parent[row]] += 1
             else:
                 continue
             walk.take(row)
-            found += 1
-        plan.host_drops = host.victims
-        return plan, found >= count
+            found, work = found + 1, work + 1
+        return plan, found >= count or work >= most_work
+
+    def plan_backed(self, place: Place, count: int, most_work: int) -> EvictionPlan:
+        """What goes next of a device place, as far as the host has all of it: up to ``count`` blocks, and as
+        ``most_work`` of ``plan_device``. Nothing is changed yet."""
+        plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
+        on_host = self.ledger.host.states[self.ledger.host.lead]
+        while plan.found < count and work < most_work and (row := walk.next()) is not None:
+            run = walk.backed_run(row, min(count - plan.found, (most_work - int(work)) * BLOCKS_OF_WORK))
+            backed = list(takewhile(lambda each: on_host[each] == IS_READY, run))
+            plan.drops += backed
+            work += _work_of(backed)
+            if len(backed) < len(run):
+                break
+            walk.take_run(run)
+        return plan
 
     def plan_host(self, count: int, spares: Spares = no_row) -> tuple[EvictionPlan, bool]:
         """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
@@ -219,6 +238,11 @@ class Evictor:
             ledger.evicted_blocks += 1
             ledger.drop_copy(place, row)
         return not needed
+
+
+def _work_of(run: Sequence[int]) -> float:
+    """Of a run of blocks that the host has."""
+    return min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
 
 
 class _HostRoom:

@@ -221,6 +221,18 @@ class BlockIndex:
             for order in moved:
                 order.update(row)
 
+    def inherit_all(self, run: Sequence[int]) -> None:
+        """``inherit`` for each of ``run`` but the first, of the one before it, whose parent it is."""
+        rows, stamps = np.array(run, np.int32), np.frombuffer(self.stamp, np.uint64)
+        after = np.maximum.accumulate(stamps[rows])
+        raised = rows[after > stamps[rows]]
+        moved = [(order, raised[np.frombuffer(order.filed, np.bool_)[raised]].tolist()) for order in self.orders]
+        for order, filed in moved:
+            order.remove_all(filed)
+        stamps[rows] = after
+        for order, filed in moved:
+            order.add_all(filed)
+
     def follow_requests(self, made: Callable[[Place], LeafOrder]) -> None:
         """The policy follows requests from now on: rows have segments, and ``made`` gives each place's candidates."""
         self.follows_requests = True

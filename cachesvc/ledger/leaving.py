@@ -1,4 +1,5 @@
-"""Dropping what was planned, whole runs at a time: blocks of one path whose last copies go, from a leaf upwards.
+"""Dropping what was planned, whole runs at a time: blocks of one path, from a leaf upwards, all of whose copies are the
+last ones, or none of whose copies is.
 
 What a run has in common is done once: its pages come back together, its age is told by one stamp, and of all its blocks
 only the one above it can become a candidate. Everything else goes block by block, by ``BlockLedger.drop_copy``.
@@ -7,7 +8,10 @@ only the one above it can become a candidate. Everything else goes block by bloc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import itemgetter
+
+import numpy as np
 
 from cachesvc.ledger.blocks import BlockLedger, Dropped
 from cachesvc.ledger.journal import Cause
@@ -21,15 +25,31 @@ IS_READY = int(READY)
 
 def drop_all(ledger: BlockLedger, place: Place, rows: Sequence[int], cause: Cause) -> None:
     """``drop_copy`` for each of ``rows``, each of which is a leaf of the place by its turn and may go."""
+    backed = _backed_runs(ledger, place, rows)
     at = 0
     while at < len(rows):
-        end = _run_end(ledger, place, rows, at)
-        if end - at >= SHORTEST_RUN:
+        if at in backed:
+            end = backed[at]
+            _drop_backed(ledger, place, rows[at:end], cause)
+        elif (end := _run_end(ledger, place, rows, at)) - at >= SHORTEST_RUN:
             _drop_run(ledger, place, rows[at:end], cause)
         else:
             end = at + 1
             ledger.drop_copy(place, rows[at], cause)
         at = end
+
+
+def _backed_runs(ledger: BlockLedger, place: Place, rows: Sequence[int]) -> dict[int, int]:
+    """Where in ``rows`` runs begin that stay in the index, and where each ends: rows that are whole here and elsewhere,
+    each the parent of the one before and that its only child here."""
+    if len(rows) < SHORTEST_RUN or place.window_groups:
+        return {}
+    path = np.array(rows, np.int32)
+    fits = place.are_ready(path) & place.are_elsewhere(path)
+    is_above = (np.asarray(ledger.index.parent)[path[:-1]] == path[1:]) & (np.asarray(place.children)[path[1:]] == 1)
+    joined = is_above & fits[:-1] & fits[1:]
+    ends = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(rows)]
+    return {first: end for first, end in pairwise(ends) if end - first >= SHORTEST_RUN}
 
 
 def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) -> int:
@@ -53,27 +73,50 @@ def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) ->
 
 
 def _drop_run(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Cause) -> None:
+    """A run that leaves the index."""
     index = ledger.index
     above = index.parent[run[-1]]
-    passes_use = place is not ledger.host  # a hit used all blocks above it, but loads bring each block by itself
-    stamp = _count(ledger, place, run, passes_use=passes_use)
-    used = any(map(place.used.__getitem__, run))
-    ledger.let_go(place, run)
+    stamp, used = _leave(ledger, place, run)
     place.drop_last(run, cause)
     place.leaves.remove(run[0])
-    tier = (Tier.DEVICE if passes_use else Tier.HOST).value
+    tier = (Tier.HOST if place is ledger.host else Tier.DEVICE).value
     keys = [index.keys[row] or b"" for row in run]
     ledger.dropped += [Dropped(key, index.reuses[row], tier) for key, row in zip(keys, run, strict=True)]
     ledger.leave_segments(run, keys)
+    index.remove_run(run)
+    _tell_above(ledger, place, above, stamp, used=used)
+
+
+def _drop_backed(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Cause) -> None:
+    """A run that stays in the index."""
+    above = ledger.index.parent[run[-1]]
+    stamp, used = _leave(ledger, place, run)
+    place.drop_backed(run, cause)
+    place.leaves.remove(run[0])
+    ledger.index.inherit_all(run)
+    _tell_above(ledger, place, above, stamp, used=used)
+
+
+def _leave(ledger: BlockLedger, place: Place, run: Sequence[int]) -> tuple[int, bool]:
+    """A run goes from a place: it is counted, and its policy told. Returns the last access to any of it, and whether
+    any of it was used."""
+    stamp = _count(ledger, place, run, passes_use=place is not ledger.host)
+    used = any(map(place.used.__getitem__, run))
+    ledger.let_go(place, run)
     for row in run:
         place.children[row] = 0
-    index.remove_run(run)
-    if above != NO_ROW:
-        place.children[above] -= 1
-        index.inherit(above, stamp)
-        if passes_use:
-            place.used[above] |= used
-        place.leaves.update(above)
+    return stamp, used
+
+
+def _tell_above(ledger: BlockLedger, place: Place, above: int, stamp: int, *, used: bool) -> None:
+    """A run has gone from below a row, which may be none."""
+    if above == NO_ROW:
+        return
+    place.children[above] -= 1
+    ledger.index.inherit(above, stamp)
+    if place is not ledger.host:  # a hit used all blocks above it, but loads bring each block by itself
+        place.used[above] |= used
+    place.leaves.update(above)
 
 
 def _count(ledger: BlockLedger, place: Place, run: Sequence[int], *, passes_use: bool) -> int:

@@ -38,7 +38,8 @@ class Replica:
 
     ``shadow``: told of its hits, where somebody compares them. ``failed_drains``: write-backs that failed in a row;
     ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more; it is never
-    granted again, and ``is_emptying`` while what was there is being dropped.
+    granted again, and ``is_emptying`` while what was there is being dropped. ``is_making_room``: ahead of who will want
+    it.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Replica:
     shadow: Shadow | None = None
     gone: str = ""
     is_emptying: bool = False
+    is_making_room: bool = False
 
 
 @dataclass(slots=True)

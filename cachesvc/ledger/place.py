@@ -33,7 +33,7 @@ from cachesvc.ledger.protected import Protected
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.histogram import AGE_SECONDS, Histogram
-from cachesvc.model.int32s import array_of, column, distinct
+from cachesvc.model.int32s import Column, array_of, column, distinct
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 
@@ -186,6 +186,19 @@ class Place:
         """The states of some rows."""
         return np.frombuffer(self.states[group], np.uint8)[column(rows)]
 
+    def are_ready(self, rows: Column) -> npt.NDArray[np.bool_]:
+        """Which of some rows are READY."""
+        ready: npt.NDArray[np.bool_] = np.frombuffer(self.states[self.lead], np.uint8)[rows] == IS_WHOLE
+        return ready
+
+    def are_elsewhere(self, rows: Column) -> npt.NDArray[np.bool_]:
+        """Which of some rows are READY on another place."""
+        found: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+        for each in self._places:
+            if each is not self and each.pools[each.lead].capacity:
+                found |= each.are_ready(rows)
+        return found
+
     # -- moves of a copy and its page ----------------------------------------------------------------------------
 
     def seal(self, group: int, row: int, page: int) -> None:
@@ -283,13 +296,19 @@ class Place:
     def drop_last(self, rows: Sequence[int], cause: Cause) -> None:
         """``drop`` of all groups for each of ``rows``, whole here and nowhere else; no group has a window. Raises
         IllegalMove before anything has moved."""
-        code = with_cause(self._told[READY, ABSENT][0], cause)
+        self._drop_all(rows, with_cause(self._told[READY, ABSENT][0], cause))
+
+    def drop_backed(self, rows: Sequence[int], cause: Cause) -> None:
+        """``drop_last`` for ``rows`` that are whole elsewhere too."""
+        self._drop_all(rows, with_cause(self._told[READY, ABSENT][1], cause))
+
+    def _drop_all(self, rows: Sequence[int], code: int) -> None:
+        going = np.array(rows, np.int32)
         for group, pool in enumerate(self.pools):
-            states, held = self.states[group], self.pages[group]
-            pool.move_all([held[row] for row in rows], FREE)
-            for row in rows:
-                states[row] = ABSENT
-                held[row] = NO_PAGE
+            held = column(self.pages[group])
+            pool.move_all(array_of(held[going]), FREE)
+            held[going] = NO_PAGE
+            np.frombuffer(self.states[group], np.uint8)[going] = ABSENT
             self._journal.note_all(code | group << 9, rows)
         self.counts.states[READY] -= len(rows)
         self.counts.states[ABSENT] += len(rows)

@@ -218,6 +218,8 @@ class Sequence(BlockTables):
         if not self.is_open:
             self.swapped = []
             self._host.let_go()  # what failed to come is not there to be kept, though it is ending still
+            if failed and not left:
+                self._device.let_go()
         elif is_out:
             self._is_out(ticket)
         else:

@@ -6,10 +6,13 @@ import heapq
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
+import numpy as np
+
 from cachesvc.ledger.blocks import BlockLedger
 from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_SEGMENT, QueuedLeaves
+from cachesvc.model.int32s import column
 from cachesvc.model.words import READY
 
 IS_READY = int(READY)
@@ -96,8 +99,24 @@ class Walk:
             run.append(row)
         return run
 
+    def backed_run(self, row: int, most: int) -> list[int]:
+        """As ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below them
+        there: each is the parent of the one before, and that its only child on this place."""
+        index, place = self.ledger.index, self.place
+        family, least, most_there = self._family(row)
+        if most_there < least:
+            return [row]
+        path = column(index.last_rows(row, most))[::-1]
+        above = path[1:]
+        theirs = np.asarray(family)[above]
+        fits = (theirs >= least) & (theirs <= most_there) & (np.asarray(place.children)[above] == 1)
+        fits &= (np.asarray(place.pins)[above] == 0) & (np.asarray(index.flights)[above] == 0)
+        fits &= place.are_ready(above) & place.are_elsewhere(above)
+        run: list[int] = path[: 1 + (len(above) if fits.all() else int(np.argmin(fits)))].tolist()
+        return run
+
     def take_run(self, run: list[int]) -> None:
-        """``take`` for each row of a ``run``."""
+        """``take`` for each row of a ``run`` or a ``backed_run``."""
         top = run[-1]
         self._stamps[top] = max(map(self._stamp, run))
         self.taken.update(run)

@@ -24,6 +24,7 @@ class Bias:
     and ``world``: what makes an action of an engine, or an event around it, so many times as likely as without a bias.
     ``misfortune``: how likely an event is a rare one. ``requests``: open at most, for each engine. ``host_is_there``:
     all of the host's memory has come before the first engine. ``evicted_tiers``: where an operator evicts.
+    ``ahead_pages``: that are kept free.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Bias:
     misfortune: float = 0.025
     host_is_there: bool = True
     evicted_tiers: tuple[str, ...] = ("device", "device", "device", "host")
+    ahead_pages: int = 0
 
 
 THROUGH, BACK = WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
@@ -91,6 +93,7 @@ BIASES = (
         most_blocks=8,
         requests=1,
         evicted_tiers=("device",),
+        ahead_pages=4,
         engine={"allocate": 2, "begin": 2, "swap_out": 0.3, "release": 2, "prefetch": 0.5},
         world={"operator_evicts": 5, "copy_moves": 0.7, "copy_fails": 6},
         misfortune=0.01,

@@ -136,7 +136,14 @@ class SimNode:
             self.mover,
             eviction_policy(rng.choice(("hazard", "hazard", "hazard", "lru", "lfu", "deepest_first"))),
             WriteRule(policy, rng.choice((1, 2)), remember=8),
-            Limits(sequences_per_lease=16, stock_pages_per_lease=8, leases=12, events_per_model=12),
+            Limits(
+                sequences_per_lease=16,
+                stock_pages_per_lease=8,
+                leases=12,
+                events_per_model=12,
+                ahead_pages=bias.ahead_pages,
+                ahead_part=2,
+            ),
             turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),
         )
         self.meetings = Meetings(self.core)

@@ -14,6 +14,7 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.flows.turns import TURN, Turns
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import Conflict, InvalidRequest, LeaseLost, NotFound, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
@@ -212,6 +213,22 @@ def test_whoever_leaves_during_a_swap_leaves_nothing_behind(direction: str, erro
     rig.check()
     for pool in (*rig.place().pools, *rig.host.pools):
         assert pool.counts[PageState.FREE] + pool.counts[PageState.SEALED] == pool.usable
+
+
+def test_a_swap_in_that_fails_while_its_sequence_is_ending_leaves_nothing_pinned() -> None:
+    """Found by simulation: the pin of blocks that never came stayed until the last turn of the release."""
+    rig, a = half_published()
+    rig.run(swap_out, a, 1)
+    rig.settle()
+    admin.evict(rig.core, rig.model.id, "device", 0)
+    rig.run(swap_in, a, 1)
+    [back] = rig.mover.transfers
+    rig.core.turns = Turns(pages=1)
+    assert rig.once(release, a, 1) == TURN
+    rig.land(back, "broken")
+    rig.run(release, a, 1)
+    assert rig.free() == [8]
+    assert not rig.place().pinned
 
 
 def test_shared_windowed_pages_come_back_as_own_ones() -> None:

@@ -1,0 +1,54 @@
+"""Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.
+
+Only what would go next anyway goes, in its order, and only while the host has it whole: nothing is saved, nothing is
+lost, and where the next one would be lost nothing goes. What it costs is a load for who comes back to one of the last
+``Limits.ahead_pages`` blocks before eviction. It is done as a chore, a short turn at a time, and no call waits for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cachesvc.flows.core import Core
+from cachesvc.flows.evictions import carry_out
+from cachesvc.flows.turns import Chore
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.place import Place
+
+FEWEST_PAGES = 8
+"""Fewer are worth nothing: a small pool has none."""
+SHARE_OF_TURN = 4
+"""It takes so small a part of what a call's turn evicts, since nobody waits for it."""
+
+
+def look_ahead(core: Core, model: Model, replica: Replica) -> None:
+    """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
+    wanted = _wanted(core, replica.place)
+    if replica.is_making_room or not wanted or 2 * _free(replica.place) >= wanted:
+        return
+    replica.is_making_room = True
+    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica)))
+
+
+def _go_on(core: Core, model: Model, replica: Replica) -> bool:
+    """A turn; True when there is room enough, or the next block cannot go."""
+    short = _wanted(core, replica.place) - _free(replica.place)
+    found = 0
+    if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
+        plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
+        carry_out(core, model, plan)
+        found = plan.found
+    replica.is_making_room = 0 < found < short
+    return not replica.is_making_room
+
+
+def _wanted(core: Core, place: Place) -> int:
+    """Pages that are kept free. None where groups have windows: their copies on the host may be fewer."""
+    limits, pages = core.limits, place.pools[place.lead].capacity
+    if place.window_groups or pages < limits.ahead_part * FEWEST_PAGES:
+        return 0
+    return min(limits.ahead_pages, pages // limits.ahead_part)
+
+
+def _free(place: Place) -> int:
+    return min(place.pools[group].unreserved for group in place.full_groups)
