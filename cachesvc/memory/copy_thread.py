@@ -81,7 +81,7 @@ class CopyThread:
                 return
             self._is_idle, self._guest = False, threading.current_thread()
         try:
-            self._start_what_may()
+            self._start_next()
         except Exception as failure:  # noqa: BLE001 - a fault of our own: the thread ends of it, and tells every job
             self._guest_broke = failure
         with self._changed:
@@ -96,20 +96,19 @@ class CopyThread:
         self._arbiter.push(self._direction, job, self._clock())
         self._jobs[id(job)] = job
 
-    def _start_what_may(self) -> None:
-        """Cut and start slices as long as some may go now."""
-        while len(self._on_way) < self._runner.depth:
+    def _start_next(self) -> None:
+        """Cut and start one slice, if one may go now."""
+        while True:
             with self._changed:
                 now = self._clock()
                 queued = self._arbiter.next_up(self._direction, now)
                 is_cut = queued is None or queued.head is not None
                 piece = self._pop(now) if is_cut else None
-            if queued is not None and not is_cut:
-                self._cut(queued)
-            elif piece is not None:
-                self._start(piece)
-            else:
-                return
+            if queued is None or is_cut:
+                break
+            self._cut(queued)
+        if piece is not None:
+            self._start(piece)
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not

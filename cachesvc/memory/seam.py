@@ -142,7 +142,7 @@ class CopyStream(Protocol):
         """Queue a job; returns at once. Raises Unavailable after ``close``, LimitExceeded."""
 
     def submit_here(self, job: CopyJob) -> None:
-        """As ``submit``; but where the stream has nothing to do the first slices are planned and started by this very
+        """As ``submit``; but where the stream has nothing to do the first slice is planned and started by this very
         thread, for as long as the driver takes: it need not wake another one first."""
 
     def close(self) -> None:

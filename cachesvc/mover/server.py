@@ -1,7 +1,7 @@
 """A mover at work: memory, words and copies of one device, for the daemon at the other end of a connection.
 
 Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
-without movers has, and starts a job's first slices itself where the device is idle; ends go back by another ring.
+without movers has, and starts a job's first slice itself where the device is idle; ends go back by another ring.
 Everything else is asked on the connection, and answered by the thread that serves it. With the end of the connection
 all is over, in order: nothing here outlives its daemon.
 """

@@ -134,7 +134,7 @@ class Inside:
         self._take(job, lambda stream, copies: stream.submit(copies))
 
     def submit_here(self, job: RankJob) -> None:
-        """As ``submit``; a device that has nothing to do is given the first slices by this thread, which may take a
+        """As ``submit``; a device that has nothing to do is given the first slice by this thread, which may take a
         driver's time."""
         self._take(job, lambda stream, copies: stream.submit_here(copies))
 

@@ -137,7 +137,7 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
 def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
     call: str, process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads jobs may stand in the driver's call: it submits the first slices of an idle device."""
+    """Whoever reads jobs may stand in the driver's call: it submits the first slice of an idle device."""
     hung, fresh = HostGpu(), HostGpu()
     with on_gpus(hung, fresh, process=process) as rig:
         hung.hangs = {call}

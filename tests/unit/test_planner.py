@@ -329,54 +329,6 @@ def test_costs_choose_the_step() -> None:
     assert [step.word_value for step in whole] == [1, 32], "the first layer comes alone, whatever steps cost"
 
 
-def test_narrow_planes_are_followed_layer_by_layer_where_single_rows_are_cheap() -> None:
-    """vLLM's default pages: 16 tokens of one plane, scattered. As pitched copies their layers would cost the link."""
-    layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
-    scattered = [int(p) for p in np.random.default_rng(3).permutation(4000)[:1024]]
-    move = whole_pools(layout, scattered, list(range(0, 2048, 2)))
-    assert 1 < len(planned(move, 32, None)) < 32
-    steps = planned(move, 32, None, LinkCosts(per_single_us=0.65))
-    assert len(steps) == 32
-    assert {int(height) for step in steps for height in step.copies[:, 5]} == {1}
-    assert sum(len(step.copies) for step in steps) == 1024 * 64
-
-
-def test_rows_so_narrow_that_they_are_slow_alone_say_nothing_of_wider_ones() -> None:
-    """8 KiB take 2.2 us each, by the link's other end, and 32 KiB take 0.7, by the processor (H100)."""
-    costs = LinkCosts(per_copy_us=2.5, per_single_us=0.7, singles_us=((8 << 10, 2.2), (32 << 10, 0.7)))
-    pages = [int(p) for p in np.random.default_rng(3).permutation(4000)[:1024]]
-    for heads, height in ((8, 1), (2, 2)):
-        layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
-        steps = planned(whole_pools(layout, pages, list(range(0, 2048, 2))), 32, 1, costs)
-        assert {int(row) for step in steps for row in step.copies[:, 5]} == {height}
-
-
-def test_large_whole_tickets_begin_with_the_fewest_copies_and_go_on_as_what_the_link_likes_best() -> None:
-    """Single rows of 64 KiB lose nothing of an H200's link, but 64 of them take the processor longer than a copy."""
-    costs = LinkCosts(
-        per_copy_us=2.5, per_single_us=1.24, singles_us=((8 << 10, 0.54), (32 << 10, 0.65), (64 << 10, 1.2))
-    )
-    pages = [int(p) for p in np.random.default_rng(3).permutation(4000)[:256]]
-    for heads, later in ((32, 1), (16, 1), (8, 64)):  # 128, 64, and 32 KiB, which the processor could not keep up with
-        layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
-        first, *rest = plan(
-            [whole_pools(layout, pages, list(range(0, 512, 2)))],
-            Direction.LOAD,
-            layers=32,
-            base=0,
-            layers_per_step=0,
-            costs=costs,
-        )
-        assert set(first.copies[:, 5].tolist()) == {64}
-        assert {int(height) for step in rest for height in step.copies[:, 5]} == {later}
-
-
-def test_whole_blocks_of_narrow_planes_stay_pitched() -> None:
-    layout = gqa(layers=32, kv_heads=1, head_dim=128, block_tokens=16)  # 4 KiB
-    (step,) = planned(whole_pools(layout, [5, 1, 9], [0, 2, 4]), 32, 0, LinkCosts(per_single_us=0.65))
-    assert step.copies[:, 5].tolist() == [64, 64, 64]
-
-
 def test_a_choice_that_was_made_is_made_again_for_about_as_many_pages() -> None:
     layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=64)
     sizes = []
