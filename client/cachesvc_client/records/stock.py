@@ -49,7 +49,7 @@ class Stock:
         if blocks < 1:
             raise InvalidRequest(f"take at least 1 block, got {blocks}")
         taken = self.take_packed(blocks)
-        cells = [GroupCells(group, first_block, its[0], tuple(its[1])) for group, its in enumerate(taken)]
+        cells = [GroupCells(group, first_block, tuple(its[0]), tuple(its[1])) for group, its in enumerate(taken)]
         return tuple(cells)
 
     def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
