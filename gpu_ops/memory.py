@@ -112,6 +112,19 @@ def map_fd(cuda: Driver, ordinal: int, fd: int, size_bytes: int) -> int:
         cuda.call("cuMemRelease", memory)
 
 
+def map_fd_over(cuda: Driver, ordinal: int, fd: int, address: int, size_bytes: int) -> None:
+    """``map_fd`` at an address where as large a VMM memory is mapped, in its place. Nothing on the device uses that any
+    more. Raises CudaError; nothing may be mapped there then.
+    """
+    memory = cuda.number("cuMemImportFromShareableHandle", c_uint64, fd, POSIX_DESCRIPTOR)
+    try:
+        cuda.call("cuMemUnmap", address, size_bytes)
+        cuda.call("cuMemMap", address, size_bytes, 0, memory, 0)
+        _let_use(cuda, ordinal, address, size_bytes)
+    finally:
+        cuda.call("cuMemRelease", memory)
+
+
 def unmap(cuda: Driver, address: int, size_bytes: int) -> None:
     """Undo a mapping of VMM memory."""
     cuda.call("cuMemUnmap", address, size_bytes)
@@ -125,10 +138,14 @@ def _map(cuda: Driver, ordinal: int, memory: int, size_bytes: int) -> int:
     except CudaError:
         cuda.call("cuMemAddressFree", address, size_bytes)
         raise
-    rights = AccessRights(Location(ON_DEVICE, ordinal), READ_AND_WRITE)
     try:
-        cuda.call("cuMemSetAccess", address, size_bytes, ctypes.byref(rights), 1)
+        _let_use(cuda, ordinal, address, size_bytes)
     except CudaError:
         unmap(cuda, address, size_bytes)
         raise
     return address
+
+
+def _let_use(cuda: Driver, ordinal: int, address: int, size_bytes: int) -> None:
+    rights = AccessRights(Location(ON_DEVICE, ordinal), READ_AND_WRITE)
+    cuda.call("cuMemSetAccess", address, size_bytes, ctypes.byref(rights), 1)

@@ -17,7 +17,6 @@ from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.keeper import start_keeper
 from cachesvc_vllm.page_check import PageCheck
-from cachesvc_vllm.remapping import map_over
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
 
@@ -67,7 +66,7 @@ class Node:
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
         self._back: Lease | None = None
-        self._address: int | None = None
+        self._address = self._size_bytes = 0
         self._wake = threading.Event()
         self._came = threading.Event()
         self._is_closed = False
@@ -121,8 +120,8 @@ class Node:
 
     def keep_address(self) -> None:
         """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
-        if not self.pool.is_on_gpu:
-            self._address = int(self.pool.slab(GROUP).ctypes.data)
+        memory = self.pool.memory(GROUP)
+        self._address, self._size_bytes = memory.address, memory.size_bytes
 
     def wait_back(self, timeout_s: float) -> bool:
         """Wait until ``is_back``."""
@@ -130,15 +129,19 @@ class Node:
 
     def move(self) -> Lease:
         """Take the new lease; where this process uses the slab, the new one takes the place of the old one. Nothing
-        uses pages of the old one."""
+        uses pages of the old one, on a GPU no kernel either. Raises ConnectorRefused, where the next daemon's memory is
+        of another kind, and what attaching and mapping raise."""
         assert self._back is not None
         self._came.clear()
         old, self._lease, self._back = self.lease, self._back, None
         if self._attaches:
-            assert self._address is not None
             self._pool = self._lease.attach(self._rank)
-            slab = self._pool.slab(GROUP)
-            map_over(self._address, int(slab.ctypes.data), slab.nbytes)
+            memory = self._pool.memory(GROUP)
+            if memory.size_bytes != self._size_bytes or not memory.can_map_over:
+                raise ConnectorRefused(
+                    "the daemon came back with memory that is mapped in another way: start it as before"
+                )
+            memory.map_over(self._address)
         else:
             self._keep()
         _give_up(old)

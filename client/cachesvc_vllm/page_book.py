@@ -68,6 +68,11 @@ class PageBook:
         """True when no request has a page."""
         return not self.held_blocks
 
+    def is_beyond(self, blocks: int) -> bool:
+        """True where a request of so many blocks finds no room before there is a new lease, whatever ends by then."""
+        mine = len(self._private) + sum(len(each.pages) for each in self._requests.values())
+        return self.is_adrift and (self.is_moving or (self.is_empty and blocks > mine))
+
     def find(self, request_id: str) -> RequestPages | None:
         """What a request has, if it has begun."""
         return self._requests.get(request_id)

@@ -11,11 +11,18 @@ from vllm.lora.utils import get_adapter_absolute_path
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
+from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.settings import Settings
+
+STUCK = (
+    "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
+    "its memory cannot be replaced: start it again; with --device-memory vmm the daemon's next memory takes its place"
+)
+"""An engine that can serve nothing any more ends, so that whoever watches it starts it again."""
 
 AHEAD_DIVISOR = 8
 """Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
@@ -211,7 +218,8 @@ class SchedulerSide:
         return Wish(request.block_hashes, most, first, salt)
 
     def _reserve(self, request: Any, tokens: int) -> RequestPages | None:
-        """Reserve a request's pages for so many tokens more; None where there is no room."""
+        """Reserve a request's pages for so many tokens more; None where there is no room. Raises ConnectorRefused where
+        there will be none, for this engine does not come back."""
         assert self._pool is not None
         self._move_if_back()
         pages = self._book.find(request.request_id)
@@ -226,7 +234,10 @@ class SchedulerSide:
         if pages is None:
             return None
         tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
-        if not self._book.reserve(pages, -(-tokens // self._block_tokens)):
+        blocks = -(-tokens // self._block_tokens)
+        if not self._book.reserve(pages, blocks):
+            if self._book.is_beyond(blocks) and not self._node.comes_back:
+                raise ConnectorRefused(STUCK)
             return None
         self._pool.schedule(pages)
         return pages

@@ -79,7 +79,7 @@ class WorkerSide:
         if node is None or not model:
             return None
         self._node, self.share = node, node.share
-        self.comes_back = node.comes_back = not node.pool.is_on_gpu
+        self.comes_back = node.comes_back = node.pool.memory(GROUP).can_map_over
         slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: self._kv_cache_config.kv_cache_tensors[0].size]
         self._mode = SlabMode(slab)
         return self._mode
@@ -107,6 +107,8 @@ class WorkerSide:
             raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")
         if self._node.back_id != lease_id:  # a table of one daemon's pages is none of another one's
             raise ConnectorRefused("the daemon went again before this worker had followed its scheduler")
+        if self._node.pool.is_on_gpu:
+            torch.cuda.synchronize()  # kernels of the last step: preempted requests have no more
         self._node.move()
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from cachesvc_client.memory.device import DevicePlane
 from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.memory.remapping import map_over
 from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import engine_pb2
 
@@ -62,6 +63,12 @@ class FakeGpu:
 
     def map_fd(self, descriptor: int, size_bytes: int) -> int:
         return self._map(np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8))
+
+    def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
+        assert self.mapped[address] > 0
+        assert size_bytes == self._views[address].nbytes
+        map_over(address, self.map_fd(descriptor, size_bytes), size_bytes)
+        self.mapped.subtract([int(self._views.popitem()[0])])
 
     def unmap(self, address: int, size_bytes: int) -> None:
         assert size_bytes == self._views[address].nbytes

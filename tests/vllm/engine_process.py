@@ -26,21 +26,20 @@ def make(wish: dict[str, Any]) -> Any:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": wish["extra"],
         }
-    return LLM(
-        model=wish["model"],
-        load_format=wish["load_format"],
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        seed=wish.get("seed", 0),
-        block_size=32,
-        max_model_len=2048,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.2,
-        num_gpu_blocks_override=wish["blocks"],
-        enable_prefix_caching=wish.get("caching", True),
-        **options,
-        **wish.get("options", {}),
-    )
+    plain: dict[str, Any] = {
+        "model": wish["model"],
+        "load_format": wish["load_format"],
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "seed": wish.get("seed", 0),
+        "block_size": 32,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.2,
+        "num_gpu_blocks_override": wish["blocks"],
+        "enable_prefix_caching": wish.get("caching", True),
+    }
+    return LLM(**{**plain, **options, **wish.get("options", {})})
 
 
 def answer(llm: Any, asked: dict[str, Any]) -> Any:
@@ -60,7 +59,11 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
             for each in samples
         }
     prompts = [
-        {"prompt_token_ids": each["tokens"], **({"cache_salt": each["salt"]} if each["salt"] else {})}
+        {
+            "prompt_token_ids": each["tokens"],
+            **({"cache_salt": each["salt"]} if each["salt"] else {}),
+            **({} if each["image"] is None else {"multi_modal_data": {"image": _image(each["image"])}}),
+        }
         for each in asked["prompts"]
     ]
     plain = {"temperature": 0, "logprobs": 2, "detokenize": False, "ignore_eos": True}
@@ -78,6 +81,13 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
         }
         for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
     ]
+
+
+def _image(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), np.uint8))
 
 
 def _told(at: Any) -> Any:

@@ -48,13 +48,14 @@ MODEL = {
 @dataclass(frozen=True)
 class Prompt:
     """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for;
-    ``adapter``: its number and folder."""
+    ``adapter``: its number and folder. ``image``: the seed of one that goes before."""
 
     tokens: tuple[int, ...]
     new: int = 8
     salt: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     adapter: tuple[int, str] | None = None
+    image: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.rig import running_node
+from tests.vllm.image_model import OPTIONS, write_image_model
 from tests.vllm.rig import BLOCK_TOKENS, MODEL, PYTHON_VARIABLE, Fleet, engine_environment, engines, random_prompt
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -64,4 +66,21 @@ def test_a_model_of_which_some_layers_have_windows(tmp_path: Path) -> None:
                 assert [answer.said for answer in answers] == expected
                 assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * len(prompts)
         assert node.counters()["hit_blocks_host"] >= 20
+        assert node.problems() == []
+
+
+def test_prompts_share_under_the_same_image_alone(tmp_path: Path) -> None:
+    """Weights are dummies, by which an image hardly counts: what is found tells that it is in the keys."""
+    write_image_model(tmp_path)
+    fleet, plain = Fleet(tmp_path), random_prompt(1, 6.5)
+    longer = replace(plain, tokens=plain.tokens[: 3 * BLOCK_TOKENS] + random_prompt(2, 4).tokens, image=1)
+    prompts = [plain, *(replace(plain, image=each) for each in (1, 2, 1)), longer, replace(plain, image=2)]
+    with engines(fleet.engine(None, caching=False, options=OPTIONS)) as (alone,):
+        expected = [alone.ask(prompt)[0].said for prompt in prompts]
+    with running_node() as node:
+        for found in ((0, 0, 0, 6, 3, 6), (6, 6, 6, 6, 7, 6)):
+            with engines(fleet.engine(node.socket, options=OPTIONS)) as (mine,):
+                answers = [mine.ask(prompt)[0] for prompt in prompts]
+                assert [answer.said for answer in answers] == expected
+                assert [answer.cached // BLOCK_TOKENS for answer in answers] == list(found)
         assert node.problems() == []

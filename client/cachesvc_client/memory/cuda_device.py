@@ -10,7 +10,7 @@ from cachesvc_client.errors import GpuFailed, InvalidRequest, NotSupported
 from cachesvc_client.memory.device import DevicePlane
 from gpu_ops.errors import CudaError, CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, gpu_by_uuid
-from gpu_ops.memory import close_ipc, map_fd, open_ipc, unmap
+from gpu_ops.memory import close_ipc, map_fd, map_fd_over, open_ipc, unmap
 
 WRONG_STREAM = {1, 400, 709}
 """Invalid value, invalid handle, context is destroyed: the driver's words for a stream that is none of the device's."""
@@ -64,6 +64,11 @@ class CudaDevice:
         """Map memory by its descriptor."""
         with self._mapping(), self._gpu.current() as cuda:
             return map_fd(cuda, self.ordinal, descriptor, size_bytes)
+
+    def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
+        """Map memory by its descriptor in the place of older memory."""
+        with self._mapping(), self._gpu.current() as cuda:
+            map_fd_over(cuda, self.ordinal, descriptor, address, size_bytes)
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """Unmap it."""

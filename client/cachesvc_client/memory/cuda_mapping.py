@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kvcache.v1 import common_pb2
 
-from cachesvc_client.errors import AlreadyClosed, DaemonFault
+from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
 from cachesvc_client.memory.device import Device, DevicePlane
 from cachesvc_client.memory.placement import PlaneView
 
@@ -59,6 +59,18 @@ class DeviceMapping(ABC):
     def plane(self, view: PlaneView) -> DevicePlane:
         """A plane of it. Raises AlreadyClosed."""
         return DevicePlane(self.address, self.size_bytes, view, self._device.ordinal, self._owner)
+
+    @property
+    def can_map_over(self) -> bool:
+        """True where ``map_over`` can be."""
+        return False
+
+    def map_over(self, address: int) -> None:
+        """See ``Memory``."""
+        raise NotSupported(
+            f"memory of kind {self._handle.kind!r} cannot be mapped at {address:#x}, in the place of other memory: run "
+            "the daemon with --device-memory vmm"
+        )
 
     def close(self) -> bool:
         """Unmap; True when it is unmapped now, False while planes or arrays of it are held: call it again then. Raises
@@ -108,6 +120,19 @@ class FdMemory(DeviceMapping):
         descriptor = self._fetch_fd(handle.token)
         try:
             return self._device.map_fd(descriptor, handle.size_bytes)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def can_map_over(self) -> bool:
+        """True where ``map_over`` can be."""
+        return True
+
+    def map_over(self, address: int) -> None:
+        """See ``Memory``."""
+        descriptor = self._fetch_fd(self._handle.token)
+        try:
+            self._device.map_fd_over(descriptor, address, self.size_bytes)
         finally:
             os.close(descriptor)
 

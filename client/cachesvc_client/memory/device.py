@@ -69,6 +69,10 @@ class Device(Protocol):
     def map_fd(self, descriptor: int, size_bytes: int) -> int:
         """Map memory by its descriptor; the address. Raises NotSupported that says what to do."""
 
+    def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
+        """Map memory by its descriptor at ``address``, where ``map_fd`` mapped as much that nothing uses any more.
+        Raises NotSupported that says what to do."""
+
     def unmap(self, address: int, size_bytes: int) -> None:
         """Unmap what ``map_fd`` mapped."""
 

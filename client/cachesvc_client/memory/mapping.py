@@ -17,6 +17,7 @@ from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
 from cachesvc_client.memory.cuda_mapping import OWN_REFERENCES, FdMemory, IpcMemory
 from cachesvc_client.memory.device import Device
 from cachesvc_client.memory.placement import PlaneView
+from cachesvc_client.memory.remapping import map_over
 
 FdSource = Callable[[bytes], int]
 """Fetches the descriptor behind a handle's token."""
@@ -30,6 +31,18 @@ class Memory(Protocol):
     @property
     def size_bytes(self) -> int:
         """What may be used."""
+
+    @property
+    def address(self) -> int:
+        """First byte, as this process and its device know it. Raises AlreadyClosed."""
+
+    @property
+    def can_map_over(self) -> bool:
+        """True where it may take the place of other memory."""
+
+    def map_over(self, address: int) -> None:
+        """Map it at ``address`` too, in the place of memory of its kind and size that nothing uses any more: what
+        points there sees this one. Raises NotSupported, OSError, GpuFailed; and what fetching a descriptor raises."""
 
     def start(self) -> None:
         """Map it. Raises NotSupported, NotFound, DaemonFault, DaemonUnavailable, DeadlineExceeded, GpuFailed."""
@@ -86,6 +99,20 @@ class MappedMemory:
         if self._bytes is None:
             raise AlreadyClosed("this memory is not mapped any more; attach again")
         return self._bytes
+
+    @property
+    def address(self) -> int:
+        """First byte. Raises AlreadyClosed."""
+        return int(self.bytes.ctypes.data)
+
+    @property
+    def can_map_over(self) -> bool:
+        """Always."""
+        return True
+
+    def map_over(self, address: int) -> None:
+        """See ``Memory``."""
+        map_over(address, self.address, self.size_bytes)
 
     def plane(self, view: PlaneView) -> npt.NDArray[Any]:
         """A NumPy array over a plane. Raises AlreadyClosed."""

@@ -141,6 +141,12 @@ class AttachedPool:
         held and unmapped as planes are. What is behind the last plane is padding. Raises as ``group_planes``."""
         return self._show(self._slab(group))
 
+    def memory(self, group: str) -> Memory:
+        """What a group's slab is mapped as. Raises InvalidRequest for an unknown group."""
+        self._require_open()
+        self._planes.require(group)
+        return self._slabs[group]
+
     @property
     def is_on_gpu(self) -> bool:
         """True where streams and kernels use this pool."""
@@ -335,9 +341,7 @@ class AttachedPool:
         self._memories.append(memory)
 
     def _slab(self, group: str) -> Any:
-        self._require_open()
-        self._planes.require(group)
-        memory = self._slabs[group]
+        memory = self.memory(group)
         return memory.plane(PlaneView((memory.size_bytes,), np.uint8, 0, (1,)))
 
     def _show(self, plane: Any) -> Any:
