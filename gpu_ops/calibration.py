@@ -2,10 +2,10 @@
 
 The model: a pitched copy of h rows of w bytes takes ``per_copy_us + h * row_ns(w) / 1000 + h * w / bytes_per_us``. The
 cost of a row is read off tall copies of rows of several widths, that of a copy off many copies of two rows. Copies of
-one row go another way where the driver has it: wide ones are limited by the processor, narrow ones by the link's other
-end, so what each takes is measured for several widths, in calls as small as slices are: one call for all would first be
-submitted whole. Copies are like those of pages: anywhere in both memories, dense on the host and a plane apart on the
-device, and other ones each time, for what was copied just before is in caches that a page is not in.
+one row go another way where the driver has it: what each takes is measured for several widths, in calls as small as
+slices are: one call for all would first be submitted whole. Copies are like those of pages: anywhere in both memories,
+dense on the host and a plane apart on the device, and other ones each time, for what was copied just before is in
+caches that a page is not in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOVED_BYTES = 64 << 20
 ROW_BYTES = 8 << 10
 WIDTHS = (4 << 10, ROW_BYTES, 8448, 32 << 10, 72 << 10, 128 << 10)
 """Of rows: planes of common layouts. 8448 is a DSA indexer's page, whose rows are not aligned."""
-SINGLE_WIDTHS = (ROW_BYTES, 32 << 10, 64 << 10)
+SINGLE_WIDTHS = (32 << 10, 64 << 10)
 SINGLES_CALL_BYTES = 8 << 20
 TALL_ROWS = 64
 SHORT_ROWS = 2

@@ -222,7 +222,8 @@ def _step_of(
     sides: tuple[tuple[Same, Same], ...], runs: tuple[tuple[int, int], ...], present: tuple[int, ...], costs: LinkCosts
 ) -> int:
     """``runs[i]``: how many of what length of the pages on ``sides[i]``."""
-    lost = {size: _lost_us(sides, runs, present, size, costs) for size in _doublings(len(present))}
+    layers = len(present)
+    lost = {size: _lost_us(sides, runs, present, [size] * -(-layers // size), costs) for size in _doublings(layers)}
     ideal_us = (
         sum(
             count * length * device.geometry.page_bytes
@@ -230,8 +231,10 @@ def _step_of(
         )
         / costs.bytes_per_us
     )
-    bound_us = (ideal_us + min(lost.values())) / costs.min_efficiency
-    return next((size for size in lost if ideal_us + lost[size] <= bound_us), max(1, len(present)))
+    best_us = ideal_us + min(lost.values())
+    good = next(size for size in lost if ideal_us + lost[size] <= best_us / costs.min_efficiency)
+    rising_us = ideal_us + _lost_us(sides, runs, present, _rising(good, layers), costs)
+    return good if rising_us <= best_us / costs.least_efficiency else layers
 
 
 def _doublings(most: int) -> list[int]:
@@ -243,15 +246,15 @@ def _lost_us(
     sides: tuple[tuple[Same, Same], ...],
     runs: tuple[tuple[int, int], ...],
     present: tuple[int, ...],
-    size: int,
+    sizes: Sequence[int],
     costs: LinkCosts,
 ) -> float:
-    """Microseconds beyond the bytes' own time with steps of ``size`` layers."""
-    lost_us = 0.0
-    for at in range(0, len(present), size):
-        size_bytes = 0
+    """Microseconds beyond the bytes' own time with steps of so many layers."""
+    lost_us, at = 0.0, 0
+    for step in sizes:
+        chunk, at, size_bytes = frozenset(present[at : at + step]), at + step, 0
         for (device, host), (count, length) in zip(sides, runs, strict=True):
-            for _, shape in pieces_of(device, host, frozenset(present[at : at + size]), costs.max_pitch_bytes):
+            for _, shape in pieces_of(device, host, chunk, costs.max_pitch_bytes):
                 lost_us += count * way_of(shape, length, costs, When.LATER)[1]
                 size_bytes += count * length * shape.planes * shape.row_width
         lost_us += max(costs.per_step_us, costs.per_slice_us - size_bytes / costs.bytes_per_us)

@@ -198,7 +198,7 @@ def world_of(seed: int) -> World:
             LinkCosts(per_copy_us=900.0),
             LinkCosts(max_pitch_bytes=700),
             LinkCosts(per_row_ns=9e4),
-            LinkCosts(per_single_us=0.01),
+            LinkCosts(per_single_us=0.01, narrowest_single=0),
         ]
     ),
     part_copies=st.sampled_from([None, 1, 3, 17]),
