@@ -178,14 +178,19 @@ def _all_straight(call: Call, publishes: Publishes, entries: range, held: Collec
     part = slice(entries.start, entries.stop)
     numbers, first_blocks, packed = publishes.sequences[part], publishes.first[part], publishes.keys
     by_number, known_parts = call.lease.sequences, call.model.blocks.index.rows.parts
-    if len(set(numbers)) < len(numbers) or not by_number.keys() >= set(numbers):
+    named = set(numbers)
+    if len(named) < len(numbers) or not by_number.keys() >= named:
         return None
     sequences = [by_number[number] for number in numbers]
     known: list[bytes | bytearray] = []
+    has_groups = len(call.replica.place.pools) > 1
     for sequence, first in zip(sequences, first_blocks, strict=True):
-        if sequence.sealed != first or sequence.loads or sequence.swap_ticket or sequence.swapped_out:
+        table, own = sequence.tables[0], sequence.own[0]
+        if sequence.sealed != first or first >= len(table) or sequence.loads or sequence.failed:
             return None
-        if sequence.failed or first >= len(sequence.tables[0]) or not sequence.owns(first, first + 1):
+        if sequence.swap_ticket or sequence.swapped_out:
+            return None
+        if not (sequence.owns(first, first + 1) if has_groups else table[first] in own):
             return None
         known.append(sequence.keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
     keys = list(map(bytes, known))
@@ -193,8 +198,11 @@ def _all_straight(call: Call, publishes: Publishes, entries: range, held: Collec
         keys = [packed[at : at + KEY_BYTES] for at in range(part.start * KEY_BYTES, part.stop * KEY_BYTES, KEY_BYTES)]
         if any(told and told != key for told, key in zip(known, keys, strict=True)):
             return None
-    if not all(keys) or len(set(keys)) < len(keys) or any(key in known_parts[key[-1]] for key in keys):
+    if not all(keys) or len(set(keys)) < len(keys):
         return None
+    for key in keys:
+        if key in known_parts[key[-1]]:
+            return None
     return NewBlocks(sequences, keys, range(len(keys) + 1))
 
 

@@ -157,13 +157,9 @@ class BlockTables(Hold):
 
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
-        self._withdraw_keys(map(self.key, range(first, min(last, self.declared))))
-
-    def _withdraw_keys(self, keys: Iterable[bytes]) -> None:
         computing = self.ledger.computing
-        for key in keys:
-            left = computing.pop(key) - 1
-            if left:
+        for key in map(self.key, range(first, min(last, self.declared))):
+            if left := computing.pop(key) - 1:
                 computing[key] = left
 
     # -- sealing -----------------------------------------------------------------------------------------------
@@ -211,7 +207,10 @@ class BlockTables(Hold):
         first = self.sealed
         last = self.sealed = first + len(path)
         if self.declared > first:
-            self._withdraw_keys(keys if self.declared >= last else keys[: self.declared - first])
+            computing = self.ledger.computing
+            for key in keys if self.declared >= last else keys[: self.declared - first]:
+                if left := computing.pop(key) - 1:
+                    computing[key] = left
         if last * KEY_BYTES > len(self.keys):
             self._know(first, b"".join(keys))
             self.declared = last  # that is none of them, and growing need not look
