@@ -59,7 +59,7 @@ def match(
     sequence = Sequence(sequence_id, lease.id, model.id, replica.id, model.blocks, replica.place, keys)
     sequence.hold(hit, core.ledger.stamp())
     lease.sequences[sequence_id] = sequence
-    stored = 0 if sharing is None else fetched_blocks(hit, sharing)
+    stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
     _count_hit(model, hit, stored)
     waited = min(waited, MOST_WAITED_SECONDS)
     came = call.now - waited if clock is None else clock
@@ -76,14 +76,10 @@ def match(
         follow(core, call, sequence, hit.blocks, waited)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
-    tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
-    return Matched(
-        hit.device_blocks,
-        hit.blocks - hit.device_blocks,
-        _computing(model, keys, hit.blocks),
-        tables if hit.device_blocks else (),
-        stored,
-    )
+    device, host = hit.device_blocks, hit.blocks - hit.device_blocks
+    tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
+    computing = _computing(model, keys, hit.blocks) if model.computing else 0
+    return Matched(device, host, computing, tuple(tables), stored)
 
 
 def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
@@ -129,7 +125,7 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     hit = call.model.blocks.find(keys, call.replica.place, max_blocks)
     if sharing is None:
         return hit
-    wait = share(core, call, keys, max_blocks, hit, sharing)
+    wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None
     if wait is None and core.storage is not None:
         wait = reach(core, call, keys, max_blocks, hit, sharing)
     return hit if wait is None else wait

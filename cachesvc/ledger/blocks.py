@@ -139,7 +139,9 @@ class BlockLedger:
         if limit:
             total = min(total, limit)
         device_blocks, device_row = self._bisect(keys, 0, total, NO_ROW, place)
-        blocks, row = self._bisect(keys, device_blocks, total, device_row, None)
+        blocks, row = device_blocks, device_row
+        if blocks < total:
+            blocks, row = self._bisect(keys, device_blocks, total, device_row, None)
         if blocks > device_blocks:
             blocks, row = self._host_reach(device_blocks, device_row, blocks, row)
         hit = Hit(device_blocks, device_row, blocks, row)

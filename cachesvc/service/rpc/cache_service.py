@@ -116,11 +116,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return Method(f"CacheService/{name}", carry, kind, _lease_id, _request_id)
 
     def _operate(self, operation: Operation[Q, A, R], ask: Ask, message: Q) -> R | asyncio.Future[Any]:
-        run = partial(self._runner.run, ask, operation, message, operation.begin(message))
-        answer = run()
+        flow = operation.begin(message)
+        answer = self._runner.run(ask, operation, message, flow)
         if not isinstance(answer, Wait):
             return operation.reply(answer)
-        wait = answer
+        wait, run = answer, partial(self._runner.run, ask, operation, message, flow)
 
         async def wait_out(_: Place) -> R:
             return operation.reply(

@@ -203,4 +203,5 @@ class Runner:
         """As ``run``, with what was looked up in this turn of the loop."""
         if operation.quota is not None and self.quotas is not None:
             operation.quota(self.quotas, call, message)
-        return self.dispatcher.node.run_call(call, flow)
+        node = self.dispatcher.node
+        return node.run_of(call.model.id, flow, node.core, call)

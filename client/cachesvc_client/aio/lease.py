@@ -186,7 +186,8 @@ class AsyncLease(LeaseView):
     async def _match(
         self, keys: PackedKeys, max_blocks: int, sequence_id: int | None, waited_seconds: float
     ) -> AsyncSequence:
-        await self.calls.release_abandoned()
+        if self.record.orphans or self.record.ending:
+            await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
             await self.calls.run(record.open(keys, max_blocks, waited_seconds))

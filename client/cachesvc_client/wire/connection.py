@@ -104,16 +104,19 @@ class Connection:
 
     async def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
-        attempts = Attempts(self.retries, time.monotonic() + timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        attempts: Attempts | None = None
         headers = trace_headers()
         while True:
             self.check()
             if self.wants_lane:
                 await self.keep_lane()
             used = self.proof.metadata
+            left_s = timeout_s if attempts is None else attempts.left_s(time.monotonic())
             try:
-                return await self.port.call(method, request, attempts.left_s(time.monotonic()), (*headers, *used))
+                return await self.port.call(method, request, left_s, (*headers, *used) if headers else used)
             except grpc.RpcError as failure:
+                attempts = attempts or Attempts(self.retries, deadline_s)
                 if self.proof.renew(failure, used):
                     continue
                 await self.judge(failure)
@@ -179,7 +182,7 @@ class Connection:
     def check(self) -> None:
         """Raises DaemonUnavailable or AlreadyClosed where nothing can be asked here any more."""
         self.maker.check()
-        if self.lost.is_set():
+        if self.life.lost.is_set():
             raise self.gone()
 
     async def judge(self, failure: grpc.RpcError | CacheClientError) -> None:
