@@ -17,7 +17,7 @@ from cachesvc_client.errors import (
     NotOwned,
 )
 from cachesvc_client.layouts.families import gqa_windowed
-from cachesvc_client.records.entries import Grow, in_order, pack_entries
+from cachesvc_client.records.entries import Grow, pack_entries
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
@@ -26,6 +26,7 @@ from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import GroupCells
+from cachesvc.wire.columns import GROW, PUBLISH, RECYCLE, RELEASE
 from cachesvc.wire.convert import pack_numbers, unpack_numbers, unpack_pages
 from tests.unit.client_rig import cells
 
@@ -135,7 +136,7 @@ def test_growth_goes_out_as_one_extend_with_generations() -> None:
     mine.grow(stock, 1)
     assert tables(mine) == [[0, 1, 7, 8], [100, 101, 17, 18]]
     growth = Grow(mine, mine.take_growth(), mine.blocks)
-    message = pack_entries(in_order([growth]), 2)
+    message = pack_entries({GROW: [growth], PUBLISH: [], RECYCLE: [], RELEASE: []}, 2)
     assert [unpack_pages(group.pages).tolist() for group in message.grow] == [[7, 8], [17, 18]]
     assert [len(group.generations) for group in message.grow] == [8, 8]
     assert unpack_numbers(message.grow_counts) == [2]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, Union
 
-from kvcache.v1 import cache_pb2, common_pb2
+from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells, Published, Recycled
-from cachesvc.wire.columns import GROW, IN_ORDER, NOT_TOLD, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc.wire.columns import GROW, NOT_TOLD, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.errors import CacheClientError
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
@@ -106,30 +106,22 @@ class Release:
 Entry: TypeAlias = Union[Grow, Publish, Recycle, Release]  # noqa: UP007 - an alias that is looked at when it runs
 
 
-def in_order(entries: Sequence[Entry]) -> dict[Column, list[Any]]:
-    """The entries of each column, in their order."""
-    columns: dict[Column, list[Any]] = {column: [] for column in IN_ORDER}
-    for entry in entries:
-        columns[entry.column].append(entry)
-    return columns
-
-
 def pack_entries(columns: dict[Column, list[Any]], groups: int) -> cache_pb2.StepColumns:
     """The message that carries the entries."""
     message = cache_pb2.StepColumns()
     if grown := columns[GROW]:
-        counts = [sum(len(cells.pages) for cells in entry.cells if cells.group == 0) for entry in grown]
+        pages, generations = [array("i") for _ in range(groups)], [array("I") for _ in range(groups)]
+        counts = []
+        for entry in grown:
+            before = len(pages[0])
+            for group, _, its_pages, its_generations in entry.cells:
+                pages[group].extend(its_pages)
+                generations[group].extend(its_generations)
+            counts.append(len(pages[0]) - before)
         message.grow_sequences = _ids(grown)
         message.grow_counts = _counts(counts)
         for group in range(groups):
-            mine = [cells for entry in grown for cells in entry.cells if cells.group == group]
-            pages, generations = array("i"), array("I")
-            for cells in mine:
-                pages.extend(cells.pages)
-                generations.extend(cells.generations)
-            message.grow.append(
-                common_pb2.GroupPages(group=group, pages=pages.tobytes(), generations=generations.tobytes())
-            )
+            message.grow.add(group=group, pages=pages[group].tobytes(), generations=generations[group].tobytes())
     if published := columns[PUBLISH]:
         message.publish_sequences = _ids(published)
         message.publish_first = array("I", [entry.first for entry in published]).tobytes()

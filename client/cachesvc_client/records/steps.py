@@ -21,7 +21,7 @@ from cachesvc_client.errors import (
 )
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.columns_part import NO_COUNTS, NO_NUMBERS, ColumnsPart, Told
-from cachesvc_client.records.entries import Entry, Grow, Release, in_order, pack_entries
+from cachesvc_client.records.entries import Entry, Grow, Release, pack_entries
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.wire.methods import HELD, Operation
@@ -103,23 +103,23 @@ class StepBook:
         room: see ``require_room``."""
         lease = self._lease
         asked = batch.asked if batch is not None else []
+        entries: dict[Column, list[Any]] = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}
+        operations: list[Operation[Any]] = []
         ended: list[SequenceRecord] = []
-        if asked or lease.growing or lease.ending:
+        if lease.growing:
             grown = [record for record in lease.growing.values() if record.growth]
             lease.growing.clear()
-            held = [each.owner for each in asked if isinstance(each, Operation) and each.method is HELD]
+            entries[GROW] = [Grow(record, record.take_growth(), record.blocks) for record in grown]
+        if lease.ending:
             ended = lease.take_ended([each.owner for each in asked])
-            lease.ending += [record for record in held if isinstance(record, SequenceRecord)]
-            entries = in_order(
-                [
-                    *(Grow(record, record.take_growth(), record.blocks) for record in grown),
-                    *(Release(record, lease.stock) for record in ended),
-                    *(each for each in asked if not isinstance(each, Operation)),
-                ]
-            )
-            operations = [each for each in asked if isinstance(each, Operation) and each.method is not HELD]
-        else:
-            entries, operations = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}, []
+            entries[RELEASE] = [Release(record, lease.stock) for record in ended]
+        for each in asked:
+            if not isinstance(each, Operation):
+                entries[each.column].append(each)
+            elif each.method is not HELD:
+                operations.append(each)
+            elif isinstance(each.owner, SequenceRecord):
+                lease.ending.append(each.owner)
         request = cache_pb2.StepRequest(lease_id=lease.id, request_id=lease.next_request_id())
         if lease.stock is not None:
             request.stock_pages.extend(lease.stock.targets)
@@ -134,9 +134,9 @@ class StepBook:
         sent = request if lease.has_columns else without_columns(request, groups)
         step = SentStep(request, sent, asked, entries, operations, ended, part)
         if asked or ended or operations or entries[GROW]:
-            for each in step.all():
-                if isinstance(each.owner, SequenceRecord):
-                    each.owner.steps += 1
+            for sent_one in step.all():
+                if isinstance(sent_one.owner, SequenceRecord):
+                    sent_one.owner.steps += 1
         self.under_way.append(step)
         return step
 
@@ -165,7 +165,7 @@ class StepBook:
             if not entries:
                 continue
             for index, (entry, number) in enumerate(zip(entries, numbers[column].tolist(), strict=False)):
-                result = odd.get((column, index))
+                result = odd.get((column, index)) if odd else None
                 self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
         if step.part is not None:
             if any(step.entries.values()):

@@ -48,15 +48,13 @@ class Stock:
         """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, if a group is short."""
         if blocks < 1:
             raise InvalidRequest(f"take at least 1 block, got {blocks}")
-        return tuple(
-            GroupCells(group, first_block, tuple(pages), tuple(generations))
-            for group, (pages, generations) in enumerate(self.take_packed(blocks))
-        )
+        taken = self.take_packed(blocks)
+        cells = [GroupCells(group, first_block, tuple(its[0]), tuple(its[1])) for group, its in enumerate(taken)]
+        return tuple(cells)
 
     def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
         """For each group the page ids (int32) and generations (uint32) of ``blocks`` blocks. Raises as ``take``."""
-        if min(map(len, self._pages)) < blocks:
-            self.require(blocks)
+        self.require(blocks)
         taken = []
         for pages, generations in zip(self._pages, self._generations, strict=True):
             taken.append((pages[:blocks], generations[:blocks]))
