@@ -183,7 +183,7 @@ class ColumnsRecord(Generic[H]):
                 raise InvalidRequest("a sequence grows by at least 1 block")
         before = self.blocks[at]
         after = before + more
-        if np.count_nonzero(after > self.max_blocks):
+        if total and after[after.argmax()] > self.max_blocks:  # argmax alone of its kind passes no Python
             raise LimitExceeded.from_message(f"a row has {self.max_blocks} blocks; make the columns longer")
         if self._lease.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
@@ -224,14 +224,15 @@ class ColumnsRecord(Generic[H]):
         first = self.asked[at]
         counts = last - first
         total = len(at)
-        if np.count_nonzero(counts == 1) < total:
+        if total and not counts[counts.argmin()] == counts[counts.argmax()] == 1:
             total = int(counts.sum())
             if int(counts.min()) < 1:
                 raise InvalidRequest("publish goes on from where it was asked for last, by at least 1 block")
         chain = packed(keys) if len(keys) else _NO_KEYS
         if len(chain) not in (0, total * KEY_BYTES):
             raise InvalidRequest(f"{len(chain)} bytes of keys for {total} blocks: only new ones' are wanted")
-        if not len(chain) and np.count_nonzero(last > self.known[at]):
+        lacking = last - self.known[at] if total and not len(chain) else _NOTHING
+        if len(lacking) and lacking[lacking.argmax()] > 0:
             raise InvalidRequest("publish needs the keys of blocks that Match was not told")
         return Publishing(at, first, last, counts, total, chain)
 
