@@ -51,7 +51,9 @@ class Node:
         self.core = core
         self.epoch = epoch
         self.lease_seconds = lease_seconds
-        self.started = time.monotonic()
+        self.now: Callable[[], float] = time.monotonic
+        """Monotonic seconds: what flows call time."""
+        self.started = self.now()
         self.on_change: Callable[[], None] | None = None
         self.on_sweep: Callable[[float], None] | None = None
         self.on_work: Callable[[], None] | None = None
@@ -92,10 +94,6 @@ class Node:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
-
-    def now(self) -> float:
-        """Monotonic seconds: what flows call time."""
-        return time.monotonic()
 
     def view(self, sight: Sight = EVERYTHING) -> View:
         """What ``sight`` covers of the ledger."""

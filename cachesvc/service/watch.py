@@ -30,7 +30,8 @@ class CallWatch:
     def refused(self, path: str, code: str) -> None:
         """A call that was let past to no service. Its caller chooses ``path``: only known ones are told apart."""
         name = path.removeprefix("/kvcache.v1.")
-        self._count(name if name in self.seconds else OTHER, code)
+        key = (name if name in self.seconds else OTHER, code)
+        self.codes[key] = self.codes.get(key, 0) + 1
 
     def begin(self, name: str, headers: dict[str, str]) -> Span | None:
         """A call begins that is traced, unless it is not sampled; the running task works for it until ``leave``."""
@@ -45,11 +46,8 @@ class CallWatch:
 
     def end(self, name: str, seconds: float, code: str, span: Span | None = None) -> None:
         """A call was answered, refused, or given up."""
-        self.seconds[name].observe(seconds)
-        self._count(name, code)
-        if span is not None:
-            span.end(code)
-
-    def _count(self, name: str, code: str) -> None:
         key = (name, code)
         self.codes[key] = self.codes.get(key, 0) + 1
+        self.seconds[name].observe(seconds)
+        if span is not None:
+            span.end(code)

@@ -70,24 +70,26 @@ current_span: ContextVar[Span | None] = ContextVar("cachesvc_span", default=None
 
 
 class Tracer:
-    """Begins spans, once there is a provider to begin them with; until ``trace_with`` nothing is traced."""
+    """Begins spans, once there is a provider to begin them with; until ``trace_with`` nothing is traced.
+
+    ``begins_traces``: calls without a traced caller may be sampled too.
+    """
 
     def __init__(self) -> None:
         self._tracer: Any = None
-        self._begins_traces = False
+        self.begins_traces = False
 
     def trace_with(self, tracer: Any, *, begins_traces: bool) -> None:
-        """Begin spans of a provider's ``tracer`` from now on. ``begins_traces``: calls without a traced caller may be
-        sampled too."""
+        """Begin spans of a provider's ``tracer`` from now on."""
         self._tracer = tracer
-        self._begins_traces = begins_traces
+        self.begins_traces = begins_traces
 
     def parent_of(self, metadata: Metadata | None) -> dict[str, str] | None:
         """Headers that say whose child a call is; None: it is not to be traced."""
-        if self._tracer is None or not (metadata or self._begins_traces):
+        if self._tracer is None or not (metadata or self.begins_traces):
             return None
         found = {key: value for key, value in metadata or () if key in _HEADERS and isinstance(value, str)}
-        if self._begins_traces:
+        if self.begins_traces:
             return found
         flags = found.get("traceparent", "").rpartition("-")[2]
         try:

@@ -28,8 +28,8 @@ from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.dispatch import Dispatcher, Method, refusal
 from cachesvc.service.lane.outbox import Outbox
-from cachesvc.service.watch import Parent
 from cachesvc.telemetry import events
+from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.lane import (
     CANCEL,
     DEADLINE_UNIT_S,
@@ -64,13 +64,13 @@ class Row(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What all lanes share. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
-    ``parent_of(traceparent)``: whose child a call's span is."""
+    ``tracer``: says whose child a call's span is."""
 
     dispatcher: Dispatcher
     rows: dict[int, Row]
     admit: Callable[[str, bytes], Caller]
     epoch: int
-    parent_of: Callable[[str], Parent]
+    tracer: Tracer | None
 
 
 @dataclass(slots=True)
@@ -247,6 +247,9 @@ class Lane:
 
     def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> bool:
         """Carry out a call; True where it goes on by itself."""
+        parent, tracer = None, self._desk.tracer
+        if tracer is not None and (frame.traceparent or tracer.begins_traces):
+            parent = tracer.parent_of((("traceparent", frame.traceparent),) if frame.traceparent else ())
         served = self._desk.dispatcher.serve(
             who,
             row.method,
@@ -254,7 +257,7 @@ class Lane:
             process=self._key,
             contents=frame.body,
             seconds=frame.deadline * DEADLINE_UNIT_S if frame.deadline else None,
-            parent=self._desk.parent_of(frame.traceparent),
+            parent=parent,
         )
         if not isinstance(served, asyncio.Future):
             self._answer(frame, served)

@@ -11,7 +11,6 @@ from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller,
 from cachesvc.service.dispatch import Dispatcher
 from cachesvc.service.lane.lane import Desk, Lane, Row
 from cachesvc.service.rpc.cache_service import CacheService
-from cachesvc.service.watch import Parent
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.lane import METHODS
@@ -36,9 +35,8 @@ class Lanes:
         self._most = most
         self._calls = 0
         self._keeper = keeper
-        self._tracer = tracer
         self._lanes: dict[bytes, set[Lane]] = {}
-        self._desk = Desk(dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, self._parent_of)
+        self._desk = Desk(dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer)
 
     def open(self, process: bytes) -> socket.socket:
         """The other end of a new lane, for the process to have and this one to close.
@@ -83,11 +81,6 @@ class Lanes:
     def _admit(self, token: str, process: bytes) -> Caller:
         found = find_caller(self._keeper, token, process)
         return allow(found or otherwise_local(self._keeper), SCOPES, "/kvcache.v1.CacheService/lane")
-
-    def _parent_of(self, traceparent: str) -> Parent:
-        if self._tracer is None:
-            return None
-        return self._tracer.parent_of((("traceparent", traceparent),) if traceparent else ())
 
     def _forget(self, lane: Lane) -> None:
         self._calls += lane.calls

@@ -57,14 +57,17 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._limit = limit
         self._subscribers: set[_Subscriber] = set()
         self._is_due = False
+        self._is_started = False
 
     def start(self) -> None:
-        """Hear of changes from now on."""
-        self._node.on_change = self._changed
+        """Hear of changes from now on, while somebody follows them."""
+        self._is_started = True
+        self._hear()
 
     def close(self) -> None:
         """End every stream: the daemon stops."""
-        self._node.on_change = None
+        self._is_started = False
+        self._hear()
         for subscriber in self._subscribers:
             subscriber.end(Unavailable("the daemon stops; subscribe anew when it is back, with a snapshot"))
 
@@ -85,6 +88,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         """Follow until the caller hangs up, or has to be told why its stream ends."""
         counters = self._node.core.counters
         self._subscribers.add(subscriber)
+        self._hear()
         self._node.core.count(Count.EVENT_SUBSCRIPTIONS)
         counters["event_subscribers"] = len(self._subscribers)
         try:
@@ -94,6 +98,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             why = error.with_traceback(None)  # it would keep the feed and its model for as long as the caller hangs
         finally:
             self._subscribers.discard(subscriber)
+            self._hear()
             counters["event_subscribers"] = len(self._subscribers)
         if isinstance(why, SubscriberTooSlow):
             self._node.core.count(Count.EVENT_SUBSCRIBERS_CUT_OFF)
@@ -143,9 +148,13 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             who.check()  # its token may have been taken back since
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
+    def _hear(self) -> None:
+        """What nobody follows costs no flow a call."""
+        self._node.on_change = self._changed if self._is_started and self._subscribers else None
+
     def _changed(self) -> None:
         """A flow has run. Subscribers are told in a moment, together with what follows."""
-        if self._subscribers and not self._is_due:
+        if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._tell)
 

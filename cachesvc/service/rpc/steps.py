@@ -37,7 +37,6 @@ from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
 from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
-from cachesvc.wire.convert import pack_pages
 from cachesvc.wire.limits import check_fields
 
 TURN_BLOCKS = 256
@@ -297,7 +296,7 @@ class StepRun:
         response = self._response
         if self._targets and not self._is_broken:
             for cells in self._fill_stock(call):
-                pages, generations = pack_pages(cells.pages), array("I", cells.generations).tobytes()
+                pages, generations = array("i", cells.pages).tobytes(), array("I", cells.generations).tobytes()
                 response.stock.add(group=cells.group, pages=pages, generations=generations)
         if self._device is not None:
             free, evictable = room_left(self._device)
