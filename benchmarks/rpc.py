@@ -136,7 +136,7 @@ def show(title: str, figures: object) -> None:
         _line(f"match {int(tokens):,} tokens, one window", row["keys_ready"])
     for kind in ("step", "step_publish", "step_ahead"):
         for count, row in figures[f"{kind}_ms"].items():
-            _line(f"{kind} {count} sequences", row)
+            _line(f"{kind} {count}, by arrays", row)
 
 
 def _line(name: str, figures: Figures) -> None:

@@ -200,7 +200,7 @@ class ColumnsPart:
             columns.clear_windows(self._recycled[plain], self._tokens[plain])
         for (column, index), result in sorted(odd.items(), key=_spot) if odd else ():
             self._take_odd(column, index, result, lease)
-        for index, number in enumerate(numbers[RELEASE].tolist()):
+        for index, number in enumerate(numbers[RELEASE].tolist()) if self.counts[-1] else ():
             if number != ODD:
                 self._released(int(self._ending[index]), number, lease)
         for slot in self._leaving.tolist() if self._launch else ():

@@ -239,11 +239,14 @@ _ODD_BYTES = ODD.to_bytes(4, "little")
 
 def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[Told, Odd]:
     """The numbers of each column, and the results of entries that are more than a number. Raises DaemonFault."""
-    odd = {(each.column, each.index): each.result for each in answer.odd}
+    odd = {(each.column, each.index): each.result for each in answer.odd} if len(answer.odd) else {}
     numbers: Told = {}
     counts = NO_COUNTS if step.part is None else step.part.counts
     for (column, entries), count in zip(step.entries.items(), counts, strict=True):
         raw, wanted = getattr(answer, ANSWER_FIELDS[column]), len(entries) + count
+        if not (raw or wanted):
+            numbers[column] = NO_NUMBERS
+            continue
         told = numbers[column] = np.frombuffer(raw, np.uint32) if raw and len(raw) % 4 == 0 else NO_NUMBERS
         if len(told) != wanted:
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
