@@ -285,6 +285,23 @@ async def test_a_defect_of_an_entry_ends_its_step() -> None:
         assert kinds(answer) == ["UNAVAILABLE"]
         assert told(answer.columns.freed_pages) == [ODD, ODD]
         assert sorted(desk.rig.core.ledger.leases[lease].sequences) == [1, 2]
+        assert desk.rig.core.ledger.models[1].suspect
+
+
+@pytest.mark.parametrize("in_column", [True, False])
+async def test_a_defect_of_a_steps_own_flows_takes_the_model_out_of_service(in_column: bool) -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        pages = granted(desk, lease, 1) if in_column else []
+        desk.rig.core.ledger.leases[lease].stock.clear()
+        columns = cache_pb2.StepColumns(grow_sequences=longs(1), grow=pages) if in_column else None
+        answer = desk.steps(lease, columns=columns, stock_pages=() if in_column else (2,))
+        assert odd(answer) == ([(GROW, 0, INTERNAL)] if in_column else [])
+        assert not answer.stock
+        assert desk.rig.core.ledger.models[1].suspect.startswith("ValueError")
+        assert desk.rig.core.counters["calls_broken"] == 1
+        assert desk.steps(lease).code == "UNAVAILABLE"
 
 
 async def test_entries_are_metered_as_operations() -> None:
