@@ -17,7 +17,7 @@ from cachesvc.ledger.place import Place
 
 FEWEST_PAGES = 8
 """Fewer are worth nothing: a small pool has none."""
-SHARE_OF_TURN = 4
+SHARE_OF_TURN = 2
 """It takes so small a part of what a call's turn evicts, since nobody waits for it."""
 
 

@@ -33,7 +33,7 @@ from cachesvc.model.int32s import array_of, column
 from cachesvc.model.words import ABSENT, FILLING, READY
 
 IS_READY = int(READY)
-WORK_OF_RUN, BLOCKS_OF_WORK = 6, 16
+WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
 """A run that stays on the host is as much work as so many blocks that go by themselves, and one more for so many of its
 own."""
 Spares = Callable[[int], bool]
@@ -115,7 +115,7 @@ class Evictor:
             is_elsewhere = IS_READY in map(itemgetter(row), others)
             left, run = most_work - int(work), [row]
             if is_elsewhere and row not in lingering:
-                run = walk.backed_run(row, min(count - found, left * BLOCKS_OF_WORK))
+                run = walk.backed_run(row, min(count - found, _longest_run(left)))
             elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
                 run = walk.run(row, min(count - found, left))
             if len(run) > 1 and host.walk.taken.isdisjoint(run):
@@ -151,7 +151,7 @@ class Evictor:
         plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
         on_host = self.ledger.host.states[self.ledger.host.lead]
         while plan.found < count and work < most_work and (row := walk.next()) is not None:
-            run = walk.backed_run(row, min(count - plan.found, (most_work - int(work)) * BLOCKS_OF_WORK))
+            run = walk.backed_run(row, min(count - plan.found, _longest_run(most_work - int(work))))
             backed = list(takewhile(lambda each: on_host[each] == IS_READY, run))
             plan.drops += backed
             work += _work_of(backed)
@@ -238,6 +238,11 @@ class Evictor:
             ledger.evicted_blocks += 1
             ledger.drop_copy(place, row)
         return not needed
+
+
+def _longest_run(work: int) -> int:
+    """Blocks of a run that is so much work; a few at least."""
+    return max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
 
 
 def _work_of(run: Sequence[int]) -> float:

@@ -134,7 +134,7 @@ def test_a_run_ends_where_a_block_is_held_or_shared_or_nowhere_else() -> None:
 
 def test_blocks_that_the_host_has_are_little_work() -> None:
     ledger, place, rows = chain_of(PAGES)
-    plan, met = Evictor(ledger).plan_device(place, PAGES, to_host=False, most_work=12)
+    plan, met = Evictor(ledger).plan_device(place, PAGES, to_host=False, most_work=24)
     assert (plan.drops, met) == (rows[::-1][:PAGES][: len(plan.drops)], True)
     assert len(plan.drops) >= 100
     other, _ = ledger_of("lru")
