@@ -29,7 +29,7 @@ class LinkCosts:
     limits these, the more so the more memory they lie in (16 KiB took 1.1 us over 16 GiB; H200, 2026-11).
     ``singles_us``: what each was measured to take, bytes and all. ``min_efficiency``: a layered load takes the smallest
     step that is estimated to reach this part of what the best one would; ``least_efficiency``: with the smaller steps
-    that lead up to it too, or all behind the first layer is one step. ``row_ns``: nanoseconds of rows that were measured.
+    that lead up to it too, or all behind the first layer is one step. ``row_ns``: nanoseconds of measured rows.
     ``per_slice_us``: what the processor takes for a step beside its copies; a shorter step keeps the link waiting.
     """
 
