@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from contextlib import ExitStack
 
 import numpy as np
@@ -17,11 +18,16 @@ BACKGROUND_NICENESS = 10
 HUGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
 _MADV_COLLAPSE = 25  # Linux 6.1 and later
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _RETRY = (errno.EINTR, errno.EAGAIN)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 F_SEAL_FUTURE_WRITE = 0x10
 """linux/fcntl.h, from Linux 5.1 on: mappings that are there may write, later ones may not."""
@@ -56,8 +62,34 @@ def seal_memfd(fd: int, *, is_shared: bool) -> None:
 
 
 def map_memfd(fd: int, size_bytes: int) -> memoryview:
-    """A shared mapping, unmapped when the last view of it goes."""
-    return memoryview(mmap.mmap(fd, size_bytes))
+    """A shared mapping, unmapped when the last view of it goes; one that can hold huge pages begins at the border of one,
+    or the kernel would never make any. Raises OSError."""
+    if size_bytes < HUGE_BYTES:
+        return memoryview(mmap.mmap(fd, size_bytes))
+    if (there := os.fstat(fd).st_size) < size_bytes:
+        raise OSError(errno.EINVAL, f"a memory file of {there} bytes cannot be mapped as {size_bytes}")
+    room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_BYTES
+    room = _map(None, room_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    address = -(-room // HUGE_BYTES) * HUGE_BYTES
+    try:
+        _map(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(room, room_bytes)
+        raise
+    if before := address - room:
+        _libc.munmap(room, before)
+    _libc.munmap(room + before + room_bytes - HUGE_BYTES, HUGE_BYTES - before)
+    held = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(held, _libc.munmap, address, size_bytes).atexit = False
+    return memoryview(held).cast("B")
+
+
+def _map(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
+    there: int = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
+    if there == _MAP_FAILED:
+        why = ctypes.get_errno()
+        raise OSError(why, f"mapping {size_bytes} bytes: {os.strerror(why)}")
+    return there
 
 
 def map_anonymous(size_bytes: int) -> memoryview:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.memory.host_pool import HostPool
-from cachesvc.memory.mapped import HUGE_BYTES, map_memfd, populate_file, sealed_memfd
+from cachesvc.memory.mapped import HUGE_BYTES, address_of, map_memfd, populate_file, sealed_memfd
 from tests.sim.stepped_backend import SteppedBackend
 
 MIB = 1 << 20
@@ -71,4 +71,43 @@ def test_what_is_populated_is_there_and_zero(size: int, start: int, count: int) 
     populate_file(view, start, count)
     assert os.fstat(fd).st_blocks * 512 >= count
     assert bytes(view) == bytes(size)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("size", [HUGE_BYTES, HUGE_BYTES + 1, 3 * HUGE_BYTES + 4096])
+def test_a_file_is_mapped_where_huge_pages_fit_until_its_last_view_goes(size: int) -> None:
+    fd = sealed_memfd("mapped-until", size)
+    other, view = map_memfd(fd, size), map_memfd(fd, size)
+    os.close(fd)
+    address = address_of(view)
+    assert address % HUGE_BYTES == 0
+    assert len(view) == size
+    view[size - 1] = 7
+    assert other[size - 1] == 7
+    piece = view[size - 1 :]
+    del view
+    assert piece[0] == 7
+    assert f"{address:x}-" in Path("/proc/self/maps").read_text()
+    del piece
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+    assert Path("/proc/self/maps").read_text().count("mapped-until") == 1
+    assert other[0] == 0
+
+
+def test_a_file_is_not_mapped_beyond_its_end() -> None:
+    fd = sealed_memfd("short", HUGE_BYTES)
+    for fd_size in (2 * HUGE_BYTES, HUGE_BYTES + 1):
+        with pytest.raises(OSError, match=str(HUGE_BYTES)):
+            map_memfd(fd, fd_size)
+    os.close(fd)
+
+
+def test_a_file_that_may_not_be_written_is_not_mapped_and_keeps_no_addresses() -> None:
+    fd = sealed_memfd("read-only", 2 * HUGE_BYTES)
+    reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    before = Path("/proc/self/maps").read_text().count("---p")
+    with pytest.raises(PermissionError):
+        map_memfd(reading, 2 * HUGE_BYTES)
+    assert Path("/proc/self/maps").read_text().count("---p") == before
+    os.close(reading)
     os.close(fd)
