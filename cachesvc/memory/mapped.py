@@ -62,8 +62,8 @@ def seal_memfd(fd: int, *, is_shared: bool) -> None:
 
 
 def map_memfd(fd: int, size_bytes: int) -> memoryview:
-    """A shared mapping, unmapped when the last view of it goes; one that can hold huge pages begins at the border of one,
-    or the kernel would never make any. Raises OSError."""
+    """A shared mapping, unmapped when the last view of it goes. One that can hold huge pages begins where one fits, or
+    the kernel would never make any. Raises OSError."""
     if size_bytes < HUGE_BYTES:
         return memoryview(mmap.mmap(fd, size_bytes))
     if (there := os.fstat(fd).st_size) < size_bytes:
