@@ -93,8 +93,7 @@ def _map(address: int | None, size_bytes: int, protection: int, flags: int, fd: 
 
 
 def map_anonymous(size_bytes: int) -> memoryview:
-    """Zeroed memory of this process alone, in huge pages where the kernel has them: some four times faster to populate
-    than a memory file, whose huge pages most kernels switch off (H100 host, 2026-11: 8.6 against 4.3 GB/s)."""
+    """Zeroed memory of this process alone, in huge pages where the kernel has them."""
     mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -106,6 +106,11 @@ class PageBook:
         if not request.is_matching:
             self._ended.append(request)
 
+    def has(self, request: RequestPages, blocks: int) -> bool:
+        """True where a request that runs has ``blocks`` pages already, and may go on in them. A loss of the daemon is
+        noticed elsewhere, in each iteration."""
+        return request.taken > 0 and len(request.pages) >= blocks and not self.is_adrift and not self.is_moving
+
     def reserve(self, request: RequestPages, blocks: int) -> bool:
         """Make the request's table ``blocks`` long; False where there is no room now."""
         is_with_daemon = self._is_with_daemon()
@@ -163,15 +168,17 @@ class PageBook:
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
         """How many blocks vLLM may count on, ``request``'s own reservation included. Hits that it has not touched yet
         are free for vLLM, which counts them among those that it takes."""
+        spare = 0 if request is None else len(request.pages) - request.taken
         if self.is_adrift:
-            return len(self._private) + (0 if request is None else len(request.pages) - request.taken)
-        known = self._stream.free_pages
-        if not known:
-            return pool_blocks - self.held_blocks
+            return len(self._private) + spare
+        not_held = pool_blocks - self.held_blocks
+        free = self._stream.free_pages
+        if not free:
+            return not_held
         stock = self._lease.record.stock
         assert stock is not None
-        mine = stock.blocks + (0 if request is None else len(request.pages) - request.taken)
-        return min(pool_blocks - self.held_blocks, known[0] + self._stream.evictable_pages[0] + mine)
+        to_be_had = free[0] + self._stream.evictable_pages[0] + stock.blocks + spare
+        return min(not_held, to_be_had)
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""

@@ -98,12 +98,17 @@ class SchedulerSide:
         **kwargs: Any,
     ) -> Any:
         """As ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
-        with self._watch:
-            pages = self._reserve(
-                request, num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
-            )
-        if pages is None:
-            return None
+        assert self._pool is not None
+        tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
+        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
+        blocks_wanted = -(-tokens // self._block_tokens)
+        pages = self._book.find(request.request_id)
+        if pages is None or not self._book.has(pages, blocks_wanted):
+            with self._watch:
+                pages = self._reserve(request, blocks_wanted)
+            if pages is None:
+                return None
+        self._pool.schedule(pages)
         is_admitted = bool(pages.taken)
         blocks = self._allocate(
             request,
@@ -217,10 +222,9 @@ class SchedulerSide:
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
         return Wish(request.block_hashes, most, first, salt)
 
-    def _reserve(self, request: Any, tokens: int) -> RequestPages | None:
-        """Reserve a request's pages for so many tokens more; None where there is no room. Raises ConnectorRefused where
+    def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
+        """Have a request's table be so many blocks long; None where there is no room. Raises ConnectorRefused where
         there will be none, for this engine does not come back."""
-        assert self._pool is not None
         self._move_if_back()
         pages = self._book.find(request.request_id)
         if (
@@ -233,13 +237,10 @@ class SchedulerSide:
             request.num_computed_tokens = 0
         if pages is None:
             return None
-        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
-        blocks = -(-tokens // self._block_tokens)
         if not self._book.reserve(pages, blocks):
             if self._book.is_beyond(blocks) and not self._node.comes_back:
                 raise ConnectorRefused(STUCK)
             return None
-        self._pool.schedule(pages)
         return pages
 
     def _seal(self, request: Any) -> int:

@@ -73,13 +73,13 @@ class AsyncStepStream:
     def free_pages(self) -> tuple[int, ...]:
         """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
         stock is not among them, and other engines take from them too."""
-        return self._book.free_pages
+        return self._book.room[0]
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
         """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
         take a transfer, such as their write-back, before they are free."""
-        return self._book.evictable_pages
+        return self._book.room[1]
 
     def batch(self) -> StepBatch[AsyncSequence]:
         """An empty batch."""

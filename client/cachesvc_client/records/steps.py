@@ -66,19 +66,17 @@ class StepBook:
 
     def __init__(self, lease: LeaseRecord) -> None:
         self.under_way: deque[SentStep] = deque()
-        self._free_pages = b""
-        self._evictable_pages = b""
+        self._packed_room = b"", b""
+        self._room: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._lease = lease
 
     @property
-    def free_pages(self) -> tuple[int, ...]:
-        """Of each group, as of the last answer; empty before the first."""
-        return tuple(unpack_numbers(self._free_pages))
-
-    @property
-    def evictable_pages(self) -> tuple[int, ...]:
-        """As ``free_pages``."""
-        return tuple(unpack_numbers(self._evictable_pages))
+    def room(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Free and evictable pages of each group, as of the last answer; empty before the first."""
+        if self._room is None:
+            free, evictable = map(unpack_numbers, self._packed_room)
+            self._room = tuple(free), tuple(evictable)
+        return self._room
 
     @property
     def has_untold(self) -> bool:
@@ -157,7 +155,7 @@ class StepBook:
             self._end(step, fault)
             return
         if response.free_pages:
-            self._free_pages, self._evictable_pages = response.free_pages, response.evictable_pages
+            self._packed_room, self._room = (response.free_pages, response.evictable_pages), None
         if self._lease.stock is not None:
             for cells in response.stock:
                 self._lease.stock.add_packed(cells.group, cells.pages, cells.generations)

@@ -26,7 +26,8 @@ class Stock:
     @property
     def blocks(self) -> int:
         """How many blocks could be taken now: the least of all groups."""
-        return min(map(len, self._pages), default=0)
+        pages = self._pages
+        return len(pages[0]) if len(pages) == 1 else min(map(len, pages), default=0)
 
     @property
     def pages(self) -> tuple[int, ...]:
