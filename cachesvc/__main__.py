@@ -192,7 +192,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--device-pool", metavar="SIZE", help="bytes of each device that the daemon owns (default 1GiB)")
     add("--host-pool", metavar="SIZE", help="bytes of the host tier (default 1GiB; 0: none)")
     add("--host-chunk", metavar="SIZE", help="the host pool comes in pieces of this size (default 1GiB)")
-    add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 4)")
+    add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 8)")
     add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
     add("--device-memory", choices=DEVICE_MEMORY, help="how engines map GPU pools: IPC handle (default) or fd")
     add("--movers", choices=MOVERS, help="what copies: a process for each device (default), or threads inside")

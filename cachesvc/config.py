@@ -79,7 +79,7 @@ class Config:
     device_pool: int = 1 << 30
     host_pool: int = 1 << 30
     host_chunk: int = 1 << 30
-    host_threads: int = 4
+    host_threads: int = 8
     shm_devices: int = 1
     load_limit: int = 0
     store_limit: int = 0

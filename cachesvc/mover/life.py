@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import select
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachesvc.memory.seam import Handle
 from cachesvc.memory.timeline import Sheet
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.mover import records
-from cachesvc.mover.channel import Channel, Message, MoverGone
+from cachesvc.mover.channel import MOST_DESCRIPTORS, Channel, Message, MoverFault, MoverGone, error_again
 from cachesvc.mover.process import Begin, Process
 from cachesvc.mover.ring import Part, Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
@@ -31,6 +32,14 @@ UNKILLABLE_SECONDS = 30.0
 """A process that was killed and is still there after so long stands in a driver's call that does not return."""
 
 
+class HostChunk(NamedTuple):
+    """Host memory, by its region's number here and its file."""
+
+    region: int
+    size_bytes: int
+    fd: int
+
+
 class Life:
     """``start`` opens it. ``version``: what it has to be of."""
 
@@ -43,6 +52,8 @@ class Life:
         self._is_let_go = False
         self._learning = threading.Lock()
         self._known: set[int] = set()
+        self._waiting: deque[HostChunk] = deque()
+        self._refused: dict[int, Exception] = {}
         self.facts: dict[str, Any] = {}
         self.pid = 0
         self.lingers = False  # it was killed and does not end: it may still write
@@ -105,12 +116,31 @@ class Life:
             undo.pop_all()
         return sheet
 
-    def learn_host(self, region: int, size_bytes: int, fd: int) -> None:
-        """Have the mover map and pin a chunk of host memory, once. Raises as ``ask``."""
+    def learn_hosts(self, chunks: Sequence[HostChunk]) -> None:
+        """Have the mover map and pin chunks of host memory, each once. Those that other threads bring meanwhile go with
+        them, several at a time: one by one they are pinned more slowly than filled. Raises as ``ask``."""
+        self._waiting.extend(chunks)
         with self._learning:
-            if region not in self._known:
-                self.ask("register_host", descriptors=(fd,), region=region, size_bytes=size_bytes)
-                self._known.add(region)
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_DESCRIPTORS))]
+                if new := [chunk for chunk in batch if chunk.region not in self._known]:
+                    self._learn_batch(new)
+            for chunk in chunks:
+                if (error := self._refused.pop(chunk.region, None)) is not None:
+                    raise error
+
+    def _learn_batch(self, batch: Sequence[HostChunk]) -> None:
+        sizes, files = [(chunk.region, chunk.size_bytes) for chunk in batch], [chunk.fd for chunk in batch]
+        try:
+            told = self.ask("register_hosts", descriptors=files, chunks=sizes).head["refused_of"]
+        except (CacheError, MoverFault) as error:  # whoever brought a chunk is to hear of it
+            self._refused.update((chunk.region, error) for chunk in batch)
+            return
+        for chunk, refused in zip(batch, told, strict=True):
+            if refused is None:
+                self._known.add(chunk.region)
+            else:
+                self._refused[chunk.region] = error_again(*refused)
 
     def learn_peer(self, region: int, handle: Handle, fd: int | None) -> None:
         """Have the mover map another one's slab, once. Raises as ``ask``."""

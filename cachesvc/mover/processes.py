@@ -22,7 +22,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavaila
 from cachesvc.model.transfer import Direction
 from cachesvc.mover.channel import MoverFault, MoverGone
 from cachesvc.mover.device import DeviceMover, SlabOfMover
-from cachesvc.mover.life import Life
+from cachesvc.mover.life import HostChunk, Life
 from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.movers import OnEnd, RankJob
@@ -167,7 +167,7 @@ class Processes:
             lives = list(self._lives.values())
         for life in lives:
             try:
-                life.learn_host(region, buffer.nbytes, fd)
+                life.learn_hosts([HostChunk(region, buffer.nbytes, fd)])
             except MoverGone as gone:
                 log.info("mover_chunk_not_told reason=%s", gone)
         return region
@@ -266,8 +266,7 @@ class Processes:
         with self._lock:
             self._lives[device] = life
             chunks, slabs = dict(self._chunks), list(self._slabs.values())
-        for region, chunk in chunks.items():
-            life.learn_host(region, chunk.view.nbytes, chunk.fd)
+        life.learn_hosts([HostChunk(region, chunk.view.nbytes, chunk.fd) for region, chunk in chunks.items()])
         for mover, slab in slabs:
             if mover.device != device and self._is_wired(mover.device, device):
                 _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))

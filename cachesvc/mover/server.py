@@ -13,16 +13,17 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cachesvc.memory.mapped import map_memfd
 from cachesvc.memory.seam import Backend, Handle, Slab
-from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.transfer import CopiesHang
 from cachesvc.mover import records
-from cachesvc.mover.channel import Message, answer_all
+from cachesvc.mover.channel import MOST_DESCRIPTORS, Message, answer_all, told_as
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.costs import LinkCosts
@@ -110,7 +111,7 @@ class _Work:
             "close_sheet": self._close_sheet,
             "create_slab": self._create_slab,
             "close_slab": self._close_slab,
-            "register_host": self._register_host,
+            "register_hosts": self._register_hosts,
             "open_peer": self._open_peer,
             "close_peer": self._close_peer,
             "read": self._read,
@@ -213,10 +214,19 @@ class _Work:
         del self._regions[region]
         return Message({})
 
-    def _register_host(self, asked: Message) -> Message:
-        view = map_memfd(asked.descriptors[0], asked.head["size_bytes"])
-        self._regions[asked.head["region"]] = self._backend.register_host(view)
-        return Message({})
+    def _register_hosts(self, asked: Message) -> Message:
+        """Side by side, for the driver pins by one thread more slowly than several fill memory; tells of each what
+        refused it, if anything did."""
+        with ThreadPoolExecutor(MOST_DESCRIPTORS) as pins:
+            return Message({"refused_of": list(pins.map(self._register_host, asked.head["chunks"], asked.descriptors))})
+
+    def _register_host(self, chunk: tuple[int, int], fd: int) -> tuple[str, str] | None:
+        region, size_bytes = chunk
+        try:
+            self._regions[region] = self._backend.register_host(map_memfd(fd, size_bytes))
+        except (CacheError, OSError) as refused:
+            return told_as(refused)
+        return None
 
     def _open_peer(self, asked: Message) -> Message:
         handle = Handle(asked.head["kind"], asked.body, asked.head["size_bytes"])

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import processes
+from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from tests.unit.mover_rig import Heard
@@ -155,6 +157,37 @@ def test_host_memory_that_comes_while_there_is_no_mover_is_there_for_the_next(ri
     for rank in range(2):
         assert [rig.device_page(rank, 0, page) for page in (1, 2)] == [bytes(view[late.page(at)]) for at in (3, 17)]
     os.close(fd)
+
+
+def test_chunks_that_come_together_are_all_learned_and_a_bad_one_is_told_to_who_brought_it() -> None:
+    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__)
+    movers.start()
+    sizes = [4096] * 5 + [8192] + [4096] * 7
+    files = [sealed_memfd(f"chunk-{at}", 4096) for at in range(len(sizes))]
+    views = [map_memfd(fd, 4096) for fd in files]
+    for at, view in enumerate(views):
+        view[:] = bytes([at]) * 4096
+    views[5] = memoryview(bytearray(8192))  # more than its file has
+
+    def register(at: int) -> int | MoverFault:
+        try:
+            return movers.register_host(views[at], files[at])
+        except MoverFault as refused:
+            return refused
+
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        regions = list(threads.map(register, range(len(sizes))))
+    for at, region in enumerate(regions):
+        if at == 5:
+            assert isinstance(region, MoverFault)
+        else:
+            assert isinstance(region, int)
+            mover = movers._mover("shm-0")  # noqa: SLF001 - what it has mapped itself
+            there = mover.life().ask("read", region=region, offset=0, size_bytes=4096)
+            assert there.body == bytes([at]) * 4096
+    movers.close()
+    for fd in files:
+        os.close(fd)
 
 
 def test_slabs_of_a_dead_mover_are_closed_without_it(rig: Rig, heard: Heard) -> None:
