@@ -64,10 +64,10 @@ def seal_memfd(fd: int, *, is_shared: bool) -> None:
 def map_memfd(fd: int, size_bytes: int) -> memoryview:
     """A shared mapping, unmapped when the last view of it goes. One that can hold huge pages begins where one fits, or
     the kernel would never make any. Raises OSError."""
-    if size_bytes < HUGE_BYTES:
-        return memoryview(mmap.mmap(fd, size_bytes))
     if (there := os.fstat(fd).st_size) < size_bytes:
         raise OSError(errno.EINVAL, f"a memory file of {there} bytes cannot be mapped as {size_bytes}")
+    if size_bytes < HUGE_BYTES:
+        return memoryview(mmap.mmap(fd, size_bytes))
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_BYTES
     room = _map(None, room_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-room // HUGE_BYTES) * HUGE_BYTES
