@@ -29,7 +29,8 @@ class RequestBlock(KVCacheBlock):  # type: ignore[misc]
 class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
-    ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where.
+    ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where. ``counts_own``: set while
+    a request takes pages that it has already, when no others need to be counted.
     """
 
     def __init__(self, replaced: BlockPool, book: PageBook) -> None:
@@ -37,6 +38,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         self.book = book
         self.filling: dict[str, tuple[Any, int]] = {}
         self._current: RequestPages | None = None
+        self.counts_own = False
         self._hits: dict[bytes, RequestBlock] = {}
 
     def schedule(self, request: RequestPages) -> None:
@@ -104,6 +106,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
 
     def get_num_free_blocks(self) -> int:
         """Blocks that vLLM may count on; page 0 is none."""
+        if self.counts_own and self._current is not None:
+            return len(self._current.pages) - self._current.taken
         return self.book.free_blocks(self.num_gpu_blocks - 1, self._current)
 
     def evict_blocks(self, block_ids: set[int]) -> None:

@@ -98,19 +98,9 @@ class SchedulerSide:
         **kwargs: Any,
     ) -> Any:
         """As ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
-        assert self._pool is not None
-        tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
-        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
-        blocks_wanted = -(-tokens // self._block_tokens)
-        pages = self._book.find(request.request_id)
-        if pages is None or not self._book.has(pages, blocks_wanted):
-            with self._watch:
-                pages = self._reserve(request, blocks_wanted)
-            if pages is None:
-                return None
-        self._pool.schedule(pages)
-        is_admitted = bool(pages.taken)
-        blocks = self._allocate(
+        pool, pages = self._pool, self._book.find(request.request_id)
+        assert pool is not None
+        asked = (
             request,
             num_new_tokens,
             num_new_computed_tokens,
@@ -118,8 +108,24 @@ class SchedulerSide:
             num_lookahead_tokens,
             num_external_computed_tokens,
             *args,
-            **kwargs,
         )
+        tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
+        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
+        blocks_wanted = -(-tokens // self._block_tokens)
+        if pages is not None and self._book.has(pages, blocks_wanted):
+            pool.schedule(pages)
+            pool.counts_own = True
+            blocks = self._allocate(*asked, **kwargs)
+            pool.counts_own = False
+            if blocks is not None:
+                return blocks
+        with self._watch:
+            pages = self._reserve(request, blocks_wanted)
+        if pages is None:
+            return None
+        pool.schedule(pages)
+        is_admitted = bool(pages.taken)
+        blocks = self._allocate(*asked, **kwargs)
         if blocks is None:
             with self._watch:
                 self._book.ask_room()
