@@ -8,8 +8,8 @@ one goes only what is a duplicate, on its way here, refused, or has to wait.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 
 from cachesvc.flows.backup import back_up
 from cachesvc.flows.call import Call, require_on_device
@@ -123,7 +123,9 @@ def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: b
     ready, pending = _until_filling(replica.place, rows)
     reuses = _count(model, replica.place, keys, ready, first_block)
     sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
-    _tell_sealed(core, call, sequence, sealed.rows, len(ready))
+    if sealed.rows and core.writing.copies_when_sealed:
+        back_up(core, model, replica, sealed.rows)
+    _tell_sealed(core, call, sequence, len(ready))
     core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
     return _answer(sequence, sealed, pending)
@@ -161,9 +163,13 @@ def _publish_straight(
     reuse.published += len(keys)
     reuses = {key: remembered.pop(key) for key in keys if key in remembered} if remembered else {}
     paths = seal_new(replica.place, blocks, core.ledger.stamps(len(keys) + len(sequences)), reuses)
-    if core.writing.copies_when_sealed or core.on_sealed is not None:
+    if core.writing.copies_when_sealed:
+        back_up(
+            core, model, replica, list(chain.from_iterable(paths))
+        )  # a transfer of all costs little more than of one
+    if core.on_sealed is not None:
         for sequence, path in zip(sequences, paths, strict=True):
-            _tell_sealed(core, call, sequence, path, len(path))
+            _tell_sealed(core, call, sequence, len(path))
     core.count(Count.PUBLISHED_BLOCKS, len(keys))
     told.extend([sequence.sealed for sequence in sequences])
 
@@ -243,10 +249,8 @@ def _find_straight(call: Call, publishes: Publishes, entries: range, held: Colle
     return NewBlocks(sequences, list(fresh), bounds)
 
 
-def _tell_sealed(core: Core, call: Call, sequence: BlockTables, rows: Seq[int], blocks: int) -> None:
-    """``rows`` were sealed, of ``blocks`` blocks down to the sequence's end."""
-    if rows and core.writing.copies_when_sealed:
-        back_up(core, call.model, call.replica, rows)
+def _tell_sealed(core: Core, call: Call, sequence: BlockTables, blocks: int) -> None:
+    """Of ``blocks`` blocks down to the sequence's end some were sealed."""
     if core.on_sealed is not None and sequence.anchor != NO_ROW:
         core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
 
