@@ -5,7 +5,8 @@ an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, 
 (b) the same from the host tier, beside vLLM's own offloading; (c) throughput with nothing shared, with the connector's
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
-vLLM alone asked the same way beside it.
+vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
+started again: with ``--daemon "--device-memory vmm"``, or it does not come back.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
 
@@ -28,7 +29,7 @@ from benchmarks.vllm_fleet import EngineFailed, Fleet, Shape, progress
 
 GIB = 1 << 30
 SIZES = (1024, 8192, 32768)
-SHARED, HOST, ALONE, WARM, RESTART = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000
+SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 """Where the seeds of each part begin: nothing is in common between parts."""
 AGENTS = 4
 """At a time: their requests fit in the pool together."""
@@ -128,6 +129,14 @@ def chaos(run: Run) -> None:
     run.note("f", "ours", parts.chaos(run.fleet, known, run.options.chaos_seconds, run.options.kill_every))
 
 
+def daemon_restart(run: Run) -> None:
+    """(g): an engine goes on with the next daemon's memory."""
+    (engine,) = run.fleet.start(**{"ours-a": "ours"})
+    for size in run.options.sizes:
+        run.note("g", f"{size} tokens", parts.outlive(run.fleet, engine, size, OUTLIVE + size))
+    run.note("g", "verify", run.fleet.verify(checksums="checksums all" in run.options.daemon))
+
+
 def main() -> int:
     """Run the parts, in the order that starts engines seldom."""
     options = _options()
@@ -153,6 +162,7 @@ def main() -> int:
         ("ae", pair),
         ("acd", lambda run: beside(run, "plain", "plain")),
         ("bd", lambda run: beside(run, "offload", "offload")),
+        ("g", daemon_restart),
         ("f", chaos),
     ]
     stages = [(names, stage) for names, stage in stages if set(names) & set(options.parts)]
@@ -233,7 +243,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--known", type=int, default=48, help="different requests of (f)")
     parser.add_argument("--chaos-seconds", type=float, default=120.0)
     parser.add_argument("--kill-every", type=float, default=20.0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "d" in options.parts and not options.trace.is_file():
+        parser.error(f"(d) replays a trace, and there is no {options.trace}: name one by --trace, or leave (d) out")
+    return options
 
 
 if __name__ == "__main__":

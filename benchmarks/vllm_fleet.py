@@ -245,6 +245,14 @@ class Fleet:
         """End it as a crash would."""
         self._engines.pop(name).kill()
 
+    def kill_daemon(self) -> None:
+        """As a crash would."""
+        self._daemon.kill()
+
+    def start_daemon(self) -> None:
+        """Again, on the same socket; returns when it is ready."""
+        self._daemon.start()
+
     def verify(self, *, checksums: bool) -> list[str]:
         """What the daemon finds wrong; ``checksums``: of sealed pages too."""
         with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:

@@ -20,6 +20,11 @@ NOISE = 0.15
 near it, and over it: only beside the same count for vLLM alone does a count say anything."""
 
 
+OUTLIVING_TOKENS, OUTLIVING_SECONDS, OUTLIVING_PAUSE_S = 512, 60.0, 0.5
+"""Of a request that is under way when the daemon is killed; how long an engine may take to come back; and how long it
+generates before."""
+
+
 def prompt(*pieces: tuple[int, int], new: int = 1, logprobs: int | None = None) -> Prompt:
     """``(seed, tokens)`` after ``(seed, tokens)``; ``new`` tokens are to follow."""
     return {"pieces": [list(each) for each in pieces], "new": new, "logprobs": logprobs}
@@ -201,6 +206,34 @@ def restart(fleet: Fleet, name: str, size: int, salt: int) -> dict[str, Any]:
         "cached": cached,
         "ready_s": engine.facts["ready_s"],
         "first_answer_s": time.monotonic() - begun_s,
+    }
+
+
+def outlive(fleet: Fleet, engine: Engine, size: int, salt: int) -> dict[str, Any]:
+    """Kill the daemon while an engine generates, and start it again: what becomes of what is under way, when the engine
+    finds its own prompts again, and whether its answers are the same."""
+    pieces = (salt, size)
+    before = said(engine, pieces)
+    whole = engine.ask(prompt((salt + 1, 256), new=OUTLIVING_TOKENS, logprobs=1))["requests"][0]["tokens"]
+    engine.send([prompt((salt + 1, 256), new=OUTLIVING_TOKENS, logprobs=1)], at_a_time=1, seconds=OUTLIVING_SECONDS)
+    time.sleep(OUTLIVING_PAUSE_S)  # so that it generates
+    fleet.kill_daemon()
+    under_way = engine.collect()["requests"]
+    fleet.start_daemon()
+    begun_s = time.monotonic()
+    after = said(engine, pieces)
+    first_answer_s, cached = time.monotonic() - begun_s, 0
+    while not cached and time.monotonic() - begun_s < OUTLIVING_SECONDS:
+        _, cached = first_ms(engine, prompt(pieces))
+    return {
+        "tokens": size,
+        "under_way": len(under_way),
+        "under_way_same": [each["tokens"] for each in under_way] == [whole],
+        "first_answer_s": first_answer_s,
+        "hit_s": time.monotonic() - begun_s,
+        "cached": cached,
+        "computed_apart": apart(after, before),
+        "hit_apart": apart(said(engine, pieces), before),
     }
 
 

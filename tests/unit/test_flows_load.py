@@ -10,11 +10,10 @@ from cachesvc.flows import admin
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
 from cachesvc.flows.prefetch import prefetch
-from cachesvc.flows.publish import publish, publish_many
+from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.model.answers import Wait
-from cachesvc.model.columns import Publishes
 from cachesvc.model.errors import LoadFailed
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction
@@ -308,22 +307,6 @@ def test_write_through_copies_when_sealed_and_no_duplicate() -> None:
     assert stores(rig) == 3
     serve(rig, a, 3, "abcd")
     assert stores(rig) == 4
-
-
-def test_write_through_stores_what_many_sequences_publish_in_one_transfer() -> None:
-    rig = rig_of(one_group(), device=(16,), host=(4,), policy=WritePolicy.WRITE_THROUGH)
-    a = rig.lease()
-    for number, prompt in enumerate(("ab", "cd", "e"), 1):
-        rig.run(match, a, number, chain(*prompt), 0)
-        rig.run(allocate, a, number, len(prompt))
-    told: list[int] = []
-    rig.run(publish_many, a, Publishes((1, 2, 3), (0, 0, 0), (0, 2, 4, 5), b""), range(3), told)
-    assert told == [2, 2, 1]
-    (transfer,) = rig.mover.all
-    assert transfer.direction is Direction.STORE
-    assert stores(rig) == 4, "as many as the host has room for, the first published first"
-    rig.settle()
-    assert len(rig.host_keys()) == 4
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])

@@ -7,11 +7,12 @@ import pytest
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
-from cachesvc.flows.publish import publish
+from cachesvc.flows.publish import publish, publish_many
 from cachesvc.flows.recycle import recycle
 from cachesvc.flows.release import release
 from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.model.answers import GroupCells
+from cachesvc.model.columns import Publishes
 from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,
@@ -22,6 +23,8 @@ from cachesvc.model.errors import (
     Unavailable,
 )
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import Direction
+from cachesvc.model.words import WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 
@@ -223,3 +226,19 @@ def test_a_windowed_page_that_is_gone_is_sealed_anew() -> None:
     assert len(rig.device_keys()) == 7
     serve(rig, a, 4, "abcd")
     assert rig.run(match, a, 5, chain(*"abcd"), 0).device_blocks == 4
+
+
+def test_write_through_stores_what_many_sequences_publish_in_one_transfer() -> None:
+    rig = rig_of(one_group(), device=(16,), host=(4,), policy=WritePolicy.WRITE_THROUGH)
+    a = rig.lease()
+    for number, prompt in enumerate(("ab", "cd", "e"), 1):
+        rig.run(match, a, number, chain(*prompt), 0)
+        rig.run(allocate, a, number, len(prompt))
+    told: list[int] = []
+    rig.run(publish_many, a, Publishes((1, 2, 3), (0, 0, 0), (0, 2, 4, 5), b""), range(3), told)
+    assert told == [2, 2, 1]
+    (transfer,) = rig.mover.all
+    assert transfer.direction is Direction.STORE
+    assert len(transfer.pages[0].device_pages) == 4, "as many as the host has room for"
+    rig.settle()
+    assert len(rig.host_keys()) == 4
