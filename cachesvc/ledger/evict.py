@@ -115,7 +115,7 @@ class Evictor:
             is_elsewhere = IS_READY in map(itemgetter(row), others)
             left, run = most_work - int(work), [row]
             if is_elsewhere and row not in lingering:
-                run = walk.backed_run(row, min(count - found, _longest_run(left)))
+                run = walk.backed_run(row, min(count - found, _longest_run(place, left)))
             elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
                 run = walk.run(row, min(count - found, left))
             if len(run) > 1 and host.walk.taken.isdisjoint(run):
@@ -123,7 +123,7 @@ class Evictor:
                 walk.take_run(run)
                 gone[index.parent[run[-1]]] += not is_elsewhere
                 found += len(run)
-                work += _work_of(run) if is_elsewhere else len(run)
+                work += _work_of(place, run) if is_elsewhere else len(run)
                 continue
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
@@ -151,10 +151,10 @@ class Evictor:
         plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
         on_host = self.ledger.host.states[self.ledger.host.lead]
         while plan.found < count and work < most_work and (row := walk.next()) is not None:
-            run = walk.backed_run(row, min(count - plan.found, _longest_run(most_work - int(work))))
+            run = walk.backed_run(row, min(count - plan.found, _longest_run(place, most_work - int(work))))
             backed = list(takewhile(lambda each: on_host[each] == IS_READY, run))
             plan.drops += backed
-            work += _work_of(backed)
+            work += _work_of(place, backed)
             if len(backed) < len(run):
                 break
             walk.take_run(run)
@@ -240,14 +240,14 @@ class Evictor:
         return not needed
 
 
-def _longest_run(work: int) -> int:
+def _longest_run(place: Place, work: int) -> int:
     """Blocks of a run that is so much work; a few at least."""
-    return max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
+    return work if place.window_groups else max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
 
 
-def _work_of(run: Sequence[int]) -> float:
-    """Of a run of blocks that the host has."""
-    return min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
+def _work_of(place: Place, run: Sequence[int]) -> float:
+    """Of a run of blocks that the host has. Where there are windows they leave one by one (``leaving.py``)."""
+    return len(run) if place.window_groups else min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
 
 
 class _HostRoom:
