@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import itemgetter
@@ -30,7 +30,7 @@ from cachesvc.ledger.leaving import drop_all
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.walk import walk_of
 from cachesvc.model.int32s import array_of, column
-from cachesvc.model.words import ABSENT, FILLING, READY
+from cachesvc.model.words import ABSENT, READY
 
 IS_READY = int(READY)
 WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
@@ -308,17 +308,21 @@ def evictable_pages(
     """How many blocks of a device place could be dropped one after another; ``after_flights``: once all transfers are
     over, and with them one pin of each of the rows ``unpinned``.
 
-    All others are those that somebody holds, and their ancestors. Held rows are few, and of their ancestors only the
-    chains are looked at, so this does not grow with the pool.
+    What pins keep is counted all the time; beside that only chains of blocks in flight are looked at. So it does not
+    grow with the pool, nor with what others hold.
     """
-    if after_flights and not unpinned:
-        return place.unprotected
-    pins = place.pins
-    ending = Counter(unpinned)
-    held = [row for row in place.pinned if pins[row] > ending[row]]
-    if not after_flights and ledger.index.flying:
-        held += _deepest(ledger.index, place)
-    return sum(place.counts.states[FILLING:]) - _blocks_above(ledger.index, held)
+    index, protected = ledger.index, place.protected
+    ending = [row for row, count in Counter(unpinned).items() if 0 < place.pins[row] <= count]
+    for row in ending:
+        protected.leave(row)
+    try:
+        kept = protected.blocks
+        if not after_flights and index.flying:
+            kept += _blocks_beyond(index, protected.tips, _deepest(index, place))
+    finally:
+        for row in ending:
+            protected.keep(row)
+    return place.residents - kept
 
 
 def _deepest(index: BlockIndex, place: Place) -> list[int]:
@@ -332,8 +336,8 @@ def _deepest(index: BlockIndex, place: Place) -> list[int]:
     return found
 
 
-def _blocks_above(index: BlockIndex, rows: Iterable[int]) -> int:
-    """How many blocks the rows and all their ancestors are."""
+def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[int]) -> int:
+    """How many blocks the rows and all their ancestors are, without those down to the ``tips`` of chains."""
     count = 0
     reach: dict[int, int] = {}  # of each chain that was looked at, the depth down to which it is counted
     for start in rows:
@@ -341,7 +345,7 @@ def _blocks_above(index: BlockIndex, rows: Iterable[int]) -> int:
         while row != NO_ROW:
             head, depth = index.head[row], index.depth[row]
             above = index.depth[head] - 1
-            counted = reach.get(head, above)
+            counted = reach.get(head, tips.get(head, above))
             if depth > counted:
                 count += depth - counted
                 reach[head] = depth
