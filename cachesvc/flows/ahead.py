@@ -35,7 +35,7 @@ def look_ahead(core: Core, model: Model, replica: Replica) -> None:
     if replica.is_making_room or not wanted or 2 * _free(replica.place) >= wanted:
         return
     replica.is_making_room = True
-    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica)))
+    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica), gives_back=False))
 
 
 def _go_on(core: Core, model: Model, replica: Replica) -> bool:
@@ -45,8 +45,9 @@ def _go_on(core: Core, model: Model, replica: Replica) -> bool:
     found = 0
     if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
         plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
-        carry_out(core, model, plan)
         found = plan.found
+        if found:
+            carry_out(core, model, plan)
     replica.is_making_room = 0 < found < short
     return not replica.is_making_room
 

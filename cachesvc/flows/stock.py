@@ -204,7 +204,7 @@ def _keep_room(core: Core, call: Call, room: Reservation, owed: Sequence[int], g
         room.keep(owed, call.now + core.limits.reservation_seconds)
         if going and not lease.is_replacing:
             lease.is_replacing = True
-            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, room)))
+            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, room), gives_back=False))
 
 
 def _replace_more(core: Core, call: Call, room: Reservation) -> bool:

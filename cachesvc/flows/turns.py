@@ -42,10 +42,12 @@ NO_MODEL = 0
 
 
 class Chore(NamedTuple):
-    """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over."""
+    """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over. ``gives_back``: it
+    may give pages back that eviction could not, so that who finds too few waits for it."""
 
     model: int
     go_on: Callable[[], bool]
+    gives_back: bool = True
 
 
 Chores = deque[Chore]

@@ -13,7 +13,7 @@ from cachesvc.flows.release import release
 from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.turns import Turns, tidy
 from cachesvc.model.answers import Allocated, Wait
-from cachesvc.model.errors import IllegalMove
+from cachesvc.model.errors import IllegalMove, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState, WritePolicy
 from tests.oracle import lru_hits
@@ -161,6 +161,18 @@ def test_an_engine_that_does_not_grow_takes_none_of_it_for_its_stock() -> None:
     rig.run(allocate, b, 1, 3)
     [cells] = rig.run(refill_stock, b, (16,))
     assert len(cells.pages) == 3, "as many as it has grown by"
+
+
+def test_who_can_have_no_pages_is_refused_at_once_whatever_is_still_to_be_looked_for() -> None:
+    rig = rig_with_room(host=0)
+    a, b = rig.lease("a"), rig.lease("b")
+    for lease in (a, b):
+        rig.run(match, lease, 1, b"", 0)
+    rig.run(allocate, a, 1, PAGES)
+    rig.run(refill_stock, a, (1,))
+    assert rig.core.chores
+    with pytest.raises(PoolExhausted):
+        rig.once(allocate, b, 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
