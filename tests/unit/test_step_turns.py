@@ -6,6 +6,7 @@ import asyncio
 
 from cachesvc.flows.counters import Count
 from cachesvc.model.words import WritePolicy
+from cachesvc.service.rpc.columns import TURN_BLOCKS
 from tests.unit.dispatch_rig import Desk
 from tests.unit.ledger_rig import chain, one_group, rig_of
 from tests.unit.test_step_columns import odd, publish
@@ -68,3 +69,19 @@ async def test_a_turn_evicts_no_more_on_the_host_than_any_other() -> None:
         assert evicted == [0, desk.rig.core.turns.evicted]
         assert desk.rig.host_keys() == {chain(*prompt) for prompt in prompts.values()}
         desk.rig.check()
+
+
+async def test_steps_of_many_engines_take_one_turn_each_time_round_the_loop() -> None:
+    count = 3 * TURN_BLOCKS
+    async with Desk(rig_of(one_group(), device=(2 * count,), host=(0,))) as desk:
+        index, served = desk.rig.model.blocks.index, []
+        for first in (1, count + 1):
+            lease, prompts = desk.lease(str(first)), prompts_of(count, first)
+            for number, prompt in prompts.items():
+                desk.fill(lease, number, prompt)
+            served.append(desk.steps(lease, columns=publish(prompts)))
+        while not all(step.done() for step in served):
+            before = len(index)
+            await asyncio.sleep(0)
+            assert len(index) - before <= TURN_BLOCKS
+        assert len(index) == 2 * count

@@ -109,7 +109,7 @@ class StepRun:
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
         node = self._dispatcher.node
         while not self._is_through:
-            await asyncio.sleep(0)
+            await node.next_turn()
             with node.loop_watch.watching(self._ask.method):
                 node.run(self._take_turn, None)
         if self._parked:
