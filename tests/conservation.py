@@ -171,8 +171,6 @@ def _pins(ledger: Ledger, model: Model) -> Iterator[str]:
                 yield f"{place.name} row {row}: {count} pins, {pins[position, row]} holders"
             if count and place.states[place.lead][row] == ABSENT:
                 yield f"{place.name} row {row}: pinned, but its copy is ABSENT"
-        if place.pinned != {row for row, count in enumerate(place.pins) if count}:
-            yield f"{place.name}: {len(place.pinned)} rows are known to be pinned, but others are"
         for group, counts in place.window_pins.items():
             for row, count in enumerate(counts):
                 if count != windows[position, group, row]:

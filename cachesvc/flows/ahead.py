@@ -21,33 +21,35 @@ SHARE_OF_TURN = 2
 """It takes so small a part of what a call's turn evicts, since nobody waits for it."""
 
 
-def look_ahead(core: Core, model: Model, replica: Replica) -> None:
-    """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
-    wanted = _wanted(core, replica.place)
-    if replica.is_making_room or not wanted or 2 * _free(replica.place) >= wanted:
-        return
-    replica.is_making_room = True
-    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica)))
-
-
-def _go_on(core: Core, model: Model, replica: Replica) -> bool:
-    """A turn; True when there is room enough, or the next block cannot go."""
-    short = _wanted(core, replica.place) - _free(replica.place)
-    found = 0
-    if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
-        plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
-        carry_out(core, model, plan)
-        found = plan.found
-    replica.is_making_room = 0 < found < short
-    return not replica.is_making_room
-
-
-def _wanted(core: Core, place: Place) -> int:
+def pages_ahead(core: Core, place: Place) -> int:
     """Pages that are kept free. None where groups have windows: their copies on the host may be fewer."""
     limits, pages = core.limits, place.pools[place.lead].capacity
     if place.window_groups or pages < limits.ahead_part * FEWEST_PAGES:
         return 0
     return min(limits.ahead_pages, pages // limits.ahead_part)
+
+
+def look_ahead(core: Core, model: Model, replica: Replica) -> None:
+    """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
+    wanted = pages_ahead(core, replica.place)
+    if replica.is_making_room or not wanted or 2 * _free(replica.place) >= wanted:
+        return
+    replica.is_making_room = True
+    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica), gives_back=False))
+
+
+def _go_on(core: Core, model: Model, replica: Replica) -> bool:
+    """A turn; True when there is room enough, or the next block cannot go."""
+    replica.is_making_room = False  # first: a defect in what follows ends it, and not for good
+    short = pages_ahead(core, replica.place) - _free(replica.place)
+    found = 0
+    if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
+        plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
+        found = plan.found
+        if found:
+            carry_out(core, model, plan)
+    replica.is_making_room = 0 < found < short
+    return not replica.is_making_room
 
 
 def _free(place: Place) -> int:

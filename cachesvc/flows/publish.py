@@ -23,7 +23,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sealing import NewBlocks, seal_new
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.ledger.tables import BlockTables, Sealed
+from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.columns import Publishes
 from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
@@ -84,12 +84,16 @@ def publish(
     return publishing.answer() if part.pending or publishing.done == count else TURN
 
 
-def _most(core: Core, call: Call) -> int:
-    """Blocks that are sealed in a turn: fewer where one may be evicted on the host for the backup of each."""
-    turns, host = core.turns, call.model.blocks.host
+def is_tight(core: Core, call: Call) -> bool:
+    """True where for each block that is sealed one may be evicted on the host, for its backup."""
+    host = call.model.blocks.host
     pool = host.pools[host.lead]
-    is_tight = core.writing.copies_when_sealed and pool.free < min(turns.sealed, pool.usable)
-    return min(turns.sealed, turns.evicted) if is_tight else turns.sealed
+    return core.writing.copies_when_sealed and pool.free < min(core.turns.sealed, pool.usable)
+
+
+def _most(core: Core, call: Call) -> int:
+    """Blocks that are sealed in a turn."""
+    return min(core.turns.sealed, core.turns.evicted) if is_tight(core, call) else core.turns.sealed
 
 
 def _join_cells(parts: Iterable[tuple[GroupCells, ...]]) -> tuple[GroupCells, ...]:
@@ -125,7 +129,8 @@ def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: b
     sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
     if sealed.rows and core.writing.copies_when_sealed:
         back_up(core, model, replica, sealed.rows)
-    _tell_sealed(core, call, sequence, len(ready))
+    if core.on_sealed is not None and sequence.anchor != NO_ROW:
+        core.on_sealed(model.id, replica.id, sequence.anchor, len(ready))
     core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
     return _answer(sequence, sealed, pending)
@@ -163,13 +168,11 @@ def _publish_straight(
     reuse.published += len(keys)
     reuses = {key: remembered.pop(key) for key in keys if key in remembered} if remembered else {}
     paths = seal_new(replica.place, blocks, core.ledger.stamps(len(keys) + len(sequences)), reuses)
-    if core.writing.copies_when_sealed:
-        back_up(
-            core, model, replica, list(chain.from_iterable(paths))
-        )  # a transfer of all costs little more than of one
+    if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
+        back_up(core, model, replica, list(chain.from_iterable(paths)))
     if core.on_sealed is not None:
-        for sequence, path in zip(sequences, paths, strict=True):
-            _tell_sealed(core, call, sequence, len(path))
+        for path in paths:
+            core.on_sealed(model.id, replica.id, path[-1], len(path))
     core.count(Count.PUBLISHED_BLOCKS, len(keys))
     told.extend([sequence.sealed for sequence in sequences])
 
@@ -247,12 +250,6 @@ def _find_straight(call: Call, publishes: Publishes, entries: range, held: Colle
         seen.add(number)
         sequences.append(sequence)
     return NewBlocks(sequences, list(fresh), bounds)
-
-
-def _tell_sealed(core: Core, call: Call, sequence: BlockTables, blocks: int) -> None:
-    """Of ``blocks`` blocks down to the sequence's end some were sealed."""
-    if core.on_sealed is not None and sequence.anchor != NO_ROW:
-        core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
 
 
 def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:

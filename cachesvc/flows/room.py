@@ -211,7 +211,7 @@ def _wait_or_refuse(
         promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
         if pool.unreserved + coming - promised >= wanted:
             return wait_for(core, (ticket.id for ticket in (*running, *others)))
-    if any(chore.model == model.id for chore in core.chores):  # pages are on their way back
+    if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
 

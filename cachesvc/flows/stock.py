@@ -1,10 +1,11 @@
 """The stock: pages granted ahead, so that a sequence grows by a block with no round trip; and growth out of it.
 
-A stock is refilled with each Step, from what is free. A cache that has been running for a while has nothing free, and
-then what is coldest goes for the stock; but never more than the lease has grown by since. So growth is replaced, block
-for block, whatever others take meanwhile, and an engine that does not grow evicts nothing. One that begins on a full
-cache has its first growth by Allocate, and finds as much in its stock afterwards; each growth that found the stock
-empty makes it larger by one, up to the target, so the stock settles at what the engine's steps use.
+A stock is refilled with each Step, from what is free, but for room made ahead (``ahead.py``). A cache that has been
+running for a while has nothing else free, and then what is coldest goes for the stock; but never more than the lease
+has grown by since. So growth is replaced, block for block, whatever others take meanwhile, and an engine that does not
+grow evicts nothing. One that begins on a full cache has its first growth by Allocate, and finds as much in its stock
+afterwards; each growth that found the stock empty makes it larger by one, up to the target, so the stock settles at
+what the engine's steps use.
 
 What a refill costs grows with the pages wanted, and no more is evicted in it than in a turn: the rest of what the lease
 has grown by goes once the step is answered, and is kept for the next refill. Where nothing can go, nothing is
@@ -19,7 +20,7 @@ from functools import partial
 from operator import gt
 from typing import NoReturn
 
-from cachesvc.flows.ahead import look_ahead
+from cachesvc.flows.ahead import look_ahead, pages_ahead
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -157,11 +158,13 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
         lease.room.give_back()
     pools = place.pools
     free = [pool.unreserved for pool in pools]
-    if lease.room is None and not any(map(gt, wanted, free)):
+    most = max(wanted)
+    has_enough = lease.room is None and not any(map(gt, wanted, free))
+    if has_enough and (most <= lease.grown or min(free) - most >= pages_ahead(core, place)):
         lease.grown, granted = 0, _grant(lease, pools, wanted)
         look_ahead(core, call.model, call.replica)
         return granted
-    grown = min(lease.grown, max(wanted))
+    grown = min(lease.grown, most)
     needed = [min(count, grown) for count in wanted]
     going = 0
     if any(map(gt, needed, free)):
@@ -170,9 +173,11 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
         going = free_some(core, call, needed, lease.room)
     free = [pool.unreserved for pool in pools]
     owed = [max(0, count - has) for count, has in zip(needed, free, strict=True)]
-    if any(map(gt, wanted, free)):
+    kept = pages_ahead(core, place)
+    counts = [min(want, has, max(need, has - kept)) for want, has, need in zip(wanted, free, needed, strict=True)]
+    if any(map(gt, wanted, counts)):
         core.count(Count.STOCK_SHORT)
-    granted = _grant(lease, pools, list(map(min, wanted, free)))
+    granted = _grant(lease, pools, counts)
     lease.grown = max(owed)
     if lease.room is not None:
         _keep_room(core, call, lease.room, owed, going)
@@ -199,12 +204,13 @@ def _keep_room(core: Core, call: Call, room: Reservation, owed: Sequence[int], g
         room.keep(owed, call.now + core.limits.reservation_seconds)
         if going and not lease.is_replacing:
             lease.is_replacing = True
-            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, room)))
+            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, room), gives_back=False))
 
 
 def _replace_more(core: Core, call: Call, room: Reservation) -> bool:
     """A turn of evicting what the lease is owed; True when that is done, or no more can go."""
     lease = call.lease
+    lease.is_replacing = False  # first: a defect in what follows ends it, and not for good
     going = 0
     if lease.state is LeaseState.LIVE and not call.model.suspect and room.is_open:
         room.top_up()

@@ -22,10 +22,10 @@ class Turns(NamedTuple):
     """What is done in one turn at most: some 0.3 ms (2026-11-22, Python 3.11 on a crowded machine).
 
     ``evicted``: blocks that are dropped, or begin to be written back, up to 9 us each; some hundreds where they go in
-    long runs that the host has. ``landed``: blocks whose transfer has ended, 3 us each. ``drained``: blocks that go
-    once they are written back, 8 us each. ``holds``: sequences and prefetches of a lost lease that end. ``pages``: that
-    are taken or given back by themselves, 0.1 us each in long runs and more than 1 us each alone. ``sealed``: blocks
-    that are published, 2.4 us each. ``forgotten``: keys of a model that is gone.
+    long runs that the host has, of a layout without windows. ``landed``: blocks whose transfer has ended, 3 us each.
+    ``drained``: blocks that go once they are written back, 8 us each. ``holds``: sequences and prefetches of a lost
+    lease that end. ``pages``: that are taken or given back by themselves, 0.1 us each in long runs and more than 1 us
+    each alone. ``sealed``: blocks that are published, 2.4 us each. ``forgotten``: keys of a model that is gone.
     """
 
     evicted: int = 32
@@ -42,10 +42,12 @@ NO_MODEL = 0
 
 
 class Chore(NamedTuple):
-    """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over."""
+    """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over. ``gives_back``: it
+    may give pages back that eviction could not, so that who finds too few waits for it."""
 
     model: int
     go_on: Callable[[], bool]
+    gives_back: bool = True
 
 
 Chores = deque[Chore]

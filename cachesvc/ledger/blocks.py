@@ -207,7 +207,6 @@ class BlockLedger:
         place.pins[row] += 1
         place.counts.pinned += self.index.depth[row] + 1
         if place.pins[row] == 1:
-            place.pinned.add(row)
             place.protected.keep(row)
             place.leaves.remove(row)
 
@@ -218,7 +217,6 @@ class BlockLedger:
         place.pins[row] -= 1
         place.counts.pinned -= self.index.depth[row] + 1
         if not place.pins[row]:
-            place.pinned.discard(row)
             place.protected.leave(row)
             self.offer(place, row)
 

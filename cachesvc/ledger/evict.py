@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import itemgetter
@@ -30,7 +30,7 @@ from cachesvc.ledger.leaving import drop_all
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.walk import walk_of
 from cachesvc.model.int32s import array_of, column
-from cachesvc.model.words import ABSENT, FILLING, READY
+from cachesvc.model.words import ABSENT, READY
 
 IS_READY = int(READY)
 WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
@@ -115,7 +115,7 @@ class Evictor:
             is_elsewhere = IS_READY in map(itemgetter(row), others)
             left, run = most_work - int(work), [row]
             if is_elsewhere and row not in lingering:
-                run = walk.backed_run(row, min(count - found, _longest_run(left)))
+                run = walk.backed_run(row, min(count - found, _longest_run(place, left)))
             elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
                 run = walk.run(row, min(count - found, left))
             if len(run) > 1 and host.walk.taken.isdisjoint(run):
@@ -123,7 +123,7 @@ class Evictor:
                 walk.take_run(run)
                 gone[index.parent[run[-1]]] += not is_elsewhere
                 found += len(run)
-                work += _work_of(run) if is_elsewhere else len(run)
+                work += _work_of(place, run) if is_elsewhere else len(run)
                 continue
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
@@ -151,10 +151,10 @@ class Evictor:
         plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
         on_host = self.ledger.host.states[self.ledger.host.lead]
         while plan.found < count and work < most_work and (row := walk.next()) is not None:
-            run = walk.backed_run(row, min(count - plan.found, _longest_run(most_work - int(work))))
+            run = walk.backed_run(row, min(count - plan.found, _longest_run(place, most_work - int(work))))
             backed = list(takewhile(lambda each: on_host[each] == IS_READY, run))
             plan.drops += backed
-            work += _work_of(backed)
+            work += _work_of(place, backed)
             if len(backed) < len(run):
                 break
             walk.take_run(run)
@@ -240,14 +240,14 @@ class Evictor:
         return not needed
 
 
-def _longest_run(work: int) -> int:
+def _longest_run(place: Place, work: int) -> int:
     """Blocks of a run that is so much work; a few at least."""
-    return max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
+    return work if place.window_groups else max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
 
 
-def _work_of(run: Sequence[int]) -> float:
-    """Of a run of blocks that the host has."""
-    return min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
+def _work_of(place: Place, run: Sequence[int]) -> float:
+    """Of a run of blocks that the host has. Where there are windows they leave one by one (``leaving.py``)."""
+    return len(run) if place.window_groups else min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
 
 
 class _HostRoom:
@@ -308,17 +308,21 @@ def evictable_pages(
     """How many blocks of a device place could be dropped one after another; ``after_flights``: once all transfers are
     over, and with them one pin of each of the rows ``unpinned``.
 
-    All others are those that somebody holds, and their ancestors. Held rows are few, and of their ancestors only the
-    chains are looked at, so this does not grow with the pool.
+    What pins keep is counted all the time; beside that only chains of blocks in flight are looked at. So it does not
+    grow with the pool, nor with what others hold.
     """
-    if after_flights and not unpinned:
-        return place.unprotected
-    pins = place.pins
-    ending = Counter(unpinned)
-    held = [row for row in place.pinned if pins[row] > ending[row]]
-    if not after_flights and ledger.index.flying:
-        held += _deepest(ledger.index, place)
-    return sum(place.counts.states[FILLING:]) - _blocks_above(ledger.index, held)
+    index, protected = ledger.index, place.protected
+    ending = [row for row, count in Counter(unpinned).items() if 0 < place.pins[row] <= count]
+    for row in ending:
+        protected.leave(row)
+    try:
+        kept = protected.blocks
+        if not after_flights and index.flying:
+            kept += _blocks_beyond(index, protected.tips, _deepest(index, place))
+    finally:
+        for row in ending:
+            protected.keep(row)
+    return place.residents - kept
 
 
 def _deepest(index: BlockIndex, place: Place) -> list[int]:
@@ -332,8 +336,8 @@ def _deepest(index: BlockIndex, place: Place) -> list[int]:
     return found
 
 
-def _blocks_above(index: BlockIndex, rows: Iterable[int]) -> int:
-    """How many blocks the rows and all their ancestors are."""
+def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[int]) -> int:
+    """How many blocks the rows and all their ancestors are, without those down to the ``tips`` of chains."""
     count = 0
     reach: dict[int, int] = {}  # of each chain that was looked at, the depth down to which it is counted
     for start in rows:
@@ -341,7 +345,7 @@ def _blocks_above(index: BlockIndex, rows: Iterable[int]) -> int:
         while row != NO_ROW:
             head, depth = index.head[row], index.depth[row]
             above = index.depth[head] - 1
-            counted = reach.get(head, above)
+            counted = reach.get(head, tips.get(head, above))
             if depth > counted:
                 count += depth - counted
                 reach[head] = depth

@@ -18,8 +18,8 @@ from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.words import READY, Tier
 
-SHORTEST_RUN = 3
-"""A shorter one costs as much as its blocks one by one."""
+SHORTEST_RUN, SHORTEST_BACKED = 3, 5
+"""A shorter one, of blocks that leave the index or stay in it, costs as much as its blocks one by one."""
 IS_READY = int(READY)
 
 
@@ -42,14 +42,14 @@ def drop_all(ledger: BlockLedger, place: Place, rows: Sequence[int], cause: Caus
 def _backed_runs(ledger: BlockLedger, place: Place, rows: Sequence[int]) -> dict[int, int]:
     """Where in ``rows`` runs begin that stay in the index, and where each ends: rows that are whole here and elsewhere,
     each the parent of the one before and that its only child here."""
-    if len(rows) < SHORTEST_RUN or place.window_groups:
+    if len(rows) < SHORTEST_BACKED or place.window_groups:
         return {}
     path = np.array(rows, np.int32)
     fits = place.are_ready(path) & place.are_elsewhere(path)
     is_above = (np.asarray(ledger.index.parent)[path[:-1]] == path[1:]) & (np.asarray(place.children)[path[1:]] == 1)
     joined = is_above & fits[:-1] & fits[1:]
     ends = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(rows)]
-    return {first: end for first, end in pairwise(ends) if end - first >= SHORTEST_RUN}
+    return {first: end for first, end in pairwise(ends) if end - first >= SHORTEST_BACKED}
 
 
 def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) -> int:

@@ -177,9 +177,9 @@ class PagePool:
 
     def _move_few(self, pages: list[int], target: PageState) -> None:
         states, added = self.states, self._added
-        before = None
+        before = -1
         for page in pages:
-            if (states[page], target) not in LEGAL_PAGE_MOVES or not added[page] or page == before:
+            if page <= before or (states[page], target) not in LEGAL_PAGE_MOVES or not added[page]:
                 raise IllegalMove(f"{self.name} page {page}", PageState(states[page]), target)
             before = page
         for page in pages:

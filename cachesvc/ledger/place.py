@@ -89,10 +89,9 @@ class Place:
     them back before they go; each row has one at most. ``reservations``: calls that wait for pages here.
 
     ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
-    comes is the first and one that goes is the last. ``pinned``: rows with ``pins``; ``protected``: how many blocks are
-    kept by them. ``leaves``: blocks that may go,
-    and ``window_leaves[g]``: windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here,
-    and ``pieces`` too: what is kept of block tables.
+    comes is the first and one that goes is the last. ``protected``: how many blocks are kept by ``pins``. ``leaves``:
+    blocks that may go, and ``window_leaves[g]``: windowed copies that may go by themselves, in their order;
+    ``BlockLedger`` puts them here, and ``pieces`` too: what is kept of block tables.
     """
 
     leaves: LeafOrder
@@ -119,7 +118,6 @@ class Place:
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
         self.pins = array("I")
-        self.pinned: set[int] = set()
         self.used = bytearray()
         self.children = array("I")
         self.pages = [array("i") for _ in layout.groups]

@@ -96,17 +96,15 @@ def _give_up(group: int, blocks: NewBlocks) -> list[int]:
 def pin_below(place: Place, index: BlockIndex, moves: Iterable[tuple[int, int]], blocks: int) -> None:
     """Take pins back from the first of each pair (NO_ROW: none) and pin the second, which is new and somewhere below
     it: neither is a candidate. ``blocks``: from the first of each pair down to the second, of all together."""
-    pins, pinned, depth, head = place.pins, place.pinned, index.depth, index.head
+    pins, depth, head = place.pins, index.depth, index.head
     protected, tips = place.protected, place.protected.tips
     kept = protected.blocks
     for above, row in moves:
         pins[row] = 1
-        pinned.add(row)
         if above != NO_ROW:
             left = pins[above] - 1
             pins[above] = left
             if not left:
-                pinned.discard(above)
                 chain_of = head[row]
                 if chain_of == head[above]:  # whose last row ``above`` was, and so its tip
                     tips[chain_of] = depth[row]

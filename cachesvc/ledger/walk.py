@@ -13,9 +13,12 @@ from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_SEGMENT, QueuedLeaves
 from cachesvc.model.int32s import column
-from cachesvc.model.words import READY
+from cachesvc.model.words import ABSENT, READY
 
-IS_READY = int(READY)
+IS_ABSENT, IS_READY = int(ABSENT), int(READY)
+FEW = 8
+"""Up to here the rows of a run are looked at one by one: columns cost as much as some twenty rows, and most paths that
+hang from a shared prompt are short."""
 
 
 class Front:
@@ -82,9 +85,30 @@ class Walk:
     def run(self, row: int, most: int) -> list[int]:
         """Up to ``most`` rows that come one after another, from ``row`` on, which has come last and can be dropped:
         each the parent of the one before, its only child anywhere, and with no copy anywhere else."""
+        return self._climb(row, most, self.ledger.index.children, IS_ABSENT)
+
+    def backed_run(self, row: int, most: int) -> list[int]:
+        """As ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below them
+        there: each is the parent of the one before, and that its only child on this place."""
         index, place = self.ledger.index, self.place
-        parent, children, flights, pins = index.parent, index.children, index.flights, place.pins
-        states = place.states[place.lead]
+        run = self._climb(row, min(most, FEW), place.children, IS_READY)
+        if len(run) < FEW or most == FEW:
+            return run
+        family, least, most_there = self._family(row)
+        path = column(index.last_rows(run.pop(), most - len(run)))[::-1]
+        above = path[1:]
+        theirs = np.asarray(family)[above]
+        fits = (theirs >= least) & (theirs <= most_there) & (np.asarray(place.children)[above] == 1)
+        fits &= (np.asarray(place.pins)[above] == 0) & (np.asarray(index.flights)[above] == 0)
+        fits &= place.are_ready(above) & place.are_elsewhere(above)
+        run += path[: 1 + (len(above) if fits.all() else int(np.argmin(fits)))].tolist()
+        return run
+
+    def _climb(self, row: int, most: int, children: Sequence[int], elsewhere: int) -> list[int]:
+        """Up to ``most`` rows from ``row`` on, each the parent of the one before and, by ``children``, of no other; and
+        ``elsewhere`` is the state of their copies on other places."""
+        index, place = self.ledger.index, self.place
+        parent, flights, pins, states = index.parent, index.flights, place.pins, place.states[place.lead]
         others = [
             each.states[each.lead] for each in index.places if each is not place and each.pools[each.lead].capacity
         ]
@@ -94,25 +118,9 @@ class Walk:
             row = parent[row]
             if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != IS_READY:
                 break
-            if not least <= column[row] <= most_there or any(map(itemgetter(row), others)):
+            if not least <= column[row] <= most_there or max(map(itemgetter(row), others), default=0) != elsewhere:
                 break
             run.append(row)
-        return run
-
-    def backed_run(self, row: int, most: int) -> list[int]:
-        """As ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below them
-        there: each is the parent of the one before, and that its only child on this place."""
-        index, place = self.ledger.index, self.place
-        family, least, most_there = self._family(row)
-        if most_there < least:
-            return [row]
-        path = column(index.last_rows(row, most))[::-1]
-        above = path[1:]
-        theirs = np.asarray(family)[above]
-        fits = (theirs >= least) & (theirs <= most_there) & (np.asarray(place.children)[above] == 1)
-        fits &= (np.asarray(place.pins)[above] == 0) & (np.asarray(index.flights)[above] == 0)
-        fits &= place.are_ready(above) & place.are_elsewhere(above)
-        run: list[int] = path[: 1 + (len(above) if fits.all() else int(np.argmin(fits)))].tolist()
         return run
 
     def take_run(self, run: list[int]) -> None:

@@ -41,7 +41,6 @@ class _PlaceHolds:
         self.windows = {group: int32s(pins) for group, pins in place.window_pins.items()}
         self.counted = place.counts.pinned
         self.protected = place.protected.blocks
-        self.known = np.array(sorted(place.pinned), np.int64)
         self.pinned: list[int] = []
         self.windowed: dict[int, list[int]] = {group: [] for group in place.window_pins}
 
@@ -80,7 +79,6 @@ def recount_holds(seen: _Holds) -> list[str]:
     out: list[str] = []
     for place in seen.places:
         out += _compare(f"{place.name} row", "pins", place.pins, place.pinned, rows)
-        out += _known(place.name, "pinned", place.known, place.pins)
         absent = np.flatnonzero((place.pins > 0) & (place.states[place.lead] == ABSENT))
         out += told(absent, lambda row, at=place.name: f"{at} row {row}: pinned, but its copy is ABSENT")  # type: ignore[misc]
         pinned = int((place.pins.astype(np.int64) * (seen.depth + 1)).sum())
@@ -99,7 +97,8 @@ def recount_holds(seen: _Holds) -> list[str]:
             moving |= (column == FILLING) | (column == DRAINING)
         alone = np.flatnonzero(moving & (seen.flights == 0))
         out += told(alone, lambda row, at=place.name: f"{at} row {row}: on its way, but no ticket moves it")  # type: ignore[misc]
-    out += _known(seen.where, "in flight", seen.known, seen.flights)
+    if not np.array_equal(seen.known, np.flatnonzero(seen.flights)):
+        out.append(f"{seen.where}: {len(seen.known)} rows are known in flight, {np.count_nonzero(seen.flights)} are")
     return out + _compare(f"{seen.where} row", "transfers", seen.flights, seen.flying, rows)
 
 
@@ -118,11 +117,6 @@ def _compare(where: str, what: str, counted: Any, holders: list[int], rows: int)
     there = np.bincount(np.array(holders, np.int64), minlength=rows)
     off = np.flatnonzero(there != counted)
     return told(off, lambda row: f"{where} {row}: {counted[row]} {what} counted, {there[row]} holders")
-
-
-def _known(where: str, what: str, known: Any, counted: Any) -> list[str]:
-    rows = np.flatnonzero(counted)
-    return [] if np.array_equal(known, rows) else [f"{where}: {len(known)} rows are known {what}, {len(rows)} are"]
 
 
 def walk_sequences(ledger: Ledger, model: Model) -> Iterator[list[str]]:

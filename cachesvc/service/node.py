@@ -227,7 +227,7 @@ class Node:
         running = self.running(tickets)
         self._require_going_on()
         if not running:
-            await self._next_turn()
+            await self.next_turn()
             return True
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
@@ -247,8 +247,8 @@ class Node:
         self._require_going_on()
         return True
 
-    async def _next_turn(self) -> None:
-        """Until others have had theirs."""
+    async def next_turn(self) -> None:
+        """Until it is a long flow's turn again, behind all others that wait for theirs."""
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
         self._line_up(partial(_wake, future))

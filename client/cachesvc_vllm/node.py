@@ -69,6 +69,7 @@ class Node:
         self._address = self._size_bytes = 0
         self._wake = threading.Event()
         self._came = threading.Event()
+        self._changing = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="cachesvc-vllm-reattach", daemon=True)
 
@@ -93,12 +94,6 @@ class Node:
     def is_back(self) -> bool:
         """True when a new lease waits to be taken, after the old one was lost; not where that one is lost too."""
         return self._back is not None and not self._back.is_lost
-
-    @property
-    def back_id(self) -> str:
-        """Of the lease that waits to be taken."""
-        assert self._back is not None
-        return self._back.id
 
     def page_check(self) -> PageCheck:
         """For debugging, as the settings want it."""
@@ -127,13 +122,19 @@ class Node:
         """Wait until ``is_back``."""
         return self._came.wait(timeout_s)
 
-    def move(self) -> Lease:
+    def move(self, lease_id: str = "") -> Lease:
         """Take the new lease; where this process uses the slab, the new one takes the place of the old one. Nothing
-        uses pages of the old one, on a GPU no kernel either. Raises ConnectorRefused, where the next daemon's memory is
-        of another kind, and what attaching and mapping raise."""
-        assert self._back is not None
-        self._came.clear()
-        old, self._lease, self._back = self.lease, self._back, None
+        uses pages of the old one, on a GPU no kernel either. ``lease_id``: the one that is to be taken, if another
+        process has said so: a table of one daemon's pages is none of another one's.
+
+        Raises ConnectorRefused, where there is another one by now or the next daemon's memory is of another kind, and
+        what attaching and mapping raise."""
+        with self._changing:
+            back = self._back
+            if back is None or lease_id not in ("", back.id):
+                raise ConnectorRefused("the daemon went again before this process had followed its scheduler")
+            self._came.clear()
+            old, self._lease, self._back = self.lease, back, None
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
             memory = self._pool.memory(GROUP)
@@ -198,6 +199,7 @@ class Node:
                     log.error("daemon_gone restart this engine once the daemon is back")
                     return
                 while self._is_wanting() and not self._come_back():
+                    self._wake.clear()  # a loss is told by the lease and by the connection
                     self._wake.wait(RETRY_S)
         except Exception:
             log.exception("reattach_failed")
@@ -225,8 +227,9 @@ class Node:
             if lease is not None:
                 _give_up(lease)
             return False
-        self._back = self._watched(lease)
-        self._came.set()
+        with self._changing:
+            self._back = self._watched(lease)
+            self._came.set()
         log.warning("daemon_back blocks=%s", pages)
         return True
 

@@ -105,11 +105,9 @@ class WorkerSide:
             return
         if not self._node.wait_back(BACK_S):
             raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")
-        if self._node.back_id != lease_id:  # a table of one daemon's pages is none of another one's
-            raise ConnectorRefused("the daemon went again before this worker had followed its scheduler")
         if self._node.pool.is_on_gpu:
             torch.cuda.synchronize()  # kernels of the last step: preempted requests have no more
-        self._node.move()
+        self._node.move(lease_id)
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""

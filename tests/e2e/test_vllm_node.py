@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.node import RETRY_S, Node, Share
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
 
@@ -74,10 +77,14 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
 
 
 def test_a_daemon_that_goes_again_before_anybody_has_moved_is_waited_for(staying: Daemon) -> None:
+    """And whoever was told to follow into a lease of the daemon that went takes no other."""
+    scheduler = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=False)
     worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
     worker.start()
+    scheduler.start()
     try:
         worker.keep_address()
+        followed = ""
         for _ in range(2):
             staying.daemon.process.kill()
             staying.daemon.process.wait()
@@ -85,10 +92,57 @@ def test_a_daemon_that_goes_again_before_anybody_has_moved_is_waited_for(staying
             staying.daemon.start()
             assert worker.wait_back(60)
             assert worker.is_back
-        back = worker.back_id
-        assert worker.move().id == back
+            if not followed:
+                assert scheduler.wait_back(60)
+                followed = scheduler.move().id
+        with pytest.raises(ConnectorRefused, match="went again"):
+            worker.move(followed)
+        assert scheduler.wait_back(60)
+        assert worker.move(scheduler.move().id) is worker.lease
         assert not worker.lease.is_lost
     finally:
+        scheduler.close()
+        worker.close()
+
+
+class Attempts(logging.Filter):
+    """Counts attempts to come back; whoever says that a lease is lost goes on once there was one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._was_one = threading.Event()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if said.startswith("daemon_not_back"):
+            self.count += 1
+            self._was_one.set()
+        elif said.startswith("lease_lost"):
+            self._was_one.wait(60)
+        return True
+
+
+def test_a_daemon_that_is_away_is_looked_for_now_and_then(staying: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    """The connection tells of the loss, then the lease: a thread that looked without a pause held the interpreter."""
+    worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
+    worker.start()
+    attempts = Attempts()
+    names = ("cachesvc_vllm.node", "cachesvc_client.records.lease_record")
+    for name in names:
+        caplog.set_level(logging.DEBUG, name)
+        logging.getLogger(name).addFilter(attempts)
+    try:
+        began_s = time.monotonic()
+        staying.daemon.process.kill()
+        staying.daemon.process.wait()
+        wait_until(lambda: attempts.count > 2, "it is looked for")
+        staying.daemon.start()
+        assert worker.wait_back(60)
+        assert attempts.count <= 3 + (time.monotonic() - began_s) / RETRY_S
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(attempts)
         worker.close()
 
 

@@ -238,6 +238,29 @@ async def test_what_launches_may_use_is_given_back_once_they_have_ended() -> Non
         engine.same(slots[0])
 
 
+async def test_a_window_of_a_sequence_that_is_to_end_is_not_taken_from_the_next_one_in_its_slot() -> None:
+    async with Desk(rig_of(windowed(), device=(40, 40))) as desk:
+        engine = Engine(desk)
+        columns, book = engine.columns, engine.book
+        slots = [columns.add(await engine.open(prompt)) for prompt in ("abcd", "efgh")]
+        following = await engine.open("ijkl")
+        launch = engine.lease.launches.begin()
+        assert await engine.submit(recycle=(slots, 16)) == []
+        release = book.enter(None, columns.part(None, None, None, slots[:1]))
+        engine.lease.launches.complete(launch)
+        recycle = book.enter(None, columns.part(None, None, None, None))
+        answers = [
+            desk.ask(desk.cache.step, cache_pb2.StepRequest.FromString(step.sent.SerializeToString()))
+            for step in (release, recycle)
+        ]
+        book.answer(answers[0])
+        assert columns.add(following) == slots[0]
+        book.answer(answers[1])
+        assert (columns.tables[1, slots, 0] == -1).tolist() == [False, True]
+        for slot in slots:
+            engine.same(slot)
+
+
 @BOTH
 async def test_handles_and_columns_share_a_step(has_columns: bool) -> None:
     async with Desk() as desk:

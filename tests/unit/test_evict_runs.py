@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -13,9 +14,10 @@ from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.place import Place
 from cachesvc.ledger.walk import walk_of
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import FILLING, PageState
+from cachesvc.model.words import FILLING, PageState, WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
-from tests.unit.ledger_rig import one_group
+from tests.unit.ledger_rig import one_group, rig_of, serve, windowed
+from tests.work import steps_of
 
 PAGES = 200
 
@@ -144,3 +146,25 @@ def test_blocks_that_the_host_has_are_little_work() -> None:
     plan, met = Evictor(other).plan_device(alone, PAGES, to_host=False, most_work=12)
     assert (len(plan.drops), met) == (12, True)
     assert FILLING not in alone.states[0]
+
+
+def test_blocks_of_windowed_layouts_are_as_much_work_as_others() -> None:
+    """They leave one by one, whatever the host has."""
+    rig = rig_of(windowed(), device=(64, 64), host=(64, 64), policy=WritePolicy.WRITE_THROUGH)
+    serve(rig, rig.lease(), 1, range(48))
+    rig.settle()
+    plan, met = rig.model.evictor.plan_device(rig.place(), 48, to_host=False, most_work=12)
+    assert (len(plan.drops), met) == (12, True)
+
+
+def test_short_branches_that_the_host_has_are_planned_as_cheaply_as_those_that_it_has_not() -> None:
+    work = []
+    for is_backed in (False, True):
+        ledger, place, rows = chain_of(8)
+        for number in range(32):
+            leaf = publish(ledger, place, f"leaf {number}", rows[-1], 100 + number)
+            if is_backed:
+                back_up(ledger, leaf)
+        work.append(steps_of(partial(Evictor(ledger).plan_device, place, 32, to_host=False)))
+    alone, backed = work
+    assert backed <= 1.3 * alone

@@ -19,6 +19,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY, PageState
 from cachesvc.policy.eviction import EVICTION_POLICIES, RankRule, lfu, lru
 from tests.unit.ledger_rig import one_group, windowed
+from tests.work import steps_of
 
 PAGES = 400
 
@@ -95,6 +96,17 @@ def test_what_could_go_is_what_a_walk_counts(seed: int) -> None:
             assert evictable_pages(ledger, place, after_flights=after, unpinned=unpinned) == expected
             idle = [row for row in index.rows.values() if not place.window_pins[1][row] and place.states[1][row]]
             assert idle_windows(ledger, place, 1, after_flights=after) == len(idle)
+
+
+def test_what_others_hold_makes_it_no_more_work_to_say_what_could_go() -> None:
+    work = []
+    for held in (10, 10, 200):  # what is looked up once for all is of the first
+        ledger, place = ledger_of(one_group())
+        for number in range(held):
+            ledger.pin(place, publish(ledger, place, str(number), NO_ROW, number + 1))
+        ledger.begin_flight(publish(ledger, place, "flying", NO_ROW, 500))
+        work.append(steps_of(partial(evictable_pages, ledger, place)))
+    assert work[1] == work[2]
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))

@@ -10,10 +10,12 @@ from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
+from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.turns import Turns, tidy
 from cachesvc.model.answers import Allocated, Wait
+from cachesvc.model.errors import IllegalMove, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import PageState, WritePolicy
 from tests.oracle import lru_hits
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
 from tests.unit.test_flows_evict import trace
@@ -124,6 +126,53 @@ def test_a_model_that_goes_ends_it() -> None:
         tidy(rig.core.chores)
     assert rig.free() == [0]
     assert not rig.model.replicas[0].is_making_room
+
+
+def test_it_is_begun_again_once_the_model_that_broke_is_sound() -> None:
+    rig = rig_with_room()
+    a = rig.lease()
+    serve(rig, a, 1, "abcdefgh")
+    serve(rig, a, 2, "ijklmnop")
+    rig.settle()
+    pool = rig.place().pools[0]
+    page = rig.place().pages[0][rig.model.blocks.index.rows[chain(*"abcdefgh")[-KEY_BYTES:]]]
+    state, pool.states[page] = pool.states[page], PageState.QUARANTINED
+    with pytest.raises(IllegalMove):
+        tidy(rig.core.chores)
+    pool.states[page] = state
+    rig.run(match, a, 3, b"", 0)
+    rig.run(release, a, 3)
+    rest(rig)
+    assert rig.free() == [AHEAD]
+
+
+def test_an_engine_that_does_not_grow_takes_none_of_it_for_its_stock() -> None:
+    rig = rig_with_room(pages=64)
+    a, b = rig.lease("a"), rig.lease("b")
+    served(rig, a, *("".join(chr(100 + number) for number in range(first, first + 16)) for first in (0, 16, 32, 48)))
+    rig.core.ledger.leases[a].grown = 0
+    assert rig.free() == [AHEAD]
+    before = rig.model.blocks.evicted_blocks
+    for _ in range(5):
+        assert rig.run(refill_stock, b, (16,)) == ()
+        rest(rig)
+    assert rig.model.blocks.evicted_blocks == before
+    rig.run(match, b, 1, b"", 0)
+    rig.run(allocate, b, 1, 3)
+    [cells] = rig.run(refill_stock, b, (16,))
+    assert len(cells.pages) == 3, "as many as it has grown by"
+
+
+def test_who_can_have_no_pages_is_refused_at_once_whatever_is_still_to_be_looked_for() -> None:
+    rig = rig_with_room(host=0)
+    a, b = rig.lease("a"), rig.lease("b")
+    for lease in (a, b):
+        rig.run(match, lease, 1, b"", 0)
+    rig.run(allocate, a, 1, PAGES)
+    rig.run(refill_stock, a, (1,))
+    assert rig.core.chores
+    with pytest.raises(PoolExhausted):
+        rig.once(allocate, b, 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))

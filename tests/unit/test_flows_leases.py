@@ -218,7 +218,7 @@ def test_what_a_dead_process_held_ends_and_waits_for_those_who_may_write_it(firs
     rig.check()
     held = rig.core.ledger.leases[lease]
     assert (counts(rig), held.sequences) == ((3, 2, 3), {}), "the worker's kernels may run on"
-    assert not rig.place().pinned
+    assert not any(rig.place().pins)
     detach(rig.core, lease, 0, WORKER)
     rig.check()
     assert counts(rig) == (6, 2, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from cachesvc.ledger.pages import LEGAL_PAGE_MOVES, PagePool
 from cachesvc.model.errors import IllegalMove, LedgerBroken
-from cachesvc.model.words import PageState, Run, runs_of
+from cachesvc.model.words import NO_PAGE, PageState, Run, runs_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 
@@ -91,6 +91,18 @@ def test_moves_follow_the_table(source: PageState, target: PageState) -> None:
 def test_a_page_that_has_not_arrived_moves_nowhere() -> None:
     with pytest.raises(IllegalMove):
         PagePool("pool", 2).move(0, FREE)
+
+
+@pytest.mark.parametrize("count", [2, 40])
+@pytest.mark.parametrize("wrong", [[NO_PAGE], [0]])
+def test_what_are_not_distinct_pages_move_nowhere(count: int, wrong: list[int]) -> None:
+    """Where a table has no page it says -1, which is not the last page of the pool."""
+    pool = pool_of(count + 1)
+    pages = pool.take(count + 1, PRIVATE)
+    with pytest.raises(IllegalMove):
+        pool.move_all([*pages[:-1], *wrong], FREE)
+    assert pool.free == 0
+    assert pool.problems() == []
 
 
 def test_a_page_given_again_is_of_another_generation() -> None:

@@ -158,10 +158,6 @@ def forget_a_flight(rig: Rig) -> None:
     rig.model.blocks.index.flying.add(row(rig, "a", "d"))
 
 
-def forget_a_pin(rig: Rig) -> None:
-    rig.place().pinned.clear()
-
-
 def swap_keys(rig: Rig) -> None:
     keys = rig.model.blocks.index.keys
     one, other = row(rig, "a", "d"), row(rig, "a", "b")
@@ -241,7 +237,6 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (take_another_chain, "but its parent is not"),
     (break_a_chain, "1 children go on with its chain"),
     (forget_a_flight, "rows are known in flight"),
-    (forget_a_pin, "rows are known pinned"),
     (swap_keys, "key and row do not agree"),
     (change_a_table, "its table is not the pages of its blocks"),
     (declare_nothing, "keys being computed do not add up"),

@@ -13,7 +13,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.policy.hazard.history import History
 from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.dispatch import INTERNAL
-from cachesvc.service.rpc.steps import TURN_BLOCKS
+from cachesvc.service.rpc.columns import TURN_BLOCKS
 from cachesvc.wire.columns import NOT_TOLD, ODD
 from tests.unit.dispatch_rig import Desk, kinds, match, release, step, swap_in, turns
 from tests.unit.ledger_rig import chain, one_group, rig_of, windowed

@@ -108,7 +108,7 @@ async def test_a_waiting_step_gives_its_place_back_and_is_counted_apart() -> Non
         lease = desk.lease()
         desk.fill(lease, 1, "ab")
         ticket = desk.swap_out(lease, 1)
-        served = desk.steps(lease, *[match(2, "c"), release(2)] * 40, allocate(1, 3))
+        served = desk.steps(lease, *[match(2, "c"), release(2)] * 10, allocate(1, 3))
         await turns()
         assert desk.admission.work.held == 0
         assert (desk.admission.waits.held, served.done()) == (1, False)

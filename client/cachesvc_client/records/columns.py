@@ -166,6 +166,8 @@ class ColumnsRecord(Generic[H]):
         if publishing is not None:
             self.asked[publishing.slots] = publishing.upto
         recycled, tokens = self._due() if self._windows else (NOBODY, _NOTHING)
+        if self._windows and len(ending):
+            self._forget_windows(ending)
         launch = self._lease.launches.pending(None) if release is not None else 0
         part = ColumnsPart(self, growing, publishing, recycled, tokens, ending, launch)
         self.parts.append(part)
@@ -252,6 +254,11 @@ class ColumnsRecord(Generic[H]):
                 return slots, tokens
             newest.update(zip(slots[still].tolist(), tokens[still].tolist(), strict=True))
         return np.array(list(newest), np.intp), np.array(list(newest.values()), np.int64)
+
+    def _forget_windows(self, slots: Indices) -> None:
+        """They are to be released: what comes later may find another sequence in their place."""
+        held = [(*each, ~np.isin(each[1], slots)) for each in self._windows]
+        self._windows = [(launch, at[stay], tokens[stay], ids[stay]) for launch, at, tokens, ids, stay in held]
 
     def end_later(self, slot: int, launch: int) -> None:
         """The sequence of a slot is released once a launch has ended; the slot is free."""
