@@ -32,7 +32,7 @@ _MORE = 1
 CYCLE = 0xFFFFFFFF
 LOOK_S = 0.25
 """How late a writer notices at most that it was closed, or a reader that it was stopped."""
-Part = bytes | npt.NDArray[np.int64] | npt.NDArray[np.int32]
+Part = bytes | npt.NDArray[np.int64]
 
 
 class Ring:
