@@ -70,12 +70,15 @@ class Stamps:
     def __init__(self, path: str, mode: Any) -> None:
         self._rows = np.memmap(path, np.float64, mode, shape=(KEPT_STAMPS, 3))
         self._seen = 0
+        self._lock = threading.Lock()
 
     def note(self, name: int, value: float = 0.0) -> None:
-        """One more; by threads under one interpreter's lock."""
-        at = int(self._rows[0, 0]) + 1
-        self._rows[at] = (name, time.perf_counter(), value)
-        self._rows[0, 0] = at
+        """One more; by any thread of the one process that notes."""
+        now = time.perf_counter()
+        with self._lock:
+            at = int(self._rows[0, 0]) + 1
+            self._rows[at] = (name, now, value)
+            self._rows[0, 0] = at
 
     def take(self) -> list[tuple[str, float, float]]:
         """Those since the last time."""
