@@ -14,11 +14,11 @@ What holds on either side of it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cachesvc.memory.seam import Backend, CopyJob, CopyStream, DeviceMemory, Timeline
+from cachesvc.memory.seam import Backend, CopyJob, CopyStep, CopyStream, DeviceMemory, Timeline
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 from cachesvc.swap.costs import LinkCosts
@@ -170,23 +170,24 @@ class Inside:
     def forget(self, pools: Sequence[Pool]) -> None:
         """Nothing is kept of pools here."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a job has not ended."""
+        return bool(self._under_way)
+
+    def rehearse(self, job: RankJob) -> None:
+        """Plan a job's first part, for nothing. Raises InvalidRequest as a plan does."""
+        next(self._steps(job), None)
+
     def stop(self) -> None:
         """Take no more jobs."""
         self._is_stopped = True
 
     def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot
-        steps = plan(
-            job.moves,
-            job.direction,
-            layers=slot.layers,
-            base=slot.base,
-            layers_per_step=job.layers_per_step,
-            costs=self._costs,
-        )
         copies = CopyJob(
             ticket=job.ticket,
-            steps=steps,
+            steps=self._steps(job),
             word=slot.word,
             failed_word=slot.failed_word,
             end_value=slot.end,
@@ -200,6 +201,16 @@ class Inside:
         submit(stream, copies)
         if mine.urgency is not copies.urgency:  # expedited by another thread before they were queued
             self._backend.expedite(job.device, job.ticket)
+
+    def _steps(self, job: RankJob) -> Iterator[CopyStep]:
+        return plan(
+            job.moves,
+            job.direction,
+            layers=job.slot.layers,
+            base=job.slot.base,
+            layers_per_step=job.layers_per_step,
+            costs=self._costs,
+        )
 
     def _begin(self, mine: _UnderWay, now: float) -> None:
         mine.began = now
