@@ -26,7 +26,7 @@ from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.rehearsal import Rehearsal
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.costs import LinkCosts, costs_told
 from cachesvc.swap.movers import Inside, RankEnd
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class _Work:
             "close_peer": self._close_peer,
             "read": self._read,
             "measure": self._measure,
+            "plan_by": self._plan_by,
             "probe": self._probe,
             "close": self._close,
         }
@@ -244,6 +245,11 @@ class _Work:
         figures, costs = self._equipment.measure()
         self._inside.plan_by(costs)
         return Message(figures)
+
+    def _plan_by(self, asked: Message) -> Message:
+        """Another mover of this device has measured."""
+        self._inside.plan_by(costs_told(asked.head["figures"]))
+        return Message({})
 
     def _probe(self, asked: Message) -> Message:
         del asked
