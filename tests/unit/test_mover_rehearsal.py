@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
+import threading
+from dataclasses import replace
 
-from cachesvc.memory.shm import ShmBackend
-from cachesvc.model.errors import InvalidRequest
+import numpy as np
+import pytest
+
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.seam import CopyJob
+from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.model.transfer import Direction
 from cachesvc.mover import records
 from cachesvc.mover.records import Listener, Teller
 from cachesvc.mover.rehearsal import EVERY_S, MOST_BYTES, TIMES, Rehearsal
 from cachesvc.mover.ring import LOOK_S, Reader, Ring, Writer
 from cachesvc.swap.movers import Inside, RankJob
+from tests.contracts.host_gpu import HostGpu
 from tests.unit.test_mover_records import REGIONS, heard, job, joined, moves
 
 
@@ -89,11 +96,22 @@ def test_a_reader_asks_what_to_do_meanwhile_for_as_long_as_nothing_comes() -> No
     ring.close()
 
 
-def test_a_rehearsal_leaves_nothing_under_way() -> None:
-    backend = ShmBackend(1, 1 << 20)
+@pytest.mark.parametrize("direction", Direction)
+def test_a_rehearsal_passes_through_the_driver_and_copies_nothing(direction: Direction) -> None:
+    gpu = HostGpu()
+    backend = CudaBackend((gpu,), 1 << 20)
     backend.start()
     inside = Inside(backend)
     inside.listen(lambda _: None)
-    inside.rehearse(job(1, moves()))
+    told = replace(job(1, moves()), device=gpu.uuid, direction=direction)  # of regions that are not there
+    inside.rehearse(told)
     assert not inside.is_busy
+    over = threading.Event()
+    stream = backend.load_stream(gpu.uuid) if direction is Direction.LOAD else backend.store_stream(gpu.uuid)
+    stream.submit(CopyJob(2, (), None, None, 0, lambda _: over.set()))
+    over.wait()
+    assert (gpu.told["submit"], gpu.told["wait"]) == (2, 2), "and the job behind it"
     backend.close()
+    assert gpu.is_whole()
+    with pytest.raises(Unavailable):
+        inside.rehearse(told)
