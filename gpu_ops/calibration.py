@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +43,8 @@ MOST_STEP_US = 20.0
 """A word and its call: 6 to 12 us, and 41 on a machine that was busy (H200, 2026-11)."""
 REPEATS = 9
 HALF = 0.5
+Prepare = Callable[[int], Callable[[], None]]
+"""Makes what is timed, for a repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,13 @@ class _Ground(NamedTuple):
     size_bytes: int
 
 
-def calibrate(gpu: Gpu, widths: Sequence[int] = WIDTHS, *, buffer_bytes: int = BUFFER_BYTES) -> LinkFigures:
+def calibrate(
+    gpu: Gpu,
+    widths: Sequence[int] = WIDTHS,
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LinkFigures:
     """Measure a started GPU that nobody else uses much, by rows of ``ROW_BYTES`` and ``widths``, on ``buffer_bytes`` of
     memory at most on either side. Raises CudaError."""
     host = mmap.mmap(
@@ -102,7 +109,9 @@ def calibrate(gpu: Gpu, widths: Sequence[int] = WIDTHS, *, buffer_bytes: int = B
         for queue in queues:
             undo.callback(queue.close)
             queue.start()
-        return _measure(gpu, queues, _Ground(address, device.address, size_bytes), sorted({ROW_BYTES, *widths}))
+        ground = _Ground(address, device.address, size_bytes)
+        every = sorted({ROW_BYTES, *widths})
+        return _figures(gpu, queues[0], _least_us(queues, _works(queues, ground, every), clock), every)
 
 
 def _touch(view: npt.NDArray[np.uint8]) -> int:
@@ -115,17 +124,18 @@ def _touch(view: npt.NDArray[np.uint8]) -> int:
     return touched
 
 
-def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequence[int]) -> LinkFigures:
+def _works(queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequence[int]) -> dict[str, Prepare]:
+    """What is measured, by name."""
     loads, stores = queues
 
-    def flat(queue: CopyQueue, size_bytes: int = MOVED_BYTES, first: int = 0) -> Callable[[int], Callable[[], None]]:
+    def flat(queue: CopyQueue, size_bytes: int = MOVED_BYTES, first: int = 0) -> Prepare:
         def prepare(repeat: int) -> Callable[[], None]:
             copies = _flat(ground, first + repeat * MOVED_BYTES % ground.size_bytes, size_bytes, is_load=queue is loads)
             return lambda: queue.copy(copies)
 
         return prepare
 
-    def pitched(width: int, height: int) -> Callable[[int], Callable[[], None]]:
+    def pitched(width: int, height: int) -> Prepare:
         def prepare(repeat: int) -> Callable[[], None]:
             copies = _pitched(ground, width, height, repeat)
             return lambda: loads.copy(copies)
@@ -148,26 +158,36 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
 
         return work
 
-    load_us, store_us = _timed(queues, flat(loads)), _timed(queues, flat(stores))
-    both_us = _timed(queues, both)
-    rate = MOVED_BYTES / load_us
-    tall_us = {width: _timed(queues, pitched(width, TALL_ROWS)) for width in widths}
+    return {
+        "load": flat(loads),
+        "store": flat(stores),
+        "both": both,
+        "short": pitched(ROW_BYTES, SHORT_ROWS),
+        "steps": steps,
+        **{f"tall {width}": pitched(width, TALL_ROWS) for width in widths},
+        **{f"single {width}": _singles(loads, ground, width) for width in _single_widths(loads)},
+    }
+
+
+def _figures(gpu: Gpu, loads: CopyQueue, least: Mapping[str, float], widths: Sequence[int]) -> LinkFigures:
+    """``least``: microseconds of each work."""
+    rate = MOVED_BYTES / least["load"]
     rows = {width: _rows_of(width) for width in widths}
-    short_us = _timed(queues, pitched(ROW_BYTES, SHORT_ROWS))
-    single_us = _singles_us(queues, ground)
+    tall_us = {width: least[f"tall {width}"] for width in widths}
+    single_us = {width: least[f"single {width}"] / _rows_of(width) for width in _single_widths(loads)}
     beyond = {width: max(0.0, tall_us[width] - rows[width] * width / rate) / rows[width] for width in widths}
-    beyond_short = max(beyond[ROW_BYTES], short_us / rows[ROW_BYTES] - ROW_BYTES / rate)
+    beyond_short = max(beyond[ROW_BYTES], least["short"] / rows[ROW_BYTES] - ROW_BYTES / rate)
     # a row of a copy of h costs copy / h + row, for h of SHORT_ROWS and of TALL_ROWS
     per_copy = (beyond_short - beyond[ROW_BYTES]) / (1 / SHORT_ROWS - 1 / TALL_ROWS)
     row_us = {width: max(0.0, beyond[width] - per_copy / TALL_ROWS) for width in widths}
     one_us = per_copy + TALL_ROWS * (row_us[ROW_BYTES] + ROW_BYTES / rate)
     return LinkFigures(
         load_bytes_per_us=rate,
-        store_bytes_per_us=MOVED_BYTES / store_us,
-        both_bytes_per_us=MOVED_BYTES / both_us,
+        store_bytes_per_us=MOVED_BYTES / least["store"],
+        both_bytes_per_us=MOVED_BYTES / least["both"],
         per_copy_us=per_copy,
         per_row_ns=row_us[ROW_BYTES] * 1e3,
-        per_step_us=min(MOST_STEP_US, max(0.0, _timed(queues, steps) / STEPS - one_us)),
+        per_step_us=min(MOST_STEP_US, max(0.0, least["steps"] / STEPS - one_us)),
         max_pitch_bytes=gpu.facts.max_pitch_bytes,
         is_batched=loads.is_batched,
         per_single_us=single_us[max(single_us)] if single_us else math.inf,
@@ -176,23 +196,26 @@ def _measure(gpu: Gpu, queues: tuple[CopyQueue, CopyQueue], ground: _Ground, wid
     )
 
 
-def _singles_us(queues: tuple[CopyQueue, CopyQueue], ground: _Ground) -> dict[int, float]:
-    """What each of many single rows takes, by width; nothing where they are copies like others."""
-    loads = queues[0]
+def _single_widths(queue: CopyQueue) -> Sequence[int]:
+    """Nothing where single rows are copies like others."""
+    return SINGLE_WIDTHS if queue.takes_singles else ()
 
-    def prepare(width: int, repeat: int) -> Callable[[], None]:
+
+def _singles(queue: CopyQueue, ground: _Ground, width: int) -> Prepare:
+    """Many single rows of a width."""
+
+    def prepare(repeat: int) -> Callable[[], None]:
         copies = _pitched(ground, width, 1, repeat)
         rows = SINGLES_CALL_BYTES // width
         calls = [copies[at : at + rows] for at in range(0, len(copies), rows)]
 
         def work() -> None:
             for call in calls:
-                loads.copy(call)
+                queue.copy(call)
 
         return work
 
-    widths = SINGLE_WIDTHS if loads.takes_singles else ()
-    return {width: _timed(queues, partial(prepare, width)) / _rows_of(width) for width in widths}
+    return prepare
 
 
 def _rows_of(width: int) -> int:
@@ -200,18 +223,23 @@ def _rows_of(width: int) -> int:
     return MOVED_BYTES // (TALL_ROWS * width) * TALL_ROWS
 
 
-def _timed(queues: tuple[CopyQueue, CopyQueue], prepare: Callable[[int], Callable[[], None]]) -> float:
-    """Least microseconds until everything has landed: what else runs on the machine only ever adds to them, and figures
-    that are differences would be of that. ``prepare(repeat)`` makes what is timed."""
-    spent = []
+def _least_us(
+    queues: tuple[CopyQueue, CopyQueue], works: Mapping[str, Prepare], clock: Callable[[], float]
+) -> dict[str, float]:
+    """Least microseconds until everything of each work has landed: what else runs on the machine only ever adds to
+    them, and figures that are differences would be of that. The works take turns, so that what keeps the machine busy
+    for a while does not fall on all repeats of one."""
+    least = dict.fromkeys(works, math.inf)
     for repeat in range(REPEATS + 1):
-        work = prepare(repeat)
-        began = time.perf_counter()
-        work()
-        for queue in queues:
-            queue.synchronize()
-        spent.append((time.perf_counter() - began) * 1e6)
-    return min(spent[1:])
+        for name, prepare in works.items():
+            work = prepare(repeat)
+            began = clock()
+            work()
+            for queue in queues:
+                queue.synchronize()
+            if repeat:  # the first one warms up
+                least[name] = min(least[name], (clock() - began) * 1e6)
+    return least
 
 
 def _flat(ground: _Ground, at: int, size_bytes: int, *, is_load: bool) -> PitchedCopies:

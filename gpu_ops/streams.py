@@ -50,10 +50,12 @@ _LIKE["src"]["kind"] = _LIKE["dst"]["kind"] = POINTER
 _LIKE["depth"], _LIKE["order"], _LIKE["flags"] = 1, STREAM_ORDER, PREFER_COPY_ENGINES
 _LIKE_WORDS = np.frombuffer(_LIKE.tobytes(), np.int64)
 """What is equal in all entries."""
+SLICE_COPIES = 2048
+"""For so many there is room at once: as many as plans have in a part."""
 
 
 class CopyQueue:
-    """One stream of a context. Everything on it happens in order; nothing here runs a kernel."""
+    """One stream of a context. Everything on it happens in order; nothing here runs a kernel. One thread at a time."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -61,6 +63,7 @@ class CopyQueue:
         self._batched = False
         self._takes_singles = False
         self._events: list[int] = []
+        self._entries = BatchEntries(SLICE_COPIES)
 
     def start(self) -> None:
         """Make the stream. Raises CudaError."""
@@ -123,10 +126,11 @@ class CopyQueue:
     def _copy(self, cuda: Driver, copies: PitchedCopies) -> None:
         if len(copies) and self._takes_singles:
             is_single = copies[:, 3] == 1
-            if is_single.all():
+            singles = np.count_nonzero(is_single)
+            if singles == len(copies):
                 self._copy_singles(cuda, copies)
                 return
-            if is_single.any():
+            if singles:
                 self._copy_singles(cuda, copies[is_single])
                 copies = copies[~is_single]
         if not len(copies):
@@ -134,9 +138,10 @@ class CopyQueue:
         if not self._batched:
             self._copy_one_by_one(cuda, copies)
             return
-        entries = batch_entries(copies)
-        failed = ctypes.c_size_t()
-        cuda.call("cuMemcpy3DBatchAsync", len(entries), entries.ctypes.data, ctypes.byref(failed), 0, self._stream)
+        if len(copies) > self._entries.room:
+            self._entries = BatchEntries(len(copies))
+        address, failed = self._entries.fill(copies), c_size_t()
+        cuda.call("cuMemcpy3DBatchAsync", len(copies), address, ctypes.byref(failed), 0, self._stream)
 
     def _copy_singles(self, cuda: Driver, copies: PitchedCopies) -> None:
         """Copies of one row, at a fifth of what pitched ones cost (H100, 2026-11: 0.65 us each)."""
@@ -202,9 +207,20 @@ class Mark:
             self._event = 0
 
 
-def batch_entries(copies: PitchedCopies) -> npt.NDArray[np.void]:
-    """The copies as the driver's structures, ``[len(copies)]`` of ``BATCH_ENTRY``."""
-    words = np.empty((len(copies), _WORDS), np.int64)
-    words[:] = _LIKE_WORDS
-    words[:, _PLACES] = copies
-    return words.view(BATCH_ENTRY)[:, 0]
+class BatchEntries:
+    """Room for copies as the driver's structures, which it reads during a call and not after."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._words = np.empty((room, _WORDS), np.int64)
+        self._words[:] = _LIKE_WORDS
+        self._address = int(self._words.ctypes.data)
+
+    def fill(self, copies: PitchedCopies) -> int:
+        """Where the structures of the copies lie, until the next ones are filled in."""
+        self._words[: len(copies), _PLACES] = copies
+        return self._address
+
+    def filled(self, count: int) -> npt.NDArray[np.void]:
+        """The first of them, ``[count]`` of ``BATCH_ENTRY``."""
+        return self._words[:count].view(BATCH_ENTRY)[:, 0]

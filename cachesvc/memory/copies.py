@@ -53,7 +53,7 @@ def _is_outside(offset: Int64s, pitch: Int64s, width: Int64s, height: Int64s, si
 def extremes(copies: CopyBatch) -> tuple[list[int], list[int]]:
     """The least and the most of each column of some copies, as numbers that do not overflow."""
     columns = np.ascontiguousarray(copies.T)  # five times as fast as along the copies
-    return columns.min(axis=1).tolist(), columns.max(axis=1).tolist()
+    return np.minimum.reduce(columns, axis=1).tolist(), np.maximum.reduce(columns, axis=1).tolist()
 
 
 def run_copies(copies: CopyBatch, regions: Mapping[int, memoryview]) -> None:

@@ -50,7 +50,7 @@ class CopyThread:
         self._errors: dict[int, Exception] = {}
         self._jobs: dict[int, CopyJob] = {}
         self._begun: set[int] = set()  # those of which slices may be on their way
-        self._fresh: float | None = None  # when the next slice was given out, where it is a job's first
+        self._fresh: deque[tuple[CopyJob, float]] = deque()  # begun, and when; not told yet
         self._is_idle = False  # the thread sleeps, and nothing is on its way
         self._guest: threading.Thread | None = None  # who does its work for once
         self._guest_broke: Exception | None = None
@@ -224,7 +224,7 @@ class CopyThread:
         piece = self._arbiter.pop(self._direction, now)
         if piece is not None and id(piece.job) not in self._begun:
             self._begun.add(id(piece.job))
-            self._fresh = now
+            self._fresh.append((piece.job, now))
         return piece
 
     def _cut(self, queued: Queued) -> None:
@@ -246,20 +246,21 @@ class CopyThread:
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             self.errand = None
-            self._tell_begun(piece.job)
             self._settle(piece, failure)
         else:
             self.errand = None
             self._on_way.append((piece, started))
-            self._tell_begun(piece.job)
 
-    def _tell_begun(self, job: CopyJob) -> None:
-        """After the slice was started: whoever is told may wake other processes, and the link waits for no one."""
-        began, self._fresh = self._fresh, None
-        if began is not None and job.begun is not None:
-            job.begun(began)
+    def _tell_begun(self) -> None:
+        """Once all was started that may be, and before any of it ends: whoever is told may wake other processes, and
+        the link waits for no one."""
+        while self._fresh:
+            job, began = self._fresh.popleft()
+            if job.begun is not None:
+                job.begun(began)
 
     def _land_oldest(self) -> None:
+        self._tell_begun()
         piece, started = self._on_way.popleft()
         error: Exception | None = None
         self.errand = Errand(piece)
@@ -273,6 +274,7 @@ class CopyThread:
     def _settle(self, piece: Slice, error: Exception | None) -> None:
         """A slice has landed or broken: its job ends with its last one, or when the rest of a broken job has
         landed."""
+        self._tell_begun()
         job = piece.job
         with self._changed:
             if error is not None:

@@ -95,13 +95,13 @@ class CudaRunner:
         assert isinstance(started, _OnWay)
         try:
             started.mark.wait()
+            if started.word is not None:
+                self._timeline.wake(started.word)
         except RuntimeError as error:
             self._settle(error)
             raise
         finally:
             started.mark.close()
-        if started.word is not None:
-            self._timeline.wake(started.word)
 
     def _settle(self, error: RuntimeError) -> None:
         """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""

@@ -64,18 +64,16 @@ class ExtentTable:
 
     def places(self, pages: Int64s, what: str) -> Places:
         """Where pages lie. Raises InvalidRequest as ``locate``."""
-        found = self.locate(pages, what)
-        if len(self.extents) == 1:
+        if self._is_one_for(pages):
             only = self.extents[0]
             return Places(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))
+        found = self.locate(pages, what)
         return Places(pages - self.firsts[found], self.offsets[found], self.regions[found])
 
     def locate(self, pages: Int64s, what: str) -> Int64s:
         """Index of each page's extent. Raises InvalidRequest that names the first page that lies in none."""
-        if len(self.extents) == 1 and len(pages):
-            only = self.extents[0]
-            if only.first_page <= pages.min() and pages.max() < only.first_page + only.pages:
-                return np.zeros(len(pages), np.int64)
+        if self._is_one_for(pages):
+            return np.zeros(len(pages), np.int64)
         found = self.firsts.searchsorted(pages, side="right") - 1
         if len(self.ends) and (pages < self.ends[found]).all() and found.min(initial=0) >= 0:
             return found
@@ -86,3 +84,11 @@ class ExtentTable:
             page = int(pages[int(np.argmax(bad))])
             raise InvalidRequest(f"{what}: page {page} is not in the pool, which has {self.pages} usable pages")
         return found.astype(np.int64, copy=False)
+
+    def _is_one_for(self, pages: Int64s) -> bool:
+        """True where all of some pages lie in the only extent."""
+        if len(self.extents) != 1 or not len(pages):
+            return False
+        only = self.extents[0]
+        is_inside = np.minimum.reduce(pages) >= only.first_page  # ``min`` of an array goes through Python first
+        return bool(is_inside and np.maximum.reduce(pages) < only.first_page + only.pages)

@@ -28,7 +28,7 @@ class Regions:
         self.known = known
         count = max(known, default=0) + 1
         self._addresses = np.zeros(count, np.int64)
-        self._sizes = np.full(count, -1, np.int64)
+        self._sizes = [-1] * count  # a list: few are looked at, or all by a call that is rare
         for number, region in known.items():
             self._addresses[number], self._sizes[number] = region.address, region.size_bytes
 
@@ -37,7 +37,7 @@ class Regions:
         if not self._are_inside(copies):
             columns = copies[:, (0, 2)]
             outside = (columns < 0) | (columns >= len(self._sizes))
-            sizes = self._sizes[np.where(outside, 0, columns)]  # region 0 never exists
+            sizes = np.array(self._sizes)[np.where(outside, 0, columns)]  # region 0 never exists
             check_sizes(copies, sizes[:, 0], sizes[:, 1])
         addressed = np.empty((len(copies), 6), np.int64)
         addressed[:, 0] = self._addresses[copies[:, 0]] + copies[:, 1]
@@ -54,7 +54,7 @@ class Regions:
             return False
         width, height = most[4:6]
         for region, offset, pitch in ((0, 1, 6), (2, 3, 7)):
-            room = int(self._sizes[least[region] : most[region] + 1].min())  # -1 where one of them does not exist
+            room = min(self._sizes[least[region] : most[region] + 1])  # -1 where one of them does not exist
             if most[offset] + (height - 1) * most[pitch] + width > room or (height > 1 and least[pitch] < width):
                 return False
         return True

@@ -22,6 +22,8 @@ from cachesvc.model.transfer import has_reached
 
 WORD_BYTES = 4
 FOREVER_S = 1e6
+LATE_PART = 1 / 16
+"""Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
 Words = npt.NDArray[np.uint32]
 
 
@@ -105,20 +107,25 @@ def wait_reached(
     """True once the word is at or past ``target``, cyclically; False when ``time.monotonic()`` passes
     ``deadline_s``.
 
-    ``poll_s``: the first and the longest pause between looks at a word that is set by one who wakes nobody, or late,
-    such as a GPU; pauses double. None: whoever sets the word wakes.
+    ``poll_s``: the shortest and the longest pause between looks at a word that is set by one who wakes nobody, or
+    late, such as a GPU. None: whoever sets the word wakes.
     """
-    address = _address(words, index)
-    pause_s, longest_s = poll_s if poll_s is not None else (FOREVER_S, FOREVER_S)
+    address, began = _address(words, index), time.monotonic()
+    looks_s = (FOREVER_S, FOREVER_S) if poll_s is None else poll_s
     while True:
         value = load(words, index)
         if has_reached(value, target):
             return True
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
+        now = time.monotonic()
+        if now >= deadline_s:
             return False
-        _sleep_while(address, value, min(left_s, pause_s))
-        pause_s = min(2 * pause_s, longest_s)
+        _sleep_while(address, value, min(deadline_s - now, pause_s(looks_s, now - began)))
+
+
+def pause_s(poll_s: tuple[float, float], waited_s: float) -> float:
+    """Until the next look of who has waited so long already."""
+    shortest_s, longest_s = poll_s
+    return min(max(shortest_s, LATE_PART * waited_s), longest_s)
 
 
 def _sleep_while(address: int, value: int, seconds: float) -> None:

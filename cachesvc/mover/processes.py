@@ -67,6 +67,7 @@ class Processes:
         self._chunks: dict[int, _Chunk] = {}
         self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
         self._lives: dict[str, Life] = {}
+        self._figures: dict[str, dict[str, Any]] = {}
         self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target is not told of, by (source, target)
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
@@ -200,10 +201,12 @@ class Processes:
         return slab[0].life().ask("read", region=region, offset=offset, size_bytes=size_bytes).body
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """What each device is and what its link costs, by name, measured on all at once. Raises Unavailable."""
+        """What each device is and what its link costs, by name, measured on all at once; movers that come later plan
+        by it too. Raises Unavailable."""
         with ThreadPoolExecutor(len(self._at)) as threads:
             figures = threads.map(lambda mover: mover.life().ask("measure").head, self._at.values())
-            return dict(zip(self._at, figures, strict=True))
+            self._figures = dict(zip(self._at, figures, strict=True))
+        return self._figures
 
     def facts(self, device: str) -> dict[str, Any]:
         """What is known of a device, as its mover told. Raises Unavailable."""
@@ -266,6 +269,8 @@ class Processes:
         with self._lock:
             self._lives[device] = life
             chunks, slabs = dict(self._chunks), list(self._slabs.values())
+        if figures := self._figures.get(device):
+            life.ask("plan_by", figures=figures)
         life.learn_hosts([HostChunk(region, chunk.view.nbytes, chunk.fd) for region, chunk in chunks.items()])
         for mover, slab in slabs:
             if mover.device != device and self._is_wired(mover.device, device):

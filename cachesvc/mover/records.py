@@ -2,11 +2,13 @@
 
 A pool is told once: its geometry (rows of layer, offset, width, stride) and its table (rows of first page, pages,
 region, offset), each under a number. A job is then ``JOB_FIELDS``, six numbers for each group that it moves (two pools
-and two counts), and the page ids as one column of 32-bit numbers: some microseconds and 8 bytes a block.
+and two counts), and the page ids as they are: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
+packed and unpacked without NumPy, each of whose functions takes a processor that has just woken 10 us and more.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,6 +30,9 @@ ENDED, BEGAN, BROKEN, DIED = range(1, 5)
 """First number of each record from a mover; ``DIED`` is written in its name when its process has ended."""
 
 JOB_FIELDS = ("kind", "ticket", "way", "urgency", "step", "word", "failed_word", "base", "layers", "moves")
+_HEAD = struct.Struct(f"<{len(JOB_FIELDS)}q")
+_MOVE = struct.Struct("<6q")
+_END = struct.Struct("<4q")
 _BY_COSTS = -1
 _WAYS, _URGENCIES = tuple(Direction), tuple(Urgency)
 MOST_REASON_BYTES = 4096
@@ -62,15 +67,15 @@ class Teller:
         slot, step = job.slot, _BY_COSTS if job.layers_per_step is None else job.layers_per_step
         places = (slot.word, slot.failed_word, slot.base, slot.layers)
         way, urgency = _WAYS.index(job.direction), _URGENCIES.index(job.urgency)
-        head = np.array((JOB, job.ticket, way, urgency, step, *places, len(job.moves), *numbers), np.int64)
-        pages = [column.astype(np.int32) for move in job.moves for column in (move.device_pages, move.host_pages)]
+        head = _packed(JOB, job.ticket, way, urgency, step, *places, len(job.moves), *numbers)
+        pages = [column for move in job.moves for column in (move.device_pages, move.host_pages)]
         records.append([head, *pages])
         return records
 
     def forget(self, pools: Sequence[Pool]) -> list[list[Part]]:
         """Records that let a mover forget pools, as far as it knows them."""
         gone = [self._told.pop(id(pool.geometry), None) for pool in pools]
-        return [[np.array((FORGET, told.number), np.int64)] for told in gone if told is not None]
+        return [[_packed(FORGET, told.number)] for told in gone if told is not None]
 
     def _pool(self, pool: Pool, records: list[list[Part]]) -> tuple[int, int]:
         told = self._told.get(id(pool.geometry))
@@ -125,14 +130,14 @@ class Listener:
 
     def job(self, record: bytes) -> RankJob:
         """The job of a record. Raises KeyError for pools that were never told."""
-        fields = len(JOB_FIELDS)
-        _, ticket, way, urgency, step, *places, count = np.frombuffer(record, np.int64, fields).tolist()
-        numbers = np.frombuffer(record, np.int64, 6 * count, 8 * fields).reshape(-1, 6).tolist()
-        pages = np.frombuffer(record, np.int32, offset=8 * (fields + 6 * count))
+        _, ticket, way, urgency, step, *places, count = _HEAD.unpack_from(record)
+        pages = np.frombuffer(record, np.int64, offset=_HEAD.size + _MOVE.size * count)
         moves: list[GroupMove] = []
         at = 0
-        for device, device_table, host, host_table, ours, theirs in numbers:
-            columns = pages[at : at + ours].astype(np.int64), pages[at + ours : at + ours + theirs].astype(np.int64)
+        for move in range(count):
+            numbers = _MOVE.unpack_from(record, _HEAD.size + _MOVE.size * move)
+            device, device_table, host, host_table, ours, theirs = numbers
+            columns = pages[at : at + ours], pages[at + ours : at + ours + theirs]
             at += ours + theirs
             moves.append(GroupMove(self._pools[device][device_table], self._pools[host][host_table], *columns))
         steps = None if step == _BY_COSTS else step
@@ -142,7 +147,7 @@ class Listener:
 
 def expedite_record(direction: Direction, ticket: int) -> list[Part]:
     """Somebody waits for a ticket now."""
-    return [np.array((EXPEDITE, _WAYS.index(direction), ticket), np.int64)]
+    return [_packed(EXPEDITE, _WAYS.index(direction), ticket)]
 
 
 def expedited(numbers: Int64s) -> tuple[Direction, int]:
@@ -152,12 +157,12 @@ def expedited(numbers: Int64s) -> tuple[Direction, int]:
 
 def pause_record(seconds: float) -> list[Part]:
     """Hold background stores back for a while."""
-    return [np.array((PAUSE, round(seconds * 1e6)), np.int64)]
+    return [_packed(PAUSE, round(seconds * 1e6))]
 
 
 def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
     """Another byte budget."""
-    return [np.array((LIMIT, _WAYS.index(direction), bytes_per_second), np.int64)]
+    return [_packed(LIMIT, _WAYS.index(direction), bytes_per_second)]
 
 
 def limited(numbers: Int64s) -> tuple[Direction, int]:
@@ -167,13 +172,13 @@ def limited(numbers: Int64s) -> tuple[Direction, int]:
 
 def stop_record() -> list[Part]:
     """Take nothing more."""
-    return [np.array((STOP,), np.int64)]
+    return [_packed(STOP)]
 
 
 def end_record(end: RankEnd) -> list[Part]:
     """A job has ended."""
     began = -1 if end.began is None else round(end.began * 1e9)
-    head = np.array((ENDED, end.ticket, began, end.error is not None), np.int64)
+    head = _packed(ENDED, end.ticket, began, end.error is not None)
     if end.error is None:
         return [head]
     code, said = told_as(end.error)
@@ -182,15 +187,15 @@ def end_record(end: RankEnd) -> list[Part]:
 
 def end_of(record: bytes, device: str) -> RankEnd:
     """What ``end_record`` says."""
-    _, ticket, began, is_failed = np.frombuffer(record, np.int64, 4).tolist()
-    code, _, said = record[32:].decode(errors="replace").partition(" ")
+    _, ticket, began, is_failed = _END.unpack_from(record)
+    code, _, said = record[_END.size :].decode(errors="replace").partition(" ")
     error = error_again(code, said) if is_failed else None
     return RankEnd(ticket, device, error, None if began < 0 else began / 1e9)
 
 
 def began_record(ticket: int, began: float) -> list[Part]:
     """The first slice of a job was started."""
-    return [np.array((BEGAN, ticket, round(began * 1e9)), np.int64)]
+    return [_packed(BEGAN, ticket, round(began * 1e9))]
 
 
 def began_of(numbers: Int64s) -> tuple[int, float]:
@@ -200,19 +205,23 @@ def began_of(numbers: Int64s) -> tuple[int, float]:
 
 def broken_record(fault: str) -> list[Part]:
     """The device no longer works for this mover."""
-    return [np.array((BROKEN,), np.int64), fault.encode()[:MOST_REASON_BYTES]]
+    return [_packed(BROKEN), fault.encode()[:MOST_REASON_BYTES]]
 
 
 def died_record() -> list[Part]:
     """Nothing comes after this."""
-    return [np.array((DIED,), np.int64)]
+    return [_packed(DIED)]
 
 
 def _geometry_record(number: int, geometry: Geometry) -> list[Part]:
     spans = [(span.plane.layer, span.offset, span.width, span.page_stride) for span in geometry.spans]
-    return [np.array((GEOMETRY, number, geometry.pages, geometry.total_bytes), np.int64), np.array(spans, np.int64)]
+    return [_packed(GEOMETRY, number, geometry.pages, geometry.total_bytes), np.array(spans, np.int64)]
 
 
 def _table_record(geometry: int, number: int, table: ExtentTable) -> list[Part]:
     extents = [(one.first_page, one.pages, one.region, one.offset) for one in table.extents]
-    return [np.array((TABLE, geometry, number), np.int64), np.array(extents, np.int64).reshape(-1, 4)]
+    return [_packed(TABLE, geometry, number), np.array(extents, np.int64).reshape(-1, 4)]
+
+
+def _packed(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)

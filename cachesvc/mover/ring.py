@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ _MORE = 1
 CYCLE = 0xFFFFFFFF
 LOOK_S = 0.25
 """How late a writer notices at most that it was closed, or a reader that it was stopped."""
-Part = bytes | npt.NDArray[np.int64] | npt.NDArray[np.int32]
+Part = bytes | npt.NDArray[np.int64]
 
 
 class Ring:
@@ -153,13 +153,14 @@ class Reader:
         self._parts: list[bytes] = []
         self._is_stopped = False
 
-    def wait(self) -> bool:
+    def wait(self, meanwhile: Callable[[], float] = lambda: LOOK_S) -> bool:
         """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
-        with now: the writer is told here, and not before it is carried out, which begins at once."""
+        with now: the writer is told here, and not before it is carried out, which begins at once. ``meanwhile`` is
+        called before each sleep, and says how many seconds that is to last at most."""
         words, target = self._ring.words, self._at + 1
         if self._ring.mark(READ) != self._at:
             store_and_wake(words, READ, self._at)
-        while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + LOOK_S):
+        while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + meanwhile()):
             pass
         return not self._is_stopped
 

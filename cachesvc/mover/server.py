@@ -24,9 +24,10 @@ from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.transfer import CopiesHang
 from cachesvc.mover import records
 from cachesvc.mover.channel import MOST_DESCRIPTORS, Message, answer_all, told_as
+from cachesvc.mover.rehearsal import Rehearsal
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.costs import LinkCosts, costs_told
 from cachesvc.swap.movers import Inside, RankEnd
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class _Work:
         self._regions: dict[int, int] = {}
         self._slabs: dict[int, Slab] = {}
         self._listener = records.Listener(device, self._regions)
+        self._rehearsal = Rehearsal(self._listener, self._inside)
         self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
         self._answers: dict[str, Callable[[Message], Message]] = {
             "open_sheet": self._open_sheet,
@@ -116,6 +118,7 @@ class _Work:
             "close_peer": self._close_peer,
             "read": self._read,
             "measure": self._measure,
+            "plan_by": self._plan_by,
             "probe": self._probe,
             "close": self._close,
         }
@@ -149,7 +152,7 @@ class _Work:
 
     def _serve_jobs(self) -> None:
         """Root of the thread that reads jobs."""
-        while self._jobs.wait():
+        while self._jobs.wait(self._rehearsal.meanwhile):
             for record in self._jobs.take():
                 kind = int.from_bytes(record[:8], "little")
                 if kind == records.STOP:
@@ -166,6 +169,7 @@ class _Work:
     def _carry_out(self, kind: int, record: bytes) -> None:
         if kind == records.JOB:
             self._inside.submit_here(self._listener.job(record))
+            self._rehearsal.remember(record)
             return
         numbers = np.frombuffer(record, np.int64)
         if kind == records.GEOMETRY:
@@ -251,6 +255,11 @@ class _Work:
         figures, costs = self._equipment.measure()
         self._inside.plan_by(costs)
         return Message(figures)
+
+    def _plan_by(self, asked: Message) -> Message:
+        """Another mover of this device has measured."""
+        self._inside.plan_by(costs_told(asked.head["figures"]))
+        return Message({})
 
     def _probe(self, asked: Message) -> Message:
         del asked

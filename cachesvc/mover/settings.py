@@ -9,7 +9,7 @@ from cachesvc.memory.arbiter import SLICE_BYTES, CopyRules
 from cachesvc.memory.timeline import TIMELINE_WORDS
 
 JOBS_BYTES = 4 << 20
-"""Of the ring of jobs: half a million pages that are not read yet; more wait in the daemon."""
+"""Of the ring of jobs: a quarter of a million pages of either side that are not read yet; more wait in the daemon."""
 ENDS_BYTES = 1 << 20
 """Of the ring of ends: of every job of a model that can be under way, were each to fail with a reason of 200 bytes."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 SINGLE_LOST_US = 0.08
 """Of the link, with each of a call's single rows, where nothing was measured: 1D batches reach 0.87 of it at 32 KiB,
@@ -114,6 +116,12 @@ def costs_of(figures: Figures) -> LinkCosts:
         row_ns=figures.row_ns,
         singles_us=figures.singles_us,
     )
+
+
+def costs_told(told: Mapping[str, Any]) -> LinkCosts:
+    """As ``costs_of``, of figures by name that went as JSON, which has lists for tuples."""
+    by_width = {name: tuple((width, figure) for width, figure in told[name]) for name in ("row_ns", "singles_us")}
+    return costs_of(SimpleNamespace(**{**told, **by_width}))
 
 
 @lru_cache(maxsize=KEPT_FIGURES)

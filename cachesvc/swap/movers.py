@@ -14,11 +14,22 @@ What holds on either side of it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cachesvc.memory.seam import Backend, CopyJob, CopyStream, DeviceMemory, Timeline
+import numpy as np
+
+from cachesvc.memory.seam import (
+    COPY_FIELDS,
+    Backend,
+    CopyBatch,
+    CopyJob,
+    CopyStep,
+    CopyStream,
+    DeviceMemory,
+    Timeline,
+)
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 from cachesvc.swap.costs import LinkCosts
@@ -81,6 +92,9 @@ class Movers(Protocol):
 
     def stop(self) -> None:
         """Take no more jobs; those that are there end with the memory. Idempotent."""
+
+
+_NO_COPIES: CopyBatch = np.empty((0, len(COPY_FIELDS)), np.int64)
 
 
 @dataclass(slots=True)
@@ -170,23 +184,30 @@ class Inside:
     def forget(self, pools: Sequence[Pool]) -> None:
         """Nothing is kept of pools here."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a job has not ended."""
+        return bool(self._under_way)
+
+    def rehearse(self, job: RankJob) -> None:
+        """Plan a job's first part, and submit nothing in its place: all that a job passes through is used. Raises
+        Unavailable, LimitExceeded."""
+
+        def steps() -> Iterator[CopyStep]:
+            next(self._steps(job), None)
+            yield CopyStep(_NO_COPIES, size_bytes=0)
+
+        self._stream(job).submit_here(CopyJob(job.ticket, steps(), None, None, 0, lambda _: None, size_bytes=0))
+
     def stop(self) -> None:
         """Take no more jobs."""
         self._is_stopped = True
 
     def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot
-        steps = plan(
-            job.moves,
-            job.direction,
-            layers=slot.layers,
-            base=slot.base,
-            layers_per_step=job.layers_per_step,
-            costs=self._costs,
-        )
         copies = CopyJob(
             ticket=job.ticket,
-            steps=steps,
+            steps=self._steps(job),
             word=slot.word,
             failed_word=slot.failed_word,
             end_value=slot.end,
@@ -195,11 +216,23 @@ class Inside:
             begun=lambda now: self._begin(mine, now),
             size_bytes=sum(len(move.device_pages) * move.page_bytes for move in job.moves),
         )
-        is_load = job.direction is Direction.LOAD
-        stream = self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
-        submit(stream, copies)
+        submit(self._stream(job), copies)
         if mine.urgency is not copies.urgency:  # expedited by another thread before they were queued
             self._backend.expedite(job.device, job.ticket)
+
+    def _stream(self, job: RankJob) -> CopyStream:
+        is_load = job.direction is Direction.LOAD
+        return self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
+
+    def _steps(self, job: RankJob) -> Iterator[CopyStep]:
+        return plan(
+            job.moves,
+            job.direction,
+            layers=job.slot.layers,
+            base=job.slot.base,
+            layers_per_step=job.layers_per_step,
+            costs=self._costs,
+        )
 
     def _begin(self, mine: _UnderWay, now: float) -> None:
         mine.began = now

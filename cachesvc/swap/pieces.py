@@ -49,7 +49,7 @@ class Same:
 
 @lru_cache(maxsize=KEPT_CUTS)
 def pieces_of(
-    device: Same, host: Same, layers: frozenset[int], max_pitch_bytes: int
+    device: Same, host: Same, layers: tuple[int, ...], max_pitch_bytes: int
 ) -> tuple[tuple[Piece, Piece], ...]:
     """Pieces that cover the planes of ``layers`` exactly once, each with itself at offset 0: pieces that
     differ in their place alone have that in common. Both geometries list the same planes in one order."""
@@ -64,7 +64,7 @@ def pieces_of(
     return tuple((piece, replace(piece, device=0, host=0)) for piece in pieces)
 
 
-def _stretches(device: Geometry, host: Geometry, layers: frozenset[int], max_width: int) -> list[Piece]:
+def _stretches(device: Geometry, host: Geometry, layers: tuple[int, ...], max_width: int) -> list[Piece]:
     """One piece of one row for each plane; neighbours on both sides become one row (a block-major device
     pool)."""
     rows: list[Piece] = []

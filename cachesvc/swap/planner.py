@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.memory.extents import ExtentTable
 from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyStep
 from cachesvc.model.geometry import Geometry
@@ -29,8 +30,8 @@ from cachesvc.swap.templates import KEPT_CHOICES, When, template, way_of
 WORD_MASK = 0xFFFFFFFF
 FIRST_PART_BYTES = 8 << 20
 """What is planned before the first copy starts: long enough to plan the next part meanwhile."""
-FIRST_PART_COPIES = 32
-"""Or so many, where that is more: a few large copies are planned and submitted as fast as one."""
+FIRST_PART_COPIES = 16
+"""Or so many, where that is more, but a slice at most: a few large copies are planned and submitted as fast as one."""
 PART_COPIES = 2048
 """Of every further part: some 0.2 ms to plan, for which other jobs wait."""
 _Memo = dict[tuple[Piece, tuple[int, int]], CopyBatch]
@@ -71,7 +72,7 @@ class GroupMove:
         """Bytes of one block in this group on this rank."""
         return self.device.geometry.page_bytes
 
-    def pieces(self, layers: frozenset[int], costs: LinkCosts) -> tuple[tuple[Piece, Piece], ...]:
+    def pieces(self, layers: tuple[int, ...], costs: LinkCosts) -> tuple[tuple[Piece, Piece], ...]:
         """See ``pieces_of``."""
         return pieces_of(Same(self.device.geometry), Same(self.host.geometry), layers, costs.max_pitch_bytes)
 
@@ -107,13 +108,13 @@ def plan(
         chunk, at = present[at : at + size], at + size
         batches, size_bytes = list[CopyBatch](), 0
         for move, run, memo in zip(moves, runs, memos, strict=True):
-            pieces, first = move.pieces(frozenset(chunk), costs), 0
+            pieces, first = move.pieces(chunk, costs), 0
             page_bytes = sum(piece.planes * piece.row_width for piece, _ in pieces)
             while pieces and first < run.pages:
                 when = When.FIRST if is_first else When.LATER
                 page = _copies_a_page(pieces, run, costs, when)
                 if is_first:
-                    page = min(page_bytes / first_bytes, page / FIRST_PART_COPIES)
+                    page = min(page_bytes / first_bytes, max(page / FIRST_PART_COPIES, page_bytes / SLICE_BYTES))
                 else:
                     page = max(page_bytes / most_bytes, page / part_copies)
                 count = min(run.pages - first, int(room / page))
@@ -136,7 +137,7 @@ def plan(
 def _step_sizes(
     moves: Sequence[GroupMove],
     runs: Sequence[Runs],
-    present: Sequence[int],
+    present: tuple[int, ...],
     layers_per_step: int | None,
     costs: LinkCosts,
 ) -> Iterator[int]:
@@ -192,10 +193,10 @@ def _copies(
     return batches
 
 
-def _layers_of(moves: Sequence[GroupMove]) -> Sequence[int]:
+def _layers_of(moves: Sequence[GroupMove]) -> tuple[int, ...]:
     if len(moves) == 1:
         return moves[0].device.geometry.layers
-    return sorted({layer for move in moves for layer in move.device.geometry.layers})
+    return tuple(sorted({layer for move in moves for layer in move.device.geometry.layers}))
 
 
 def _joined(batches: Sequence[CopyBatch]) -> CopyBatch:
@@ -209,12 +210,12 @@ def _copies_a_page(pieces: Sequence[tuple[Piece, Piece]], runs: Runs, costs: Lin
 
 
 def _smallest_good_step(
-    moves: Sequence[GroupMove], runs: Sequence[Runs], present: Sequence[int], costs: LinkCosts
+    moves: Sequence[GroupMove], runs: Sequence[Runs], present: tuple[int, ...], costs: LinkCosts
 ) -> int:
     """Fewest layers a step (1, 2, 4, ...) that are good enough. Remembered by about how many runs there are of about
     what length: one choice takes longer than all the rest of a plan."""
     sides = tuple((Same(move.device.geometry), Same(move.host.geometry)) for move in moves)
-    return _step_of(sides, tuple(run.about() for run in runs), tuple(present), costs)
+    return _step_of(sides, tuple(run.about() for run in runs), present, costs)
 
 
 @lru_cache(maxsize=KEPT_CHOICES)
@@ -252,7 +253,7 @@ def _lost_us(
     """Microseconds beyond the bytes' own time with steps of so many layers."""
     lost_us, at = 0.0, 0
     for step in sizes:
-        chunk, at, size_bytes = frozenset(present[at : at + step]), at + step, 0
+        chunk, at, size_bytes = present[at : at + step], at + step, 0
         for (device, host), (count, length) in zip(sides, runs, strict=True):
             for _, shape in pieces_of(device, host, chunk, costs.max_pitch_bytes):
                 lost_us += count * way_of(shape, length, costs, When.LATER)[1]

@@ -150,3 +150,51 @@ def test_a_measurement_that_breaks_gives_back_what_it_took(name: str) -> None:
 def test_a_daemon_whose_gpu_cannot_be_measured_says_what_to_do() -> None:
     with pytest.raises(Unavailable, match="--calibration never"):
         link_costs(Config(), (Gpu(FACTS),), lambda _: None)
+
+
+class TimedGpu(CountingGpu):
+    """What is copied takes time; between ``busy_from`` and ``busy_until`` three times as much."""
+
+    def __init__(self, busy_from: float, busy_until: float) -> None:
+        super().__init__()
+        self.now, self.busy_from, self.busy_until = 0.0, busy_from, busy_until
+
+    def queue(self) -> CountingQueue:
+        return TimedQueue(self)
+
+    def spend(self, spent_us: float) -> None:
+        is_busy = self.busy_from <= self.now < self.busy_until
+        self.now += spent_us * (3 if is_busy else 1) / 1e6
+
+
+class TimedQueue(CountingQueue):
+    def __init__(self, gpu: TimedGpu) -> None:
+        super().__init__(gpu)
+        self._timed = gpu
+
+    def copy(self, copies: PitchedCopies) -> None:
+        super().copy(copies)
+        widths, heights = copies[:, 2], copies[:, 3]
+        tall = heights > 1
+        taken = widths * heights / BYTES_PER_US + tall * (COPY_US + ROW_US * heights)
+        self._timed.spend(float(taken.sum()))
+
+    def write_words(self, words: list[tuple[int, int]]) -> None:
+        super().write_words(words)
+        self._timed.spend(STEP_US)
+
+
+BYTES_PER_US, COPY_US, ROW_US, STEP_US = 54_000.0, 2.5, 0.03, 6.0
+
+
+@pytest.mark.parametrize("busy_ms", range(0, 400, 25))
+def test_what_keeps_the_machine_busy_for_a_while_is_in_no_figure(busy_ms: int) -> None:
+    """For 50 ms: all repeats of one measurement would take less, were they made one after another."""
+    gpu = TimedGpu(busy_ms / 1e3, busy_ms / 1e3 + 0.05)
+    figures = calibrate(cast("Gpu", gpu), buffer_bytes=LEAST_BYTES, clock=lambda: gpu.now)
+    assert gpu.now > 0.15
+    assert figures.load_bytes_per_us == pytest.approx(BYTES_PER_US, rel=1e-3)
+    assert figures.per_copy_us == pytest.approx(COPY_US, rel=0.02)
+    assert figures.per_step_us == pytest.approx(STEP_US, rel=0.02)
+    for width, taken_us in figures.singles_us:
+        assert taken_us == pytest.approx(width / BYTES_PER_US, rel=1e-3)

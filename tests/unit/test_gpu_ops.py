@@ -14,7 +14,7 @@ from gpu_ops.gpu import Gpu, GpuFacts, find_gpus
 from gpu_ops.kernels.pages import stamps
 from gpu_ops.kernels.reference import count_wrong, page_bytes
 from gpu_ops.memory import rounded
-from gpu_ops.streams import BATCH_ENTRY, PITCHED_FIELDS, batch_entries
+from gpu_ops.streams import BATCH_ENTRY, BatchEntries
 
 HOST, DEVICE = 0x7F00_1234_5000, 0x30_2000_0000
 SPLITMIX64_OF_0 = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
@@ -31,7 +31,11 @@ def has_driver() -> bool:
 
 def test_a_batch_entry_is_the_drivers_structure() -> None:
     copies = np.array([(HOST, DEVICE, 41_984, 61, 2_560_000, 1 << 30), (DEVICE, HOST, 1, 1, 1, 1)], np.int64)
-    first, second = (entry.tobytes() for entry in batch_entries(copies))
+    entries = BatchEntries(3)
+    entries.fill(np.full((3, 6), -1))
+    address = entries.fill(copies)
+    first, second = (entry.tobytes() for entry in entries.filled(2))
+    assert ctypes.string_at(address, 2 * len(first)) == first + second
     assert BATCH_ENTRY.itemsize == len(first) == len(second) == 112
     # A CUmemcpy3DOperand is {type, pad, ptr, rowLength, layerHeight, location type, location id}.
     assert struct.unpack_from("<IIQQQIi", first, 0) == (1, 0, HOST, 2_560_000, 0, 0, 0)
@@ -42,10 +46,6 @@ def test_a_batch_entry_is_the_drivers_structure() -> None:
     assert BATCH_ENTRY.fields is not None
     offsets = [BATCH_ENTRY.fields[name][1] for name in ("src", "dst", "width", "height", "depth", "order", "flags")]
     assert offsets == [0, 40, 80, 88, 96, 104, 108]
-
-
-def test_no_copies_are_no_entries() -> None:
-    assert len(batch_entries(np.empty((0, len(PITCHED_FIELDS)), np.int64))) == 0
 
 
 @pytest.mark.parametrize(

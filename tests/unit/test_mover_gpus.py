@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -17,7 +18,9 @@ from cachesvc.mover.process import Process
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
+from cachesvc.swap.costs import costs_of
 from cachesvc.swap.engine import SwapEngine
+from gpu_ops.calibration import LinkFigures
 from tests.contracts.host_gpu import HostGpu
 from tests.unit.mover_rig import Heard
 from tests.unit.swap_rig import (
@@ -29,6 +32,19 @@ from tests.unit.swap_rig import (
     attach_replica,
     mixed_layout,
 )
+
+FIGURES = LinkFigures(
+    load_bytes_per_us=1e-3,
+    store_bytes_per_us=1e-3,
+    both_bytes_per_us=1e-3,
+    per_copy_us=2.5,
+    per_row_ns=30.0,
+    per_step_us=6.0,
+    max_pitch_bytes=1 << 30,
+    is_batched=True,
+    row_ns=((8192, 30.0),),
+)
+"""A link so slow that each layer is worth a step, however few its bytes."""
 
 
 @pytest.fixture
@@ -52,7 +68,7 @@ class InThreads:
 
         def equip(settings: Settings) -> Equipment:
             backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
-            return Equipment(backend, dict)
+            return Equipment(backend, dict, lambda: (asdict(FIGURES), costs_of(FIGURES)))
 
         threading.Thread(target=Server(theirs, __version__, equip).serve, daemon=True).start()
         return ours, self._process
@@ -120,6 +136,25 @@ def test_a_gpu_that_broke_gives_way_to_a_new_mover(heard: Heard) -> None:
         rig.settle()
         assert rig.ended[-1] == (7, None)
         assert rig.device_page(0, 0, 1, REPLICA + 1) == rig.host_page(0, 0, 1)
+
+
+def test_a_new_mover_plans_by_what_was_measured_on_the_first(heard: Heard) -> None:
+    broken, fresh = HostGpu(), HostGpu()
+    with on_gpus(broken, fresh) as rig:
+        assert isinstance(rig.backend, Processes)
+        rig.backend.measure()
+        rig.engine.layers_per_step = None
+        rig.move(LOAD, (0, [1], [1]), layered=True)
+        rig.settle()
+        assert broken.told["submit"] == rig.layout.layers
+        broken.is_dead = True
+        rig.backend.probe()
+        heard.wait("mover_started")
+        attach_replica(rig, REPLICA + 1)
+        rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=True))
+        rig.settle()
+        assert rig.ended[-1] == (7, None)
+        assert fresh.told["submit"] == rig.layout.layers
 
 
 def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cachesvc_client.layouts.families import gqa, gqa_windowed
 
+from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts
@@ -27,12 +28,25 @@ def test_the_first_part_is_small_and_every_other_one_limited(layers_per_step: in
     sizes = [int((step.copies[:, 4] * step.copies[:, 5]).sum()) for step in steps]
     assert sizes[0] > FIRST_PART_BYTES // 2
     assert sizes[0] <= FIRST_PART_BYTES or len(steps[0].copies) <= FIRST_PART_COPIES
+    assert sizes[0] <= SLICE_BYTES
     assert [step.size_bytes for step in steps] == sizes
     assert max(len(step.copies) for step in steps) <= PART_COPIES
     assert sum(sizes) == 4096 * move.page_bytes
     parts = [step.word_value for step in steps]
     assert parts[0] is None
     assert len(parts) <= 2 + sum(word is not None for word in parts) + 4096 * 64 // PART_COPIES
+
+
+@pytest.mark.parametrize(("block_tokens", "copies"), [(16, [16, 16]), (32, [8, 8]), (64, [4, 4])])
+def test_a_small_whole_ticket_is_planned_in_the_slices_that_it_is_copied_in(
+    block_tokens: int, copies: list[int]
+) -> None:
+    """64 MiB in planes of 32, 64, and 128 KiB."""
+    move = scattered_move(512 // block_tokens, block_tokens)
+    steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=0, costs=LinkCosts()))
+    assert [len(step.copies) for step in steps] == copies
+    assert [step.size_bytes for step in steps] == [SLICE_BYTES, SLICE_BYTES]
+    assert [step.word_value for step in steps] == [None, 32]
 
 
 def test_a_part_takes_what_several_groups_have() -> None:

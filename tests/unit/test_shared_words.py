@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cachesvc.model import futex
-from cachesvc.model.futex import WORD_BYTES, Words, load, store_and_wake, wait_reached, words_of
+from cachesvc.model.futex import WORD_BYTES, Words, load, pause_s, store_and_wake, wait_reached, words_of
 
 FOREVER_S = 1e9
 WORDS = 16
@@ -120,6 +120,11 @@ def test_a_deadline_ends_the_wait(shared: tuple[int, Words]) -> None:
     begin = time.monotonic()
     assert not wait_reached(words, 0, 1, begin + 0.05)
     assert time.monotonic() >= begin + 0.05
+
+
+@pytest.mark.parametrize(("waited_s", "pause"), [(0.0, 1e-4), (1.6e-3, 1e-4), (3.2e-3, 2e-4), (1.0, 1e-3)])
+def test_a_waiter_looks_late_by_a_part_of_what_it_has_waited(waited_s: float, pause: float) -> None:
+    assert pause_s((1e-4, 1e-3), waited_s) == pytest.approx(pause)
 
 
 def test_a_wake_for_a_value_that_is_not_enough_is_slept_through(shared: tuple[int, Words]) -> None:

@@ -43,7 +43,7 @@ WAIT_SLICE_S = 0.1
 
 POLL_S = (100e-6, 1e-3)
 """A GPU sets words by itself; the daemon wakes waiters when it sees that a word's slice has landed, some 0.1 ms later.
-The first and the longest pause of a waiter between two looks, for what comes earlier than that."""
+The shortest and the longest pause of a waiter between two looks, for what comes earlier than that."""
 
 log = logging.getLogger(__name__)
 
