@@ -1,6 +1,7 @@
 """Scattered swaps through the real engine, beside one plain copy in the same run.
 
     python -m benchmarks.swap [--backend shm|cuda] [--movers inside process] [--json OUT] [--pool-mib N] [--quick]
+                               [--planes 32 64]
 
 A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k tokens of an 8B model), and for whole
 blocks also less, is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 16384)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="planes of 32, 64 and 128 KiB in runs of 1 alone")
+    parser.add_argument("--planes", type=float, nargs="+", metavar="KIB", help="widths of planes, in KiB")
     parser.add_argument(
         "--movers", nargs="+", choices=MOVERS, default=["inside"], help="what copies, one after another"
     )
@@ -289,6 +291,8 @@ def main() -> None:
     ground = GROUNDS[arguments.backend]
     if arguments.quick:
         ground = replace(ground, widths=QUICK_WIDTHS, runs=QUICK_RUNS)
+    if arguments.planes:
+        ground = replace(ground, widths=tuple(int(each * KIB) for each in arguments.planes))
     pool_bytes = (arguments.pool_mib or ground.pool_mib) * MIB
     sys.setswitchinterval(SWITCH_SECONDS)  # as the daemon does
     host_bytes = 2 * pool_bytes if pool_bytes < 1 << 31 else pool_bytes + (1 << 30)
