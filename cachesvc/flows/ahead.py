@@ -24,7 +24,7 @@ SHARE_OF_TURN = 2
 def pages_ahead(core: Core, place: Place) -> int:
     """Pages that are kept free. None where groups have windows: their copies on the host may be fewer."""
     limits, pages = core.limits, place.pools[place.lead].capacity
-    if place.window_groups or pages < limits.ahead_part * FEWEST_PAGES:
+    if not limits.ahead_pages or place.window_groups or pages < limits.ahead_part * FEWEST_PAGES:
         return 0
     return min(limits.ahead_pages, pages // limits.ahead_part)
 

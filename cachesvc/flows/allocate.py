@@ -30,7 +30,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
         raise InvalidRequest(
             f"sequence {sequence_id} has {first} blocks and a hit of {sequence.hit_blocks}; allocate at least as many"
         )
-    loads = loads_of(call.model, call.replica, sequence.rest(), first, sequence.hit_blocks)
+    loads = loads_of(core, call.model, call.replica, sequence.rest(), first, sequence.hit_blocks)
     if loads.blocked:
         return wait_for(core, loads.blocked)
     if loads.is_transfer:

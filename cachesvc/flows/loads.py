@@ -28,7 +28,7 @@ class Loads(NamedTuple):
     ``rows``: its blocks; ``missing[g]``: those whose copy must come from elsewhere, of whole blocks or of a window
     alone; ``needed[g]``: position -> row of all that a window needs. ``keep``: what is there already and must stay.
     ``joined``: tickets that bring the rest. ``blocked``: tickets to wait for first, because they fill other copies of
-    the same blocks.
+    the same blocks, or have failed and are being settled: whoever relied on those was told.
     """
 
     rows: array[int]
@@ -48,7 +48,7 @@ class Loads(NamedTuple):
         return [fresh + len(rows) for rows in self.missing]
 
 
-def loads_of(model: Model, replica: Replica, rows: array[int], base: int, hit_blocks: int) -> Loads:
+def loads_of(core: Core, model: Model, replica: Replica, rows: array[int], base: int, hit_blocks: int) -> Loads:
     """What a hit of ``hit_blocks`` lacks of ``rows``, which are its positions from ``base`` on."""
     place = replica.place
     if not rows:
@@ -70,13 +70,15 @@ def loads_of(model: Model, replica: Replica, rows: array[int], base: int, hit_bl
         blocked.extend(missing[group])
     present = np.flatnonzero(lead != ABSENT)
     deepest = rows[present[-1]] if len(present) else NO_ROW
+    joined, running = place.fillers(awaited), core.ledger.tickets.running
+    over = [ticket for ticket in joined if running[ticket].is_settling and running[ticket].failing]
     return Loads(
         rows,
         missing,
         needed,
         Keep(deepest, tuple(windows)),
-        place.fillers(awaited),
-        place.fillers(blocked),
+        joined,
+        [*place.fillers(blocked), *over],
     )
 
 

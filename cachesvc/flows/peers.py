@@ -103,7 +103,7 @@ def _longest(core: Core, model: Model, replica: Replica, keys: bytes, least: int
 def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | None:
     """Copy all that the replica lacks of the path from device to device. It is not followed layer by layer."""
     model, replica = call.model, call.replica
-    loads = loads_of(model, replica, source.path, 0, len(source.path))
+    loads = loads_of(core, model, replica, source.path, 0, len(source.path))
     if loads.joined or loads.blocked:
         return _wait(core, sharing, {*loads.joined, *loads.blocked})
     draining = replica.place.draining

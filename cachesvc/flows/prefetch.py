@@ -33,7 +33,7 @@ def prefetch(core: Core, call: Call, keys: bytes, sharing: Sharing | None = None
     held = Prefetch(model.blocks, replica.place, lease.prefetches)
     held.hold(hit, core.ledger.stamp())
     try:
-        loads = loads_of(model, replica, held.rest(), held.sealed, held.hit_blocks)
+        loads = loads_of(core, model, replica, held.rest(), held.sealed, held.hit_blocks)
         if loads.blocked:
             return wait_for(core, loads.blocked)
         if loads.is_transfer:

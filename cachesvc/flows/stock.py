@@ -78,6 +78,7 @@ def extend_many(
     sequences = lease.sequences
     bounds = starts[entries.start : entries.stop + 1]
     growing: list[OpenSequence] = []
+    lengths: list[int] = []
     for number, first, last in zip(named, bounds, bounds[1:], strict=False):
         sequence = sequences.get(number)
         if sequence is None or number in held or sequence.failed or sequence.swap_ticket or sequence.swapped_out:
@@ -87,12 +88,13 @@ def extend_many(
         if blocks > limit or before < sequence.hit_blocks:
             break
         growing.append(sequence)
-        told.append(blocks)
+        lengths.append(blocks)
     bounds = bounds[: len(growing) + 1]
     grow_by(growing, bounds, columns)
     for stock, pages in zip(lease.stock, columns, strict=True):
         stock.difference_update(pages[bounds[0] : bounds[-1]])
     lease.grown += bounds[-1] - bounds[0]
+    told += lengths
 
 
 def _extend_in_turn(

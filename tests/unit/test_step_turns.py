@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.counters import Count
 from cachesvc.model.words import WritePolicy
+from cachesvc.service.dispatch import INTERNAL
 from cachesvc.service.rpc.columns import TURN_BLOCKS
+from cachesvc.wire.columns import ODD
 from tests.unit.dispatch_rig import Desk
 from tests.unit.ledger_rig import chain, one_group, rig_of
-from tests.unit.test_step_columns import odd, publish
+from tests.unit.test_step_columns import GROW, granted, longs, odd, publish, told
 from tests.work import counted
 
 
@@ -85,3 +90,16 @@ async def test_steps_of_many_engines_take_one_turn_each_time_round_the_loop() ->
             await asyncio.sleep(0)
             assert len(index) - before <= TURN_BLOCKS
         assert len(index) == 2 * count
+
+
+async def test_a_defect_in_growth_is_told_of_entries_that_there_are() -> None:
+    async with Desk() as desk:
+        lease = desk.lease()
+        for number in (1, 2):
+            desk.fill(lease, number, "ab")
+        columns = cache_pb2.StepColumns(grow_sequences=longs(1, 2), grow=granted(desk, lease, 2))
+        held: Any = desk.rig.core.ledger.leases[lease].sequences[2]
+        held.own = [None]
+        answer = desk.steps(lease, columns=columns)
+        assert told(answer.columns.grown_blocks) == [ODD, ODD]
+        assert odd(answer) == [(GROW, 0, INTERNAL), (GROW, 1, "UNAVAILABLE")]

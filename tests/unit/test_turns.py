@@ -365,7 +365,9 @@ def test_a_load_that_failed_is_told_before_anything_of_it_goes() -> None:
     assert rig.land(ticket, "broken") == []
     assert "broken" in rig.core.ledger.leases[a].sequences[3].failed
     rig.run(match, b, 1, chain(*"abcdefg"), 0)
-    joined = rig.once(allocate, b, 1, 7)  # what has not gone yet fails with it
+    waiting = rig.once(allocate, b, 1, 7)
+    assert isinstance(waiting, Wait)
+    assert list(waiting.tickets) == [ticket], "nobody joins it: whoever relied on it was told"
     while rig.core.chores:
         tidy(rig.core.chores)
         rig.check()
@@ -374,4 +376,3 @@ def test_a_load_that_failed_is_told_before_anything_of_it_goes() -> None:
         tidy(rig.core.chores)
     rig.check()
     assert ticket in ended
-    assert isinstance(joined, Allocated | Wait)
