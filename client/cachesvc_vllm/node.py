@@ -193,7 +193,8 @@ class Node:
 
     def _run(self) -> None:
         try:
-            while self._wake.wait() and not self._is_closed:
+            while not self._is_closed:  # not by the event alone, which is cleared below too
+                self._wake.wait()
                 self._wake.clear()
                 if (self._back or self.lease).is_lost and not self.comes_back:
                     log.error("daemon_gone restart this engine once the daemon is back")

@@ -146,6 +146,31 @@ def test_a_daemon_that_is_away_is_looked_for_now_and_then(staying: Daemon, caplo
         worker.close()
 
 
+def test_a_process_ends_while_the_daemon_that_is_away_is_looked_for(
+    staying: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
+    worker.start()
+    closing = threading.Thread(target=worker.close)
+
+    def close_meanwhile(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("daemon_not_back") and closing.ident is None:
+            closing.start()
+            wait_until(worker._wake.is_set, "the end was asked for")  # noqa: SLF001 - by now it waits
+        return True
+
+    caplog.set_level(logging.DEBUG, "cachesvc_vllm.node")
+    logging.getLogger("cachesvc_vllm.node").addFilter(close_meanwhile)
+    try:
+        staying.daemon.process.kill()
+        staying.daemon.process.wait()
+        wait_until(lambda: closing.ident is not None, "it is looked for")
+        closing.join(60)
+        assert not closing.is_alive()
+    finally:
+        logging.getLogger("cachesvc_vllm.node").removeFilter(close_meanwhile)
+
+
 def test_after_a_mover_s_death_the_tensors_lie_on_the_next_one_s_slab() -> None:
     """The daemon is there, but the pools that were registered are not."""
     with running_node(("--movers", "process")) as node:
