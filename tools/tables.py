@@ -174,7 +174,8 @@ def swap_cuda() -> str:
     cells: dict[str, dict[int, str]] = {}
     for row in found["rows"]:
         ways = 2 if row["way"] == "both" else 1
-        size = f"{row['copy_bytes'] / ways / GIB:.0f} GiB"
+        each_way = row["copy_bytes"] / ways
+        size = f"{each_way / GIB:g} GiB" if each_way >= GIB else f"{each_way / MIB:g} MiB"
         label = f"{row['way']}, {row['steps']}, {size}, runs of {row['run_blocks']}"
         ratio = f"{row['of_one_way']:.2f}x" if ways == 2 else f"{row['ratio']:.2f}"
         cells.setdefault(label, {})[row["plane_bytes"]] = f"{row['gb_per_s']:.1f} ({ratio})"
