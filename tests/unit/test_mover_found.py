@@ -130,7 +130,7 @@ def serve_in_a_thread() -> tuple[socket.socket, threading.Thread]:
 
 def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> None:
     gc.collect()
-    before = descriptors()
+    before, others = descriptors(), set(threading.enumerate())
     ours, thread = serve_in_a_thread()
     jobs, ends = Ring.make("jobs", JOBS_BYTES), Ring.make("ends", ENDS_BYTES)
     channel = Channel(ours, ours.close)
@@ -141,8 +141,9 @@ def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> Non
     ours.close()
     thread.join()
     writer.close()
-    for pump in [thread for thread in threading.enumerate() if thread.name == "ring-pump"]:
-        pump.join()
+    for pump in set(threading.enumerate()) - others:
+        if pump.name == "ring-pump":
+            pump.join()
     jobs.close()
     ends.close()
     del jobs, ends, writer, channel
