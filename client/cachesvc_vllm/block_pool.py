@@ -93,6 +93,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     ) -> None:
         """These blocks will be full. vLLM says so when it schedules: they are sealed once they are computed."""
         self.filling[request.request_id] = (request, num_full_blocks)
+        if (pages := self.book.find(request.request_id)) is not None:
+            pages.full_blocks = num_full_blocks
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks that nothing of this engine uses any more."""

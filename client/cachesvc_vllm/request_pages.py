@@ -32,7 +32,8 @@ class RequestPages:
     ``pages``: the request's table, which only grows. A page keeps its place when somebody else was faster to publish
     its block, because kernels have the table. ``hit_blocks`` of them were found in place, ``host_blocks`` behind these
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
-    blocks are computed and to be sealed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
+    what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
     the wish had it.
     """
@@ -46,6 +47,7 @@ class RequestPages:
     taken: int = 0
     held: int = 0
     wanted: int = 0
+    full_blocks: int = 0
     output_tokens: int = 0
     first_blocks: int = 0
     is_matching: bool = False
@@ -84,7 +86,7 @@ class RequestPages:
     def take_hits(self) -> None:
         """vLLM uses all of the hit that is in place."""
         assert self.taken == 0
-        self.taken = self.hit_blocks
+        self.taken = self.full_blocks = self.hit_blocks
         self.held += self.hit_blocks
 
     def take(self, blocks: int) -> list[int]:

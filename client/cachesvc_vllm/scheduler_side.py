@@ -113,6 +113,8 @@ class SchedulerSide:
         tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
         blocks_wanted = -(-tokens // self._block_tokens)
         if pages is not None and self._book.has(pages, blocks_wanted):
+            if pages.taken >= blocks_wanted and self._fills_nothing(request, pages, num_new_tokens):
+                return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.counts_own = True
             blocks = self._allocate(*asked, **kwargs)
@@ -248,6 +250,12 @@ class SchedulerSide:
                 raise ConnectorRefused(STUCK)
             return None
         return pages
+
+    def _fills_nothing(self, request: Any, pages: RequestPages, num_new_tokens: int) -> bool:
+        """True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
+        token, and whose full blocks vLLM has told of: most of what decoding costs there, in most iterations."""
+        tokens = request.num_computed_tokens + num_new_tokens
+        return num_new_tokens > 0 and min(tokens // self._block_tokens, len(request.block_hashes)) <= pages.full_blocks
 
     def _seal(self, request: Any) -> int:
         full_blocks = computed_blocks(
