@@ -38,8 +38,7 @@ def first_ms(engine: Engine, asked: Prompt) -> tuple[float, int]:
 
 def said(engine: Engine, *pieces: tuple[int, int]) -> list[Any]:
     """Tokens, and log-probabilities of the likeliest at each place."""
-    answer = engine.ask(prompt(*pieces, new=SAID_TOKENS, logprobs=SAID_LOGPROBS))["requests"][0]
-    return [answer["tokens"], answer["logprobs"]]
+    return _words(engine.ask(prompt(*pieces, new=SAID_TOKENS, logprobs=SAID_LOGPROBS))["requests"][0])
 
 
 def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
@@ -211,30 +210,37 @@ def restart(fleet: Fleet, name: str, size: int, salt: int) -> dict[str, Any]:
 
 def outlive(fleet: Fleet, engine: Engine, size: int, salt: int) -> dict[str, Any]:
     """Kill the daemon while an engine generates, and start it again: what becomes of what is under way, when the engine
-    finds its own prompts again, and whether its answers are the same."""
+    finds its own prompts again, and how far answers are from those before, computed beside computed and hit beside
+    hit: what is computed with other tokens at a time differs on a GPU by itself."""
     pieces = (salt, size)
-    before = said(engine, pieces)
-    whole = engine.ask(prompt((salt + 1, 256), new=OUTLIVING_TOKENS, logprobs=1))["requests"][0]["tokens"]
-    engine.send([prompt((salt + 1, 256), new=OUTLIVING_TOKENS, logprobs=1)], at_a_time=1, seconds=OUTLIVING_SECONDS)
+    computed, hit = said(engine, pieces), said(engine, pieces)
+    long = prompt((salt + 1, 256), new=OUTLIVING_TOKENS, logprobs=SAID_LOGPROBS)
+    whole = engine.ask(long, long)["requests"][1]
+    engine.send([long], at_a_time=1, seconds=OUTLIVING_SECONDS)
     time.sleep(OUTLIVING_PAUSE_S)  # so that it generates
     fleet.kill_daemon()
-    under_way = engine.collect()["requests"]
+    (under_way,) = engine.collect()["requests"]
     fleet.start_daemon()
     begun_s = time.monotonic()
-    after = said(engine, pieces)
+    first_ms(engine, prompt((salt + 2, size)))
     first_answer_s, cached = time.monotonic() - begun_s, 0
+    computed_after = said(engine, pieces)
     while not cached and time.monotonic() - begun_s < OUTLIVING_SECONDS:
         _, cached = first_ms(engine, prompt(pieces))
     return {
         "tokens": size,
-        "under_way": len(under_way),
-        "under_way_same": [each["tokens"] for each in under_way] == [whole],
+        "under_way_apart": apart(_words(under_way), _words(whole)),
+        "under_way_tokens": len(under_way["tokens"]),
         "first_answer_s": first_answer_s,
         "hit_s": time.monotonic() - begun_s,
         "cached": cached,
-        "computed_apart": apart(after, before),
-        "hit_apart": apart(said(engine, pieces), before),
+        "computed_apart": apart(computed_after, computed),
+        "hit_apart": apart(said(engine, pieces), hit),
     }
+
+
+def _words(request: Mapping[str, Any]) -> list[Any]:
+    return [request["tokens"], request["logprobs"]]
 
 
 def references(engine: Engine, seed: int, count: int) -> list[tuple[Prompt, Any]]:
