@@ -1,13 +1,14 @@
 """What swaps in one process cost an engine in another process on the same GPU.
 
-    python -m benchmarks.interference [--json OUT] [--seconds 1.5]
+    python -m benchmarks.interference [--json OUT] [--seconds 1.5] [--modes prefill,decode]
 
 An engine process runs matmuls of 8192 x 8192 in bf16 (``prefill``) or a CUDA graph of 200 small kernels (``decode``);
-beside it a process swaps without a pause, scattered planes of 128 KiB: the daemon's own engine and backend (copy
-engines, through SwapEngine in a process of its own, because no client can ask fast enough), then a kernel that reads
-and writes pinned host memory. Every loaded phase stands between two quiet ones; slowdowns are ratios of the median, the
-mean and the 99th percentile of an iteration. (Kernels of two processes take turns: the median of a short iteration does
-not show that, its mean does.) Budgets: prefill 1.05, decode 1.02.
+beside it a process copies without a pause: plain memcpys of 512 MiB, for what a busy link costs by itself; then,
+scattered planes of 128 KiB, the daemon's own engine and backend (copy engines, through SwapEngine in a process of its
+own, because no client can ask fast enough), and a kernel that reads and writes pinned host memory. Every loaded phase
+stands between two quiet ones; slowdowns are ratios of the median, the mean and the 99th percentile of an iteration.
+(Kernels of two processes take turns: the median of a short iteration does not show that, its mean does.) Budgets:
+prefill 1.05, decode 1.02.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -25,10 +26,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
-from benchmarks.neighbours import WAYS, Job, run_engine, run_kernels, run_mover
+from benchmarks.neighbours import WAYS, Job, run_copies, run_engine, run_kernels, run_mover
 from benchmarks.recording import write_result
 
-MODES = ("prefill", "decode")
 THREAD_BLOCKS = (4, 16)
 BUDGETS = {"prefill": 1.05, "decode": 1.02}
 START_SECONDS = 120.0
@@ -120,7 +120,7 @@ def measure(mode: str, engine: Neighbour, swapper: Neighbour, job: Job, seconds:
     worst = float(np.percentile(quiet, 99)), float(np.percentile(loaded, 99))
     return Row(
         mode=mode,
-        swapper=f"kernel, {job.thread_blocks} thread blocks" if job.thread_blocks else "copy engines",
+        swapper=f"{swapper.name}, {job.thread_blocks} thread blocks" if job.thread_blocks else swapper.name,
         way=job.way,
         quiet_ms=medians[0],
         loaded_ms=medians[1],
@@ -133,17 +133,18 @@ def measure(mode: str, engine: Neighbour, swapper: Neighbour, job: Job, seconds:
     )
 
 
-def run_all(seconds: float) -> list[Row]:
-    """Both engines beside both swappers. Raises NeighbourLost."""
+def run_all(modes: Sequence[str], seconds: float) -> list[Row]:
+    """Engines of these modes beside all that copies. Raises NeighbourLost."""
     rows = []
     jobs = {
-        "the mover": (run_mover, [Job(way) for way in WAYS]),
-        "the kernel swapper": (run_kernels, [Job(way, count) for count in THREAD_BLOCKS for way in WAYS]),
+        "memcpy": (run_copies, [Job(way) for way in WAYS]),
+        "copy engines": (run_mover, [Job(way) for way in WAYS]),
+        "kernel": (run_kernels, [Job(way, count) for count in THREAD_BLOCKS for way in WAYS]),
     }
     head = f"{'engine':8} {'swapper':26} {'way':>5} {'quiet ms':>9} {'loaded':>9} {'slower':>7} {'mean':>6} {'p99':>7}"
     print(f"{head} {'GB/s':>6}", flush=True)
-    for mode in MODES:
-        engine = Neighbour(f"the {mode} engine", run_engine, mode)
+    for mode in modes:
+        engine = Neighbour(mode, run_engine, mode)
         for name, (target, todo) in jobs.items():
             swapper = Neighbour(name, target)
             for job in todo:
@@ -164,10 +165,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each phase")
+    parser.add_argument("--modes", type=lambda text: tuple(text.split(",")), default=tuple(BUDGETS))
     arguments = parser.parse_args()
+    if unknown := set(arguments.modes) - set(BUDGETS):
+        parser.error(f"--modes are of {', '.join(BUDGETS)}, and not {', '.join(sorted(unknown))}")
     require_gpu("torch", "cupy")
     try:
-        rows = run_all(arguments.seconds)
+        rows = run_all(arguments.modes, arguments.seconds)
     except NeighbourLost as lost:
         fail(str(lost))
     if arguments.json:

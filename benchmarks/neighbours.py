@@ -1,4 +1,4 @@
-"""Processes that share one GPU: an engine at work, and two kinds of daemon that swap beside it.
+"""Processes that share one GPU: an engine at work, two kinds of daemon that swap beside it, and plain copies.
 
 Each runs in a process of its own and talks over a pipe. An engine answers a number of seconds with the milliseconds of
 every iteration; a swapper answers a ``Job`` with "running", and the next message with the GB/s that it had until then.
@@ -139,6 +139,45 @@ def run_mover(pipe: Connection) -> None:
     _serve(pipe, swap)
     engine.close()
     mover.close()
+
+
+def run_copies(pipe: Connection) -> None:
+    """One plain memcpy after another, of as many bytes as a transfer has: what a link at work costs by itself. None
+    ends it."""
+    import cupy
+
+    size_bytes = BLOCKS * 2 * LAYERS * PLANE_BYTES
+    runtime = cupy.cuda.runtime
+    copies = {
+        direction: (
+            runtime.hostAlloc(size_bytes, 0),
+            cupy.empty(size_bytes, cupy.uint8),
+            cupy.cuda.Stream(non_blocking=True),
+        )
+        for direction in Direction
+    }
+
+    def copy(direction: Direction) -> None:
+        host, device, stream = copies[direction]
+        if direction is Direction.LOAD:
+            runtime.memcpyAsync(device.data.ptr, host, size_bytes, runtime.memcpyHostToDevice, stream.ptr)
+        else:
+            runtime.memcpyAsync(host, device.data.ptr, size_bytes, runtime.memcpyDeviceToHost, stream.ptr)
+
+    def swap(job: Job) -> float:
+        pipe.send("running")
+        moved, began = 0, time.perf_counter()
+        while not pipe.poll():
+            for _ in range(OUTSTANDING):
+                for direction in WAYS[job.way]:
+                    copy(direction)
+                    moved += size_bytes
+            for direction in WAYS[job.way]:
+                copies[direction][2].synchronize()
+        return moved / (time.perf_counter() - began) / 1e9
+
+    pipe.send("ready")
+    _serve(pipe, swap)
 
 
 def run_kernels(pipe: Connection) -> None:
