@@ -28,7 +28,7 @@ SHORT_PAUSE_S = 0.002
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
 
-STOCK_DIVISOR = 32
+STOCK_DIVISOR = 16
 """A stock takes at most so small a part of the pool: others cannot use what lies in it."""
 
 ANSWER_S = 1.0
