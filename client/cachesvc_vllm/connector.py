@@ -16,7 +16,7 @@ from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
-from cachesvc_vllm.transfers import StepTransfers, WorkerShare
+from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide, instance_of
 
 
@@ -53,7 +53,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Comes first in each step."""
         assert self._worker is not None
         if isinstance(kv_connector_metadata, StepTransfers):
-            self._worker.begin_step(kv_connector_metadata.lease_id)
+            self._worker.begin_step(kv_connector_metadata.next_lease)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The daemon loads by itself."""
@@ -75,6 +75,11 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Loads that have ended."""
         assert self._worker is not None
         return self._worker.take_results()
+
+    def build_connector_worker_meta(self) -> WorkerLease | None:
+        """For the scheduler, where it asked to move: the lease that this worker is on."""
+        assert self._worker is not None
+        return self._worker.take_lease()
 
     def get_handshake_metadata(self) -> WorkerShare | None:
         """For the scheduler: whether, and as what, the memory is the daemon's. Asked once, when the worker has warmed
@@ -118,8 +123,10 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.note_load(request)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Loads that have ended on every rank."""
+        """Loads that have ended on every rank, and where these are."""
         if self._scheduler is not None:
+            if isinstance(moved := connector_output.kv_connector_worker_meta, WorkerLease):
+                self._scheduler.move(moved.lease_id)
             ended, failed = connector_output.finished_recving, connector_output.failed_recving
             self._scheduler.note_ends(ended or (), failed or ())
 
@@ -128,7 +135,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
-        return StepTransfers(self._scheduler.take_loads(), self._scheduler.lease_id, is_empty)
+        return StepTransfers(self._scheduler.take_loads(), self._scheduler.next_lease, is_empty)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks may be freed."""

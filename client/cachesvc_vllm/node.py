@@ -9,6 +9,7 @@ import hashlib
 import logging
 import subprocess
 import threading
+import time
 from dataclasses import dataclass
 
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
@@ -27,6 +28,12 @@ INSTANCE_CHARACTERS = 64
 
 RETRY_S = 0.1
 """Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
+
+FOLLOW_S = 30.0
+"""How much later than its scheduler a worker may find a daemon that came back."""
+
+LOOK_S = 0.1
+"""So long a step waits for that. It computes nothing, but requests may end meanwhile."""
 
 TIMEOUTS = Timeouts(call_s=2.0)
 """vLLM's scheduler waits for a match: a daemon that hangs must not hold it for long."""
@@ -67,6 +74,7 @@ class Node:
         self._pool: AttachedPool | None = None
         self._back: Lease | None = None
         self._address = self._size_bytes = 0
+        self._followed = ("", 0.0)
         self._wake = threading.Event()
         self._came = threading.Event()
         self._changing = threading.Lock()
@@ -91,9 +99,10 @@ class Node:
         return self._client.socket_path
 
     @property
-    def is_back(self) -> bool:
-        """True when a new lease waits to be taken, after the old one was lost; not where that one is lost too."""
-        return self._back is not None and not self._back.is_lost
+    def back_id(self) -> str:
+        """The new lease that waits to be taken, after the old one was lost; empty without one, or once it is lost."""
+        back = self._back
+        return "" if back is None or back.is_lost else back.id
 
     def page_check(self) -> PageCheck:
         """For debugging, as the settings want it."""
@@ -109,7 +118,7 @@ class Node:
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
         else:
-            self._keep()
+            self._keep(self._lease)
         client.on_lost(self._wake.set)
         self._thread.start()
 
@@ -119,34 +128,50 @@ class Node:
         self._address, self._size_bytes = memory.address, memory.size_bytes
 
     def wait_back(self, timeout_s: float) -> bool:
-        """Wait until ``is_back``."""
+        """Wait until there is a new lease."""
         return self._came.wait(timeout_s)
 
-    def move(self, lease_id: str = "") -> Lease:
-        """Take the new lease; where this process uses the slab, the new one takes the place of the old one. Nothing
-        uses pages of the old one, on a GPU no kernel either. ``lease_id``: the one that is to be taken, if another
-        process has said so: a table of one daemon's pages is none of another one's.
+    def move(self, lease_id: str) -> bool:
+        """Take the new lease, if it is this one; where this process uses the slab, the new one takes the place of the
+        old one. Nothing uses pages of the old one, on a GPU no kernel either. False, or an error: it stays where it is,
+        and may try again.
 
-        Raises ConnectorRefused, where there is another one by now or the next daemon's memory is of another kind, and
-        what attaching and mapping raise."""
-        with self._changing:
-            back = self._back
-            if back is None or lease_id not in ("", back.id):
-                raise ConnectorRefused("the daemon went again before this process had followed its scheduler")
-            self._came.clear()
-            old, self._lease, self._back = self.lease, back, None
+        Raises ConnectorRefused, where the next daemon's memory is of another kind, and what attaching and mapping
+        raise."""
+        back = self._back
+        if back is None or back.id != lease_id:
+            return False
         if self._attaches:
-            self._pool = self._lease.attach(self._rank)
-            memory = self._pool.memory(GROUP)
-            if memory.size_bytes != self._size_bytes or not memory.can_map_over:
-                raise ConnectorRefused(
-                    "the daemon came back with memory that is mapped in another way: start it as before"
-                )
-            memory.map_over(self._address)
+            self._pool = self._map(back)
         else:
-            self._keep()
+            self._keep(back)
+        with self._changing:  # by now there may be the next one
+            old, self._lease = self.lease, back
+            if self._back is back:
+                self._back = None
+                self._came.clear()
         _give_up(old)
-        return self._lease
+        return True
+
+    def follow(self, lease_id: str) -> str:
+        """Move, if that can be now, to the lease that the engine's scheduler has found; the lease whose slab the
+        tensors lie on. Where the daemon goes again meanwhile, that is the old one. Raises ConnectorRefused where it
+        could not move for ``FOLLOW_S``, or never can."""
+        if lease_id == self.lease.id:
+            return lease_id
+        if lease_id != self._followed[0]:
+            self._followed = lease_id, time.monotonic()
+        why: Exception | str = "it does not find that daemon"
+        try:
+            if self.wait_back(LOOK_S) and self.move(lease_id):
+                return lease_id
+        except (CacheClientError, OSError) as error:
+            log.debug("move_failed lease=%s why=%s", lease_id, error)
+            why = error
+            time.sleep(LOOK_S)
+        if time.monotonic() - self._followed[1] > FOLLOW_S:
+            raise ConnectorRefused(f"this worker could not follow its scheduler within {FOLLOW_S:g} s: {why}")
+        return self.lease.id
 
     def close(self) -> None:
         """End the lease and disconnect. Idempotent."""
@@ -176,10 +201,24 @@ class Node:
             )
         return registration
 
-    def _keep(self) -> None:
+    def _map(self, lease: Lease) -> AttachedPool:
+        """The slab of a new lease, where the tensors are."""
+        pool = lease.attach(self._rank)
+        try:
+            memory = pool.memory(GROUP)
+            if memory.size_bytes != self._size_bytes or not memory.can_map_over:
+                raise ConnectorRefused(
+                    "the daemon came back with memory that is mapped in another way: start it as before"
+                )
+            memory.map_over(self._address)
+        except BaseException:
+            pool.close()
+            raise
+        return pool
+
+    def _keep(self, lease: Lease) -> None:
         self._end_keeper()
-        beat_seconds = self.lease.record.beat_interval_s
-        self._keeper = start_keeper(self.socket_path, self.lease.id, beat_seconds, self._settings.token_file)
+        self._keeper = start_keeper(self.socket_path, lease.id, lease.record.beat_interval_s, self._settings.token_file)
 
     def _end_keeper(self) -> None:
         if self._keeper is not None:

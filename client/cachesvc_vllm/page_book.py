@@ -222,9 +222,11 @@ class PageBook:
         self._stream.close()
 
     def adopt(self, lease: Lease) -> None:
-        """Go on under a new lease. No request has a page."""
+        """Go on under a new lease. No request has a page. Raises DaemonUnavailable and LeaseLost, where that is lost
+        too: another one is to be adopted then."""
         assert self.is_empty
-        self._lease, self._stream = lease, lease.step(self._stock_blocks)
+        self._stream = lease.step(self._stock_blocks)
+        self._lease = lease
         self._requests.clear()
         self._matches.move(self._stream)
         self._sealing.clear()

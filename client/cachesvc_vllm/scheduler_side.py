@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
+from cachesvc_client import DaemonUnavailable, LeaseLost
 from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc.model.answers import TicketView
@@ -78,7 +80,7 @@ class SchedulerSide:
         ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
         with self._watch:
-            self._move_if_back()
+            self._leave_if_back()
             wish = self._wish(request, max_cache_hit_length)
             if wish is None:
                 self._pool.hide_hits()
@@ -139,9 +141,18 @@ class SchedulerSide:
         return blocks
 
     @property
-    def lease_id(self) -> str:
-        """Of the lease whose pages requests have."""
-        return self._node.lease.id
+    def next_lease(self) -> str:
+        """The lease that workers are to move to: after a loss, once nothing uses pages of the old one."""
+        return self._node.back_id if self._book.is_moving and self._book.is_empty else ""
+
+    def move(self, lease_id: str) -> None:
+        """All workers are on this lease's slab: go on under it, if it is the new one; empty: they differ."""
+        with self._watch:
+            if not lease_id or lease_id != self.next_lease or not self._node.move(lease_id):
+                return
+            self._check = self._node.page_check()  # the model may have another number
+            with suppress(DaemonUnavailable, LeaseLost):  # then they move again
+                self._book.adopt(self._node.lease)
 
     def host_tokens(self, request: Any) -> int | None:
         """Tokens of the request's hit that have to be loaded from the host; None where it was not matched yet."""
@@ -202,7 +213,7 @@ class SchedulerSide:
                     del filling[request_id]
             if not self._unfinished:  # there may be no iteration after this; else answers to users come first
                 self._book.flush()
-            self._move_if_back()
+            self._leave_if_back()
         if seconds := self._watch.lap():
             self._stats.data[STEP_SECONDS].append(seconds)
         if not self._book.is_adrift:
@@ -233,7 +244,7 @@ class SchedulerSide:
     def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
         """Have a request's table be so many blocks long; None where there is no room. Raises ConnectorRefused where
         there will be none, for this engine does not come back."""
-        self._move_if_back()
+        self._leave_if_back()
         pages = self._book.find(request.request_id)
         if (
             self._book.is_moving
@@ -269,11 +280,7 @@ class SchedulerSide:
             self._book.seal(pages, min(full_blocks, pages.taken), request.block_hashes)
         return full_blocks
 
-    def _move_if_back(self) -> None:
-        """After a loss: once there is a new lease, preempt everything, and go on under it when nothing is left."""
-        if not self._node.is_back:
-            return
-        self._book.is_moving = True
-        if self._book.is_empty:
-            self._book.adopt(self._node.move())
-            self._check = self._node.page_check()  # the model may have another number
+    def _leave_if_back(self) -> None:
+        """After a loss: once there is a new lease, preempt everything; then the workers are asked to move."""
+        if self._node.back_id:
+            self._book.is_moving = True

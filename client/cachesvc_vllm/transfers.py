@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.node import Share
@@ -22,9 +26,21 @@ class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """To the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
-    ``lease_id``: of the lease whose pages the tables of this step are of; empty without a daemon. ``is_empty``: the
-    step computes nothing."""
+    ``next_lease``: after a loss, the lease that they are to move to, while nothing uses any page; else empty.
+    ``is_empty``: the step computes nothing."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
-    lease_id: str = ""
+    next_lease: str = ""
     is_empty: bool = False
+
+
+@dataclass
+class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers, to a step with a ``next_lease``: the lease whose slab their tensors lie on; empty where one has
+    another one than the rest."""
+
+    lease_id: str
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
+        """Of two ranks."""
+        return self if self == other else WorkerLease("")

@@ -27,16 +27,15 @@ from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
+from cachesvc_vllm.transfers import WorkerLease
 from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
 
 EMPTY_STEP_S = 0.005
-"""So long a step that computes nothing waits for a load. A request that comes meanwhile is scheduled so much later."""
-
-BACK_S = 30.0
-"""How much later than the scheduler a worker may find a daemon that came back."""
+"""So long a step that computes nothing waits for a load, or for the daemon. A request that comes meanwhile is scheduled
+so much later."""
 
 log = init_logger("vllm." + __name__)
 
@@ -60,6 +59,7 @@ class WorkerSide:
         self._warm_up = WarmUp()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._may_wait = False
+        self._told: WorkerLease | None = None
 
     def memory_context(self) -> SlabMode | None:
         """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there.
@@ -98,16 +98,19 @@ class WorkerSide:
         self._warm_up.end()
         self._check("the start, after warm-up")
 
-    def begin_step(self, lease_id: str) -> None:
-        """After a loss the scheduler says that it uses another lease's pages: then it uses no others any more. Raises
-        ConnectorRefused where this process did not come back."""
-        if self._node is None or lease_id in ("", self._node.lease.id):
+    def begin_step(self, next_lease: str) -> None:
+        """After a loss, when nothing uses any page, the scheduler asks to move to another lease, whose pages it uses
+        once all ranks have. Raises as ``Node.follow``."""
+        if self._node is None or not next_lease:
             return
-        if not self._node.wait_back(BACK_S):
-            raise ConnectorRefused(f"this worker did not find the daemon within {BACK_S:g} s of its scheduler")
         if self._node.pool.is_on_gpu:
             torch.cuda.synchronize()  # kernels of the last step: preempted requests have no more
-        self._node.move(lease_id)
+        self._told = WorkerLease(self._node.follow(next_lease))
+
+    def take_lease(self) -> WorkerLease | None:
+        """For the scheduler, in a step in which it asked: the lease whose slab the tensors lie on."""
+        told, self._told = self._told, None
+        return told
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""
@@ -116,16 +119,17 @@ class WorkerSide:
 
     def take_results(self) -> KVConnectorTransferResults:
         """Loads that have ended since, well or not."""
-        results = KVConnectorTransferResults()
-        if not self._loads:
+        results, node = KVConnectorTransferResults(), self._node
+        if node is None or not self._loads:
+            if node is not None and self._may_wait and node.lease.is_lost:
+                node.wait_back(EMPTY_STEP_S)  # requests wait for the daemon, which needs this processor to start
             return results
-        assert self._node is not None
         oldest = next(iter(self._loads.values()))
         if self._may_wait and oldest:
             with suppress(CacheClientError):  # what has become of it is looked at below
-                self._node.pool.wait_ticket(oldest[-1], EMPTY_STEP_S)
+                node.pool.wait_ticket(oldest[-1], EMPTY_STEP_S)
         for request_id, tickets in list(self._loads.items()):
-            outcomes = {self._node.pool.outcome(ticket) for ticket in tickets}
+            outcomes = {node.pool.outcome(ticket) for ticket in tickets}
             if LoadOutcome.RUNNING in outcomes:
                 continue
             del self._loads[request_id]

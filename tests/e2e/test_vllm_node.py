@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,8 +67,7 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
         node.daemon.start()
         for each in (scheduler, worker):
             assert each.wait_back(60)
-            assert each.is_back
-            each.move()
+            assert each.move(each.back_id)
         assert worker.lease.id == scheduler.lease.id != before
         assert tensor[100] == 0
         np.asarray(worker.pool.slab(GROUP))[200] = 9
@@ -77,31 +78,91 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
 
 
 def test_a_daemon_that_goes_again_before_anybody_has_moved_is_waited_for(staying: Daemon) -> None:
-    """And whoever was told to follow into a lease of the daemon that went takes no other."""
+    """And whoever was told to follow into a lease of the daemon that went takes no other, and goes on."""
     scheduler = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=False)
     worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
     worker.start()
     scheduler.start()
     try:
         worker.keep_address()
-        followed = ""
+        first, followed = worker.lease.id, ""
         for _ in range(2):
             staying.daemon.process.kill()
             staying.daemon.process.wait()
-            wait_until(lambda: worker.lease.is_lost and not worker.is_back, "it knows")
+            wait_until(lambda: worker.lease.is_lost and not worker.back_id, "it knows")
             staying.daemon.start()
             assert worker.wait_back(60)
-            assert worker.is_back
             if not followed:
                 assert scheduler.wait_back(60)
-                followed = scheduler.move().id
-        with pytest.raises(ConnectorRefused, match="went again"):
-            worker.move(followed)
-        assert scheduler.wait_back(60)
-        assert worker.move(scheduler.move().id) is worker.lease
+                followed = scheduler.back_id
+                assert scheduler.move(followed)
+        assert worker.follow(followed) == first
+        wait_until(lambda: scheduler.back_id not in ("", followed), "the scheduler has found the next one")
+        assert worker.follow(scheduler.back_id) == scheduler.back_id
+        assert scheduler.move(scheduler.back_id)
+        assert worker.lease.id == scheduler.lease.id
         assert not worker.lease.is_lost
     finally:
         scheduler.close()
+        worker.close()
+
+
+def test_a_rank_that_moved_alone_before_the_daemon_went_again_moves_on_with_the_others(folder: Path) -> None:
+    """The scheduler uses pages of a daemon once all ranks are there; one that is not yet has its old memory."""
+    share = replace(SHARE, layout=slab_layout(layers_outermost(64), ranks=2))
+    with running_node(["--shm-devices", "2"], folder=folder) as node:
+        ranks = [Node(Settings(socket=node.socket), "engine", share, attaches=True, rank=rank) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        try:
+            tensors = [each.pool.slab(GROUP) for each in ranks]
+            for each, tensor in zip(ranks, tensors, strict=True):
+                each.keep_address()
+                tensor[100] = 7
+            first = ranks[0].lease.id
+            node.daemon.kill()
+            node.daemon.start()
+            assert ranks[0].wait_back(60)
+            second = ranks[0].back_id
+            assert ranks[0].follow(second) == second
+            node.daemon.kill()
+            wait_until(lambda: ranks[0].lease.is_lost and not ranks[1].back_id, "they know")
+            assert [each.follow(second) for each in ranks] == [second, first]
+            assert [tensor[100] for tensor in tensors] == [0, 7]
+            node.daemon.start()
+            assert ranks[0].wait_back(60)
+            third = ranks[0].back_id
+            wait_until(lambda: [each.follow(third) for each in ranks] == [third, third], "both have moved")
+            assert [tensor[100] for tensor in tensors] == [0, 0]
+        finally:
+            for each in ranks:
+                each.close()
+
+
+def test_a_rank_whose_next_daemon_goes_while_it_attaches_stays_where_it_is(staying: Daemon) -> None:
+    worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
+    worker.start()
+    try:
+        tensor = worker.pool.slab(GROUP)
+        worker.keep_address()
+        tensor[100] = 7
+        first = worker.lease.id
+        staying.daemon.kill()
+        staying.daemon.start()
+        assert worker.wait_back(60)
+        second = worker.back_id
+        staying.daemon.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as step:
+            following = step.submit(worker.follow, second)
+            wait_until(lambda: following.running() or following.done(), "it attaches")
+            staying.daemon.kill()
+            assert following.result() == first
+        assert tensor[100] == 7
+        staying.daemon.start()
+        assert worker.wait_back(60)
+        assert worker.follow(worker.back_id) == worker.lease.id not in (first, second)
+        assert tensor[100] == 0
+    finally:
         worker.close()
 
 
@@ -186,7 +247,7 @@ def test_after_a_mover_s_death_the_tensors_lie_on_the_next_one_s_slab() -> None:
             kill_mover_of(node, "shm-0")
             for each in (scheduler, worker):
                 assert each.wait_back(60)
-                each.move()
+                assert each.move(each.back_id)
                 assert each.lease.registration.replica != before
             assert worker.lease.id == scheduler.lease.id
             assert tensor[100] == 0

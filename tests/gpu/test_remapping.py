@@ -83,7 +83,7 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemons_slab(folder: Path, 
                 for each in (scheduler, worker):
                     assert each.wait_back(60)
                     cupy.cuda.Device().synchronize()
-                    each.move()
+                    each.move(each.back_id)
                 assert worker.lease.id == scheduler.lease.id != before
                 before = worker.lease.id
                 assert tensor.data.ptr == address
@@ -113,7 +113,7 @@ def test_after_a_movers_death_the_tensors_lie_on_the_next_ones_slab() -> None:
         for each in (scheduler, worker):
             assert each.wait_back(60)
             cupy.cuda.Device().synchronize()
-            each.move()
+            each.move(each.back_id)
             assert each.lease.registration.replica != before
         assert int(tensor.sum()) == 0
         use(tensor, 9)

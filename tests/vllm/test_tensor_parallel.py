@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.rig import Node, running_node, short_folder
+from tests.e2e.rig import Node, running_node, short_folder, wait_until
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, make_saved_fleet, random_prompt
 
 DEVICE_BLOCKS = 72
 """A request of the largest size fits; the prompts together do not."""
 
 RANKS = {"tensor_parallel_size": 2}
+
+LEASE = re.compile("lease_(opened|joined)")
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +115,20 @@ def test_all_ranks_follow_to_the_next_daemon(saved: Fleet, uncached: Engine) -> 
         answers = [engine.ask(later)[0] for _ in range(2)]
         assert [answer.said for answer in answers] == [expected[1]] * 2
         assert answers[1].cached == 5 * BLOCK_TOKENS
+
+
+def test_ranks_follow_daemons_that_go_again_as_soon_as_they_were_found(saved: Fleet, uncached: Engine) -> None:
+    under_way = random_prompt(60, 2.5, new=400)
+    expected = uncached.ask(under_way)[0].said
+    with (
+        short_folder() as folder,
+        running_node(["--shm-devices", "2"], folder=folder) as node,
+        engines(saved.engine(node.socket, DEVICE_BLOCKS, is_split=True, options=RANKS)) as (engine,),
+    ):
+        engine.send(under_way)
+        for processes in (1, 1, 2, 2, 3, 3):  # of three that look for it
+            node.daemon.kill()
+            said = len(node.log())
+            node.daemon.start()
+            wait_until(lambda: len(LEASE.findall(node.log(), said)) >= processes, "so many have found it")  # noqa: B023
+        assert engine.collect()[0].said == expected
