@@ -108,8 +108,8 @@ def beside(run: Run, name: str, kind: str) -> None:
                     asked = parts.nothing_shared(options.requests, tokens, new, salt)
                     found = parts.load(engine, asked, options.at_a_time, options.seconds)
                     run.note("c", f"{engine.name}, {label}, round {turn + 1}", found)
-    if run.wants("b") and kind == "offload":
-        for engine in engines:
+    if run.wants("b") and kind in ("offload", "lmcache"):
+        for engine in engines if "ours-a" not in run.found.get("b", {}) else [peer]:
             run.note("b", engine.name, parts.from_host(engine, options.sizes, options.rounds, HOST))
     if run.wants("d"):
         pool_tokens = fleet.shape.pool_tokens
@@ -118,6 +118,13 @@ def beside(run: Run, name: str, kind: str) -> None:
         for engine in engines if "ours-a" not in run.found.get("d", {}) else [peer]:
             run.note("d", engine.name, parts.load(engine, asked, AGENTS, options.seconds))
     fleet.stop(name)
+
+
+def lmcache(run: Run) -> None:
+    """A peer with a server of its own."""
+    run.fleet.start_lmcache()
+    beside(run, "lmcache", "lmcache")
+    run.fleet.stop_lmcache()
 
 
 def chaos(run: Run) -> None:
@@ -158,21 +165,21 @@ def main() -> int:
     backend = "shm" if options.tiny else "cuda"
     sizes = ["--device-pool", f"{shape.pool_bytes * 17 // 16}", "--host-pool", f"{shape.host_bytes}"]
     flags = ["--backend", backend, *sizes]
-    stages: list[tuple[str, Callable[[Run], None]]] = [
-        ("ae", pair),
-        ("acd", lambda run: beside(run, "plain", "plain")),
-        ("bd", lambda run: beside(run, "offload", "offload")),
-        ("g", daemon_restart),
-        ("f", chaos),
+    stages: list[tuple[str, str, Callable[[Run], None]]] = [
+        ("ae", "", pair),
+        ("acd", "plain", lambda run: beside(run, "plain", "plain")),
+        ("bd", "offload", lambda run: beside(run, "offload", "offload")),
+        *([("bd", "", lmcache)] if options.lmcache else []),
+        ("g", "", daemon_restart),
+        ("f", "plain", chaos),
     ]
-    stages = [(names, stage) for names, stage in stages if set(names) & set(options.parts)]
+    stages = [each for each in stages if set(each[0]) & set(options.parts)]
     with Fleet(shape, [*flags, *options.daemon.split()]) as fleet:
         run = Run(options, fleet)
-        for names, stage in stages:
-            if set("bd") & set(options.parts):
-                fleet.standby("offload", "offload")
-            if set("acdf") & set(options.parts) and names != "bd":
-                fleet.standby("plain", "plain")
+        for number, (names, _, stage) in enumerate(stages):
+            for _, peer, _ in stages[number : number + 2]:
+                if peer:
+                    fleet.standby(peer, peer)
             progress(f"parts {', '.join(sorted(set(names) & set(options.parts)))}")
             try:
                 stage(run)
@@ -228,6 +235,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="compile, and use CUDA graphs; else eager")
     parser.add_argument("--compilation", type=json.loads, help="of vLLM, as JSON: graphs alone start sooner")
     parser.add_argument("--backend", default="TRITON_ATTN", help="of attention, as vLLM calls it; empty: its choice")
+    parser.add_argument("--lmcache", action="store_true", help="(b) and (d) with LMCache too, which --python needs")
     parser.add_argument("--runner", default="", choices=["", "1", "2"], help="vLLM's model runner; empty: its choice")
     parser.add_argument("--split", action="store_true", help="engine cores in processes of their own")
     parser.add_argument("--daemon", default="", help="further flags of the daemon")

@@ -78,21 +78,26 @@ def tokens_of(pieces: Sequence[Sequence[int]]) -> list[int]:
 
 def transfer_config(wish: dict[str, Any]) -> dict[str, Any]:
     """What ``LLM`` is told of its connector, if it has one."""
-    if wish["kind"] == "plain":
-        return {}
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": wish["host_bytes"]},
+    host, _, port = wish["address"].rpartition(":")
+    connectors = {
+        "plain": {},
+        "offload": {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": wish["host_bytes"]},
+        },
+        "lmcache": {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_extra_config": {"lmcache.mp.host": host, "lmcache.mp.port": port},
+        },
+        "ours": {
+            "kv_connector": "CachesvcConnector",
+            "kv_connector_module_path": "cachesvc_vllm",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": wish["address"]},
+        },
     }
-    ours = {
-        "kv_connector": "CachesvcConnector",
-        "kv_connector_module_path": "cachesvc_vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": wish["socket"]},
-    }
-    return {"kv_transfer_config": offloading if wish["kind"] == "offload" else ours}
+    chosen = connectors[wish["kind"]]
+    return {"kv_transfer_config": {"kv_role": "kv_both", **chosen}} if chosen else {}
 
 
 def enliven_weights() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ class Shape:
         values = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
         return int(self.pool_bytes // (2 * values))
 
-    def wish(self, kind: str, socket: str) -> dict[str, Any]:
+    def wish(self, kind: str, address: str) -> dict[str, Any]:
         """What an engine is told."""
         blocks = self.pool_tokens // self.block_tokens
         options: dict[str, Any] = {"gpu_memory_utilization": 0.35, "kv_cache_memory_bytes": self.pool_bytes}
@@ -74,7 +75,7 @@ class Shape:
             options["attention_backend"] = self.backend
         return {
             "kind": kind,
-            "socket": socket,
+            "address": address,
             "model": str(self.folder / "model"),
             "host_bytes": self.host_bytes,
             "block_tokens": self.block_tokens,
@@ -87,12 +88,13 @@ class Shape:
 
 
 class Engine:
-    """``kind``: "plain", "offload" or "ours". It imports vLLM as soon as it is made; ``start`` makes its engine."""
+    """``kind``: "plain", "offload", "ours" or "lmcache"; the last two have a server, at ``address``. It imports vLLM as
+    soon as it is made; ``start`` makes its engine."""
 
-    def __init__(self, shape: Shape, name: str, kind: str, socket: str) -> None:
+    def __init__(self, shape: Shape, name: str, kind: str, address: str) -> None:
         self.name, self.kind = name, kind
         self.facts: dict[str, Any] = {}
-        self.shape, self._socket = shape, socket
+        self.shape, self._address = shape, address
         self.log = shape.folder / f"{name}.log"
         self.begun_s = time.monotonic()
         self.first_answer_s = 0.0
@@ -113,7 +115,7 @@ class Engine:
 
     def begin(self) -> Engine:
         """Have it make its engine; ``wait_ready`` waits."""
-        self._write(self.shape.wish(self.kind, self._socket))
+        self._write(self.shape.wish(self.kind, self._address))
         return self
 
     def wait_ready(self) -> Engine:
@@ -200,6 +202,45 @@ class Engine:
         return answer
 
 
+class LmcacheServer:
+    """LMCache's own, for all engines of a node, without its HTTP: made with all of its memory before it serves."""
+
+    def __init__(self, shape: Shape) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self._port}"
+        self._log = shape.folder / "lmcache.log"
+        flags = {
+            "host": "127.0.0.1",
+            "port": self._port,
+            "l1-size-gb": shape.host_bytes / 2**30,
+            "eviction-policy": "LRU",
+        }
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [shape.python, "-m", "lmcache.v1.multiprocess.server", "--no-l1-use-lazy", "--disable-observability"]
+                + [f"--{name}={value}" for name, value in flags.items()],
+                stdout=log,
+                stderr=log,
+                env={**_environment(shape), "LMCACHE_TRACK_USAGE": "false"},
+            )
+
+    def wait_ready(self) -> None:
+        """Until it listens. Raises EngineFailed."""
+        until_s = time.monotonic() + START_SECONDS
+        while time.monotonic() < until_s and self._process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self._port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise EngineFailed(f"LMCache's server ended, or does not listen: {self._log}")
+
+    def stop(self) -> None:
+        """At once."""
+        self._process.kill()
+        self._process.wait()
+
+
 class Fleet:
     """One daemon, and the engines that were made; all of them end with it."""
 
@@ -207,6 +248,7 @@ class Fleet:
         self.shape = shape
         self._daemon = DaemonProcess(daemon_flags, folder=str(shape.folder))
         self._engines: dict[str, Engine] = {}
+        self._lmcache: LmcacheServer | None = None
         self.starts: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Fleet:
@@ -218,14 +260,28 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for engine in self._engines.values():
             engine.kill()
+        self.stop_lmcache()
         self._daemon.stop()
 
     def standby(self, name: str, kind: str) -> Engine:
         """A process that imports vLLM, if there is none of that name."""
         known = self._engines.get(name)
         if known is None or not known.is_running:
-            known = self._engines[name] = Engine(self.shape, name, kind, self._daemon.socket)
+            address = self._daemon.socket if self._lmcache is None or kind != "lmcache" else self._lmcache.address
+            known = self._engines[name] = Engine(self.shape, name, kind, address)
         return known
+
+    def start_lmcache(self) -> None:
+        """LMCache's server, and a process for its engine meanwhile. Raises EngineFailed."""
+        self._lmcache = LmcacheServer(self.shape)
+        self.standby("lmcache", "lmcache")
+        self._lmcache.wait_ready()
+
+    def stop_lmcache(self) -> None:
+        """Give its memory back. Idempotent."""
+        if self._lmcache is not None:
+            self._lmcache.stop()
+            self._lmcache = None
 
     def start(self, **kinds: str) -> list[Engine]:
         """Engines by name, all at once; those that serve already are taken as they are."""

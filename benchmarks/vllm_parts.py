@@ -211,9 +211,10 @@ def restart(fleet: Fleet, name: str, size: int, salt: int) -> dict[str, Any]:
 def outlive(fleet: Fleet, engine: Engine, size: int, salt: int) -> dict[str, Any]:
     """Kill the daemon while an engine generates, and start it again: what becomes of what is under way, when the engine
     finds its own prompts again, and how far answers are from those before, computed beside computed and hit beside
-    hit: what is computed with other tokens at a time differs on a GPU by itself."""
-    pieces = (salt, size)
-    computed, hit = said(engine, pieces), said(engine, pieces)
+    hit: what is computed with other tokens at a time differs on a GPU by itself, and so does what is preempted because
+    the engine moves, so both are asked once it has."""
+    pieces, unseen = (salt, size), (salt + 3, size)
+    computed, _, hit = said(engine, unseen), said(engine, pieces), said(engine, pieces)
     long = prompt((salt + 1, 256), new=OUTLIVING_TOKENS, logprobs=SAID_LOGPROBS)
     whole = engine.ask(long, long)["requests"][1]
     engine.send([long], at_a_time=1, seconds=OUTLIVING_SECONDS)
@@ -224,7 +225,6 @@ def outlive(fleet: Fleet, engine: Engine, size: int, salt: int) -> dict[str, Any
     begun_s = time.monotonic()
     first_ms(engine, prompt((salt + 2, size)))
     first_answer_s, cached = time.monotonic() - begun_s, 0
-    computed_after = said(engine, pieces)
     while not cached and time.monotonic() - begun_s < OUTLIVING_SECONDS:
         _, cached = first_ms(engine, prompt(pieces))
     return {
@@ -234,7 +234,7 @@ def outlive(fleet: Fleet, engine: Engine, size: int, salt: int) -> dict[str, Any
         "first_answer_s": first_answer_s,
         "hit_s": time.monotonic() - begun_s,
         "cached": cached,
-        "computed_apart": apart(computed_after, computed),
+        "computed_apart": apart(said(engine, unseen), computed),
         "hit_apart": apart(said(engine, pieces), hit),
     }
 
