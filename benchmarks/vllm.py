@@ -1,8 +1,8 @@
-"""vLLM on the daemon's pages beside vLLM alone and with its own offloading: ``python -m benchmarks.vllm --json OUT``.
+"""vLLM on the daemon's pages beside vLLM alone, offloading, and with LMCache: ``python -m benchmarks.vllm --json OUT``.
 
 Needs a GPU and vLLM in this Python. An 8B Llama shape with random weights; all peers in one run, one after another on
 an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, beside an engine's own prefix cache;
-(b) the same from the host tier, beside vLLM's own offloading; (c) throughput with nothing shared, with the connector's
+(b) the same from the host tier, beside offloading and LMCache; (c) throughput with nothing shared, with the connector's
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and

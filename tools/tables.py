@@ -41,9 +41,10 @@ def render(text: str) -> str:
 
 def headline() -> str:
     """The one table of the front page: what a prefix of 32k tokens costs where it lies."""
-    attach, overlap = _load("attach.json"), _load("overlap.json")
+    attach, overlap, in_vllm = _load("attach.json"), _load("overlap.json"), _load("vllm-host.json")["b"]
     host = [row for row in attach["host"] if row["way"] == "by layer"]
-    peers = {order: each["ms"] for order, each in attach["cited"].items() if isinstance(each, dict)}
+    asked = max(row["tokens"] for row in in_vllm["ours-a"] if row["tokens"] % 64)
+    first = {who: row["host_ms"] for who, rows in in_vllm.items() for row in rows if row["tokens"] == asked}
     longest = max((row for row in overlap["rows"] if row["pages"] == "runs"), key=lambda row: row["prefix_tokens"])
     rows = [
         ["on the device, computed by another engine", f"{attach['hit']['median_ms']:.1f} ms, nothing copied"],
@@ -51,7 +52,10 @@ def headline() -> str:
             "in the host pool",
             f"{max(row['all_ms'] for row in host):.0f} ms, the first layer after {host[0]['first_layer_ms']:.1f} ms",
         ],
-        [f"the same from {attach['cited']['of']}", f"{min(peers.values())} to {max(peers.values())} ms (cited)"],
+        [
+            f"first token in vLLM behind {asked:,} tokens in the host pool",
+            f"{first['ours-a']:.0f} ms; its own offloading {first['offload']:.0f}, LMCache {first['lmcache']:.0f} ms",
+        ],
         [
             f"first token behind {longest['prefix_tokens']:,} tokens in the host pool, against computing them",
             f"{longest['overlapped_ms']:.0f} ms against {longest['recompute_ms']:,.0f} ms",
