@@ -7,7 +7,8 @@ A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k 
 blocks also less, is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
 anywhere in them, differently on each side. Time is from the call to the wake-up of who waits on the timeline word, as
 an engine's worker does; ``movers`` says whether threads of this process copy or a process of their own. ``whole``: all
-layers in one step. ``layered``: steps as the planner's costs choose them. ``by layer``: a step for each layer.
+layers in one step. ``layered``: steps as the planner's costs choose them; ``short suffix``: one of a layer, one of all the
+rest; ``by layer``: a step for each layer.
 ``both``: a load and a store at once, bytes of both added. ``of plain`` compares with plain copies the same ways at
 once, ``of one`` with one plain copy at a time. Ratios are medians over medians. A plain copy (``plain.py``) has as many
 bytes as the ticket, but 1 GiB at most.
@@ -41,6 +42,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.planner import ALL_BUT_FIRST
 
 KIB, MIB = 1 << 10, 1 << 20
 LOAD, STORE = Direction
@@ -80,7 +82,7 @@ QUICK_WIDTHS, QUICK_RUNS = (32 * KIB, 64 * KIB, 128 * KIB), (1,)
 
 @dataclass(frozen=True)
 class Way:
-    """What is moved at once: directions, and the engine's ``layers_per_step`` (0: whole)."""
+    """What is moved at once: directions, and the engine's ``layers_per_step``."""
 
     name: str
     directions: tuple[Direction, ...]
@@ -93,6 +95,7 @@ WAYS = (
     Way("out", (STORE,), "whole", 0),
     Way("both", (LOAD, STORE), "whole", 0),
     Way("in", (LOAD,), "layered", None),
+    Way("in", (LOAD,), "short suffix", ALL_BUT_FIRST),
     Way("in", (LOAD,), "by layer", 1),
     Way("both", (LOAD, STORE), "by layer", 1),
 )

@@ -13,8 +13,8 @@ from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
 
 
-def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated | Wait:
-    """Make the sequence's tables ``blocks`` long, all or nothing.
+def allocate(core: Core, call: Call, sequence_id: int, blocks: int, *, short_suffix: bool = False) -> Allocated | Wait:
+    """Make the sequence's tables ``blocks`` long, all or nothing. ``short_suffix``: as of a ``Transfer``.
 
     Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded (blocks, transfers), PoolExhausted,
     LoadFailed, Conflict (swapped out).
@@ -43,7 +43,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int) -> Allocated
     if not sequence.prepare(blocks, fresh, core.turns.pages):
         wanted = loads.pages_wanted(fresh - min(fresh, sequence.pages_ahead))
         return keep_room(core, call, wanted, sequence)
-    tickets = bring(core, call, sequence, loads, Urgency.AWAITED) if loads.rows else []
+    tickets = bring(core, call, sequence, loads, Urgency.AWAITED, short_suffix=short_suffix) if loads.rows else []
     sequence.grow(sequence.fresh_pages(fresh))
     call.lease.grown += fresh
     look_ahead(core, call.model, call.replica)

@@ -82,11 +82,13 @@ def loads_of(core: Core, model: Model, replica: Replica, rows: array[int], base:
     )
 
 
-def bring(core: Core, call: Call, hold: Hold, loads: Loads, urgency: Urgency) -> list[Ticket]:
+def bring(
+    core: Core, call: Call, hold: Hold, loads: Loads, urgency: Urgency, *, short_suffix: bool = False
+) -> list[Ticket]:
     """Fill what is missing from the host and join what is being filled; ``hold`` relies on both from now on.
 
     There is room, and a transfer can begin. ``urgency``: of a transfer of its own; where it is AWAITED, of those that
-    are joined too.
+    are joined too. ``short_suffix``: as of a ``Transfer``.
     """
     model, replica = call.model, call.replica
     book = core.ledger.tickets
@@ -100,7 +102,8 @@ def bring(core: Core, call: Call, hold: Hold, loads: Loads, urgency: Urgency) ->
     coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
     ticket.rows = _moving(loads.rows, loads.missing)
     hold.rely_on(loads.rows, loads.needed, [*tickets, ticket])
-    submit(core, model, ticket, load_pairs(model.blocks.host, coming), layered=True)
+    pairs = load_pairs(model.blocks.host, coming)
+    submit(core, model, ticket, pairs, layered=True, short_suffix=short_suffix)
     return [*tickets, ticket]
 
 

@@ -61,8 +61,8 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     return Swapped((ticket_view(ticket),), ())
 
 
-def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
-    """Start to bring a sequence back; the answer has its new tables.
+def swap_in(core: Core, call: Call, sequence_id: int, *, short_suffix: bool = False) -> Swapped | Wait:
+    """Start to bring a sequence back; the answer has its new tables. ``short_suffix``: as of a ``Transfer``.
 
     After a swap in that failed, asking again says that no launch that was to use it runs any more.
 
@@ -94,7 +94,8 @@ def swap_in(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     coming = model.blocks.start_fill(place, missing, ticket.id)
     ticket.rows = absent[:]
     sequence.come_back(ticket)
-    submit(core, model, ticket, _joined(ticket.moves, load_pairs(model.blocks.host, coming)), layered=True)
+    pairs = _joined(ticket.moves, load_pairs(model.blocks.host, coming))
+    submit(core, model, ticket, pairs, layered=True, short_suffix=short_suffix)
     tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
     return Swapped((ticket_view(ticket),), tables)
 

@@ -58,8 +58,16 @@ def load_pairs(source: Place, coming: Filling) -> tuple[PagePairs, ...]:
     )
 
 
-def submit(core: Core, model: Model, ticket: Ticket, pairs: tuple[PagePairs, ...], *, layered: bool) -> None:
-    """Hand a ticket's pages to the mover and note where its progress is read.
+def submit(
+    core: Core,
+    model: Model,
+    ticket: Ticket,
+    pairs: tuple[PagePairs, ...],
+    *,
+    layered: bool,
+    short_suffix: bool = False,
+) -> None:
+    """Hand a ticket's pages to the mover and note where its progress is read; the flags are those of ``Transfer``.
 
     Call it once the ledger knows all about the ticket: one without pages is done at once, and one that the mover
     refuses has failed.
@@ -76,6 +84,7 @@ def submit(core: Core, model: Model, ticket: Ticket, pairs: tuple[PagePairs, ...
         ticket.direction,
         pairs,
         layered=layered,
+        short_suffix=short_suffix,
         urgency=ticket.urgency,
         source_replica=ticket.source[0] if ticket.source is not None else None,
     )

@@ -67,6 +67,7 @@ class Transfer:
 
     ``source_replica``: a load that reads from the device pools of that replica, rank by rank, and not from the host.
     ``layered``: a load whose waiters follow layer by layer; the timeline word then moves after each layer (or few).
+    ``short_suffix``: they take less time for a layer than the link does: the first comes alone, all others together.
     ``urgency``: what it is at first; the mover's ``expedite`` makes a BACKGROUND transfer an AWAITED one.
     """
 
@@ -78,6 +79,7 @@ class Transfer:
     layered: bool
     urgency: Urgency = Urgency.AWAITED
     source_replica: int | None = None
+    short_suffix: bool = False
 
     def touches(self, model: int, replica: int) -> bool:
         """True where it reads or writes pages of a replica."""

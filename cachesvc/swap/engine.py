@@ -24,7 +24,7 @@ from cachesvc.swap.attached import (
     rank_moves,
 )
 from cachesvc.swap.movers import Movers, RankEnd, RankJob
-from cachesvc.swap.planner import GroupMove
+from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove
 from cachesvc.swap.slots import SlotPool
 from cachesvc.swap.transfer_counts import (
     TransferCounts,
@@ -211,8 +211,8 @@ class SwapEngine:
             if self._tracer is not None:
                 flight.trace = self._tracer.begin(transfer, sum(map(_move_bytes, moves)))
             self._flights[transfer.ticket] = flight
+        way, step = transfer.direction, self._step_of(transfer)
         for rank, device in enumerate(flight.devices):
-            way, step = transfer.direction, self.layers_per_step if transfer.layered else 0
             self._movers.submit(RankJob(transfer.ticket, device, way, flight.urgency, step, slot, flight.moves[rank]))
         return model.slots.told(slot)
 
@@ -248,6 +248,12 @@ class SwapEngine:
             raise InvalidRequest(f"rank {rank} of {model.layout.ranks}, group {group} of {len(model.layout.groups)}")
         pool = model.host_pool(group, rank) if replica is None else replica.pools[rank][group]
         return b"".join(self._movers.memory.read(*row) for row in pool.rows_of(page))
+
+    def _step_of(self, transfer: Transfer) -> int | None:
+        """The ``layers_per_step`` of its plan."""
+        if not transfer.layered:
+            return 0
+        return ALL_BUT_FIRST if transfer.short_suffix and self.layers_per_step is None else self.layers_per_step
 
     def _began(self, flight: _Flight) -> float | None:
         """When the first slice of the first rank was started."""

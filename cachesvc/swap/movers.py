@@ -39,7 +39,7 @@ from cachesvc.swap.planner import GroupMove, Pool, plan
 @dataclass(frozen=True, slots=True)
 class RankJob:
     """One rank's share of a ticket, in pages. ``layers_per_step``: after how many layers its word moves; 0: at its end
-    alone, None: as the link's costs choose."""
+    alone, None: as the link's costs choose; or ``ALL_BUT_FIRST``."""
 
     ticket: int
     device: str

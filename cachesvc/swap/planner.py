@@ -32,6 +32,8 @@ FIRST_PART_BYTES = 8 << 20
 """What is planned before the first copy starts: long enough to plan the next part meanwhile."""
 FIRST_PART_COPIES = 16
 """Or so many, where that is more, but a slice at most: a few large copies are planned and submitted as fast as one."""
+ALL_BUT_FIRST = -1
+"""As ``layers_per_step``: the first layer is a step, and all the rest another."""
 PART_COPIES = 2048
 """Of every further part: some 0.2 ms to plan, for which other jobs wait."""
 _Memo = dict[tuple[Piece, tuple[int, int]], CopyBatch]
@@ -92,8 +94,8 @@ def plan(
     + layers``. A step comes in parts, the first of all of ``first_bytes`` or ``FIRST_PART_COPIES`` copies, any other of
     about ``part_copies`` copies; the last one has the word.
 
-    ``layers_per_step``: 0 for one step of all layers; None lets ``costs`` choose. Raises InvalidRequest, before
-    anything is planned, where pages are unpaired, outside of their pool, or written to twice.
+    ``layers_per_step``: 0 for one step of all layers; None lets ``costs`` choose; or ``ALL_BUT_FIRST``. Raises
+    InvalidRequest, before anything is planned, where pages are unpaired, outside of their pool, or written to twice.
     """
     runs = [
         runs_of(move.device.table, move.host.table, move.device_pages, move.host_pages, direction) for move in moves
@@ -144,6 +146,9 @@ def _step_sizes(
     """Layers of each step. Where they are followed one by one, the first is a layer whatever that costs, and nothing is
     reckoned before it."""
     layers = len(present)
+    if layers_per_step == ALL_BUT_FIRST:
+        yield from (1, layers - 1) if layers > 1 else (1,)
+        return
     if layers_per_step is not None or layers < 2:
         size = layers_per_step or max(1, layers)
         yield from (size for _ in range(0, max(1, layers), size))

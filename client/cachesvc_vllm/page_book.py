@@ -337,11 +337,13 @@ class PageBook:
         try:
             self._collect()
             batch = self._stream.batch()
-            batch.allocate(sequence, max(blocks, sequence.hit_blocks))
+            batch.allocate(sequence, max(blocks, sequence.hit_blocks), short_suffix=True)
             for other in self._requests.values():
                 if other is not request and other.wants_pages and self._clock() >= self._short_until_s:
                     assert other.sequence is not None
-                    batch.allocate(other.sequence, max(other.first_blocks, other.sequence.hit_blocks))
+                    batch.allocate(
+                        other.sequence, max(other.first_blocks, other.sequence.hit_blocks), short_suffix=True
+                    )
             self._pending = self._stream.send(batch)
             self._collect()
         except CacheClientError as error:

@@ -144,7 +144,8 @@ def test_a_preempted_sequence_keeps_its_bytes(node: Node) -> None:
         assert other.ask("serve", tokens=prompt(15, 6))["computed"] == 0
 
 
-def test_a_preempted_sequence_with_a_window_keeps_its_bytes(node: Node) -> None:
+@pytest.mark.parametrize("short_suffix", [False, True])
+def test_a_preempted_sequence_with_a_window_keeps_its_bytes(node: Node, short_suffix: bool) -> None:
     with Engine(node.socket, layout=WINDOWED, device_pages=16, host_pages=64) as engine:
         keys = engine.keys(prompt(18, 10))
         with engine.lease.match(keys) as sequence:
@@ -156,7 +157,7 @@ def test_a_preempted_sequence_with_a_window_keeps_its_bytes(node: Node) -> None:
             sequence.swap_out()
             sequence.wait_swapped(WAIT_SECONDS)
             engine.serve(prompt(19, 14))
-            sequence.swap_in()
+            sequence.swap_in(short_suffix=short_suffix)
             sequence.wait_swapped(WAIT_SECONDS)
             assert engine.bad(sequence, keys, range(10)) == []
             assert (sequence.tables[1] >= 0).tolist() == held

@@ -117,17 +117,20 @@ def match(sequence: int, prompt: str) -> cache_pb2.StepOperation:
     return cache_pb2.StepOperation(match=cache_pb2.MatchRequest(sequence_id=sequence, keys=chain(*prompt)))
 
 
-def allocate(sequence: int, blocks: int) -> cache_pb2.StepOperation:
-    return cache_pb2.StepOperation(allocate=cache_pb2.AllocateRequest(sequence_id=sequence, blocks=blocks))
+def allocate(sequence: int, blocks: int, *, short_suffix: bool = False) -> cache_pb2.StepOperation:
+    wanted = cache_pb2.AllocateRequest(sequence_id=sequence, blocks=blocks, short_suffix=short_suffix)
+    return cache_pb2.StepOperation(allocate=wanted)
 
 
 def release(sequence: int) -> cache_pb2.StepOperation:
     return cache_pb2.StepOperation(release=cache_pb2.ReleaseRequest(sequence_id=sequence))
 
 
-def swap_in(sequence: int) -> cache_pb2.StepOperation:
+def swap_in(sequence: int, *, short_suffix: bool = False) -> cache_pb2.StepOperation:
     return cache_pb2.StepOperation(
-        swap=cache_pb2.SwapRequest(sequence_id=sequence, direction=cache_pb2.SWAP_DIRECTION_IN)
+        swap=cache_pb2.SwapRequest(
+            sequence_id=sequence, direction=cache_pb2.SWAP_DIRECTION_IN, short_suffix=short_suffix
+        )
     )
 
 

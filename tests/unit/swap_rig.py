@@ -80,10 +80,17 @@ class Rig:
             self.then(ticket)
 
     def move(
-        self, direction: Direction, *pairs: tuple[int, list[int], list[int]], layered: bool = False
+        self,
+        direction: Direction,
+        *pairs: tuple[int, list[int], list[int]],
+        layered: bool = False,
+        short_suffix: bool = False,
     ) -> TimelineSlot:
         pages = tuple(PagePairs(group, tuple(device), tuple(host)) for group, device, host in pairs)
-        return self.engine.submit(Transfer(next(self.tickets), MODEL, REPLICA, direction, pages, layered))
+        ticket = next(self.tickets)
+        return self.engine.submit(
+            Transfer(ticket, MODEL, REPLICA, direction, pages, layered, short_suffix=short_suffix)
+        )
 
     def settle(self, ends: int = 1) -> None:
         if isinstance(self.backend, SteppedBackend):

@@ -156,6 +156,13 @@ def test_a_refused_extend_ends_the_sequence_and_release_saves_its_pages() -> Non
     assert stock.pages == (1, 1)
 
 
+def test_a_short_suffix_is_told_where_there_is_one() -> None:
+    mine = record()
+    for short in (False, True):
+        assert mine.allocate(6, short_suffix=short).request.short_suffix is short
+        assert mine.swap_in(short_suffix=short).request.short_suffix is short
+
+
 def test_growing_over_an_allocate_without_an_answer_is_refused() -> None:
     mine, stock = record(blocks=2), Stock([1, 1])
     stock.add([common_cells(0, (7,)), common_cells(1, (17,))])

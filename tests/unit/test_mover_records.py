@@ -16,7 +16,7 @@ from cachesvc.mover.records import KEPT_TABLES, Listener, Teller
 from cachesvc.mover.ring import Part
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.movers import RankEnd, RankJob
-from cachesvc.swap.planner import GroupMove, Pool, plan
+from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
 from tests.unit.swap_rig import mixed_layout
 
 LAYOUT = mixed_layout(1)
@@ -67,7 +67,7 @@ def plan_of(one: RankJob, regions: dict[int, int]) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("step", [None, 0, 3])
+@pytest.mark.parametrize("step", [None, 0, 3, ALL_BUT_FIRST])
 def test_a_job_is_heard_as_it_was_told_and_planned_alike(step: int | None) -> None:
     told = job(1 << 40, moves(), step)
     (again,) = heard(Listener("shm-0", REGIONS), Teller().job(told))

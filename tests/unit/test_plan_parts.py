@@ -10,7 +10,7 @@ from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts
-from cachesvc.swap.planner import FIRST_PART_BYTES, FIRST_PART_COPIES, PART_COPIES, GroupMove, plan
+from cachesvc.swap.planner import ALL_BUT_FIRST, FIRST_PART_BYTES, FIRST_PART_COPIES, PART_COPIES, GroupMove, plan
 from tests.unit.test_planner import CHEAP_LINK, whole_pools
 
 
@@ -20,7 +20,7 @@ def scattered_move(count: int, block_tokens: int = 16) -> GroupMove:
     return whole_pools(layout, pages, list(range(0, 2 * count, 2)))
 
 
-@pytest.mark.parametrize("layers_per_step", [0, 1, None])
+@pytest.mark.parametrize("layers_per_step", [0, 1, None, ALL_BUT_FIRST])
 @pytest.mark.parametrize("costs", [LinkCosts(), LinkCosts(per_single_us=0.65)])
 def test_the_first_part_is_small_and_every_other_one_limited(layers_per_step: int | None, costs: LinkCosts) -> None:
     move = scattered_move(4096)
@@ -35,6 +35,12 @@ def test_the_first_part_is_small_and_every_other_one_limited(layers_per_step: in
     parts = [step.word_value for step in steps]
     assert parts[0] is None
     assert len(parts) <= 2 + sum(word is not None for word in parts) + 4096 * 64 // PART_COPIES
+
+
+def test_all_layers_but_the_first_come_together() -> None:
+    move = scattered_move(4096)
+    steps = plan([move], Direction.LOAD, layers=32, base=5, layers_per_step=ALL_BUT_FIRST, costs=LinkCosts())
+    assert [step.word_value for step in steps if step.word_value is not None] == [6, 37]
 
 
 @pytest.mark.parametrize(("block_tokens", "copies"), [(16, [16, 16]), (32, [8, 8]), (64, [4, 4])])

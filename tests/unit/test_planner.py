@@ -20,7 +20,7 @@ from cachesvc.model.geometry import Geometry, PlaneSpan, device_geometry, host_g
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts
-from cachesvc.swap.planner import GroupMove, Pool, plan
+from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
 
 Bytes = npt.NDArray[np.uint8]
 FREE_COPIES = LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0)
@@ -190,7 +190,7 @@ def world_of(seed: int) -> World:
 @given(
     seed=st.integers(0, 1 << 32),
     direction=st.sampled_from(Direction),
-    layers_per_step=st.sampled_from([0, 1, 2, 5, None]),
+    layers_per_step=st.sampled_from([0, 1, 2, 5, None, ALL_BUT_FIRST]),
     costs=st.sampled_from(
         [
             CHEAP_LINK,

@@ -1,11 +1,14 @@
-"""A Step: the order of its operations when some have to wait, its deadline, and what a defect leaves."""
+"""A Step: the order of its operations when some have to wait, its deadline, what a defect leaves, and how
+it loads."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
+from cachesvc.model.transfer import Direction
 from cachesvc.service.dispatch import INTERNAL
 from tests.unit.dispatch_rig import (
     Desk,
@@ -18,6 +21,7 @@ from tests.unit.dispatch_rig import (
     swap_in,
     turns,
 )
+from tests.unit.test_flows_load import hosted
 
 
 async def test_a_step_that_does_not_wait_is_answered_at_once() -> None:
@@ -206,3 +210,18 @@ async def test_an_empty_operation_and_one_too_many_are_refused_by_name() -> None
         assert desk.steps(lease, stock_pages=[1, 1]).code == "INVALID"
         assert desk.ask(desk.cache.step, step(lease, 0, match(2, "a"))).code == "INVALID"
         assert sorted(desk.rig.core.ledger.leases[lease].sequences) == [1]
+
+
+@pytest.mark.parametrize("short_suffix", [False, True])
+async def test_a_load_is_as_long_behind_its_first_layer_as_the_caller_says(short_suffix: bool) -> None:
+    async with Desk(hosted("abcd")) as desk:
+        lease, transfers = desk.lease(), desk.rig.mover.transfers
+        desk.steps(lease, match(1, "abcd"), allocate(1, 5, short_suffix=short_suffix))
+        [(ticket, load)] = transfers.items()
+        assert (load.layered, load.short_suffix) == (True, short_suffix)
+        await desk.land(ticket)
+        await desk.land(desk.swap_out(lease, 1))
+        desk.steps(lease, swap_in(1, short_suffix=short_suffix))
+        [(ticket, load)] = transfers.items()
+        assert (load.direction, load.layered, load.short_suffix) == (Direction.LOAD, True, short_suffix)
+        await desk.land(ticket)

@@ -114,6 +114,22 @@ def test_layers_arrive_one_after_another_on_each_rank(stepped: Rig) -> None:
     assert stepped.ended == [(0, None)]
 
 
+def test_before_a_short_suffix_all_layers_but_the_first_arrive_together() -> None:
+    rig = rig_of("stepped", mixed_layout(1), layers_per_step=None)
+    try:
+        backend = rig.backend
+        assert isinstance(backend, SteppedBackend)
+        slot = rig.move(LOAD, (0, [2], [3]), (1, [2], [4]), layered=True, short_suffix=True)
+        seen = []
+        while not rig.ended:
+            backend.run_step("step-0", LOAD)
+            ((word, _),) = rig.words(slot)
+            seen.append(word)
+        assert sorted(set(seen) - {slot.base}) == [slot.base + 1, slot.end]
+    finally:
+        rig.close()
+
+
 def test_a_rank_that_breaks_fails_the_ticket_for_all_and_releases_everybody(stepped: Rig) -> None:
     backend = stepped.backend
     assert isinstance(backend, SteppedBackend)

@@ -77,7 +77,7 @@ def _match(m: cache_pb2.MatchRequest) -> Flow[Matched]:
 
 
 def _allocate(m: cache_pb2.AllocateRequest) -> Flow[Allocated]:
-    return lambda core, call: allocate(core, call, m.sequence_id, m.blocks)
+    return lambda core, call: allocate(core, call, m.sequence_id, m.blocks, short_suffix=m.short_suffix)
 
 
 def _publish(m: cache_pb2.PublishRequest) -> Flow[Published]:
@@ -89,7 +89,7 @@ def _swap(m: cache_pb2.SwapRequest) -> Flow[Swapped]:
     if m.direction == cache_pb2.SWAP_DIRECTION_OUT:
         return lambda core, call: swap_out(core, call, m.sequence_id)
     if m.direction == cache_pb2.SWAP_DIRECTION_IN:
-        return lambda core, call: swap_in(core, call, m.sequence_id)
+        return lambda core, call: swap_in(core, call, m.sequence_id, short_suffix=m.short_suffix)
     raise InvalidRequest("swap needs a direction, OUT or IN")
 
 

@@ -35,13 +35,15 @@ class AsyncSequence(SequenceView):
         super().__init__(record)
         self._calls = calls
 
-    async def allocate(self, blocks: int) -> Allocated:
+    async def allocate(self, blocks: int, *, short_suffix: bool = False) -> Allocated:
         """Make the block tables ``blocks`` long, all or nothing; blocks of the hit on the host start to load.
 
         ``loading_blocks`` of the answer says how many of the new blocks are loads; the rest is fresh and this
-        sequence's alone. Raises PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
+        sequence's alone. ``short_suffix``: what is to be computed takes less time than the load, or nothing waits layer
+        by layer; then the first layer comes by itself and all others together, which takes the link least time. Raises
+        PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
         """
-        return await self._run(lambda: self.record.allocate(blocks))
+        return await self._run(lambda: self.record.allocate(blocks, short_suffix=short_suffix))
 
     async def publish(self, upto_blocks: int, keys: PackedKeys = b"") -> Published:
         """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.
@@ -78,12 +80,12 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.swap_out(launch))
 
-    async def swap_in(self) -> Swapped:
+    async def swap_in(self, *, short_suffix: bool = False) -> Swapped:
         """Start to bring the sequence back; ``tables`` are new, and ``tickets`` are what to wait for.
 
-        Raises PoolExhausted, Conflict (on the device already, or still on its way out).
+        ``short_suffix``: as of ``allocate``. Raises PoolExhausted, Conflict (on the device already, or on its way out).
         """
-        return await self._run(self.record.swap_in)
+        return await self._run(lambda: self.record.swap_in(short_suffix=short_suffix))
 
     async def wait_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until all of ``tickets`` are done. Raises LoadFailed, DeadlineExceeded."""

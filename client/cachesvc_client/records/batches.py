@@ -49,9 +49,9 @@ class StepBatch(Generic[H]):
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
 
-    def allocate(self, sequence: H, blocks: int) -> int:
+    def allocate(self, sequence: H, blocks: int, *, short_suffix: bool = False) -> int:
         """As ``Sequence.allocate``; the result is an Allocated."""
-        return self._add(sequence.record.allocate(blocks))
+        return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix))
 
     def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"") -> int:
         """As ``Sequence.publish``; the result is a Published."""
@@ -79,9 +79,9 @@ class StepBatch(Generic[H]):
         """As ``Sequence.swap_out``; the result is a Swapped."""
         return self._add(sequence.record.swap_out(launch))
 
-    def swap_in(self, sequence: H) -> int:
+    def swap_in(self, sequence: H, *, short_suffix: bool = False) -> int:
         """As ``Sequence.swap_in``; the result is a Swapped."""
-        return self._add(sequence.record.swap_in())
+        return self._add(sequence.record.swap_in(short_suffix=short_suffix))
 
     def release(self, sequence: H, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """As ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""

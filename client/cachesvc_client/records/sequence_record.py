@@ -116,7 +116,7 @@ class SequenceRecord:
             MATCH, build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds), apply, self._end
         )
 
-    def allocate(self, blocks: int) -> Operation[Allocated]:
+    def allocate(self, blocks: int, *, short_suffix: bool = False) -> Operation[Allocated]:
         """Make the tables ``blocks`` long."""
         self._require_usable()
 
@@ -137,7 +137,7 @@ class SequenceRecord:
         def fail(_: CacheClientError) -> None:
             self.allocations -= 1
 
-        return self._operation(ALLOCATE, build_allocate(self.id, blocks), apply, fail)
+        return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix), apply, fail)
 
     def publish(self, upto_blocks: int, keys: PackedKeys) -> Operation[Published]:
         """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
@@ -230,7 +230,7 @@ class SequenceRecord:
 
         return self._operation(SWAP, build_swap(self.id, SWAP_OUT), apply)
 
-    def swap_in(self) -> Operation[Swapped]:
+    def swap_in(self, *, short_suffix: bool = False) -> Operation[Swapped]:
         """Bring the sequence back."""
         self._require_usable()
 
@@ -242,7 +242,7 @@ class SequenceRecord:
             self.loading = range(self.blocks)
             return answer
 
-        return self._operation(SWAP, build_swap(self.id, SWAP_IN), apply)
+        return self._operation(SWAP, build_swap(self.id, SWAP_IN, short_suffix=short_suffix), apply)
 
     def release(self, stock: Stock | None) -> Operation[int]:
         """End the sequence; stock pages that the daemon never saw in it go back to the stock."""

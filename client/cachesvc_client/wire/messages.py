@@ -110,9 +110,9 @@ def parse_match(response: cache_pb2.MatchResponse) -> Matched:
     )
 
 
-def build_allocate(sequence_id: int, blocks: int) -> cache_pb2.AllocateRequest:
+def build_allocate(sequence_id: int, blocks: int, short_suffix: bool) -> cache_pb2.AllocateRequest:
     """``blocks``: length of the table that is wanted."""
-    return cache_pb2.AllocateRequest(sequence_id=sequence_id, blocks=blocks)
+    return cache_pb2.AllocateRequest(sequence_id=sequence_id, blocks=blocks, short_suffix=short_suffix)
 
 
 def parse_allocate(response: cache_pb2.AllocateResponse) -> Allocated:
@@ -136,9 +136,11 @@ def parse_publish(response: cache_pb2.PublishResponse) -> Published:
     )
 
 
-def build_swap(sequence_id: int, direction: cache_pb2.SwapDirection.ValueType) -> cache_pb2.SwapRequest:
+def build_swap(
+    sequence_id: int, direction: cache_pb2.SwapDirection.ValueType, *, short_suffix: bool = False
+) -> cache_pb2.SwapRequest:
     """``direction``: SWAP_OUT or SWAP_IN."""
-    return cache_pb2.SwapRequest(sequence_id=sequence_id, direction=direction)
+    return cache_pb2.SwapRequest(sequence_id=sequence_id, direction=direction, short_suffix=short_suffix)
 
 
 def parse_swap(response: cache_pb2.SwapResponse) -> Swapped:

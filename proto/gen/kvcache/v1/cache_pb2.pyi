@@ -152,11 +152,16 @@ class AllocateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    SHORT_SUFFIX_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
     blocks: _builtins.int
     """Length of the block table wanted."""
+    short_suffix: _builtins.bool
+    """What is left to compute takes less time than the load: the first layer comes by itself and then all others together,
+    which takes the link least time. A load that runs already goes on as it was begun.
+    """
     def __init__(
         self,
         *,
@@ -164,10 +169,11 @@ class AllocateRequest(_message.Message):
         request_id: _builtins.int = ...,
         sequence_id: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        short_suffix: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id", "short_suffix", b"short_suffix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,10 +297,13 @@ class SwapRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     DIRECTION_FIELD_NUMBER: _builtins.int
+    SHORT_SUFFIX_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
     direction: Global___SwapDirection.ValueType
+    short_suffix: _builtins.bool
+    """Of IN: as in AllocateRequest."""
     def __init__(
         self,
         *,
@@ -302,10 +311,11 @@ class SwapRequest(_message.Message):
         request_id: _builtins.int = ...,
         sequence_id: _builtins.int = ...,
         direction: Global___SwapDirection.ValueType = ...,
+        short_suffix: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id", "short_suffix", b"short_suffix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
