@@ -119,6 +119,11 @@ class Channel:
         with contextlib.suppress(OSError):  # the other side went first
             self._connection.shutdown(socket.SHUT_WR)
 
+    def break_off(self) -> None:
+        """Wait for nothing more from the other side, which may never close its own. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
 
 def answer_all(connection: socket.socket, answer: Callable[[Message], Message]) -> None:
     """The answering side, until the other one hangs up. What ``answer`` raises is told."""

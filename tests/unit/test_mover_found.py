@@ -102,6 +102,20 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         rig.close()
 
 
+def test_a_mover_that_was_started_by_hand_and_refuses_is_left_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "mover.sock")
+    with by_hand(path) as mover:
+        movers = Processes([Settings("tape", "t", 1 << 20)], __version__, begins=[lambda: found(path)])
+        with pytest.raises(InvalidRequest, match="tape"):
+            movers.start()
+        movers.close()
+        movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+        movers.start()
+        assert list(movers.mover_pids().values()) == [mover.pid]
+        movers.close()
+        assert mover.poll() is None
+
+
 def test_a_mover_takes_no_path_that_is_not_its_own(tmp_path: Path) -> None:
     kept, path = tmp_path / "notes.txt", tmp_path / "mover.sock"
     kept.write_text("kept")

@@ -75,9 +75,10 @@ class InThreads:
 
 
 class Unkillable:
-    """A child that stands in a call of the driver."""
+    """A process that stands in a call of the driver."""
 
-    is_child = True
+    def __init__(self, is_child: bool = True) -> None:
+        self.is_child = is_child
 
     def kill(self) -> None:
         """It does not hear."""
@@ -91,11 +92,12 @@ class Unkillable:
 
 
 @contextlib.contextmanager
-def on_gpus(*gpus: HostGpu, process: Process | None = None) -> Iterator[Rig]:
+def on_gpus(*gpus: HostGpu, process: Process | None = None, probe_seconds: float = 10.0) -> Iterator[Rig]:
     """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
     layout = mixed_layout(1)
     settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
-    movers = Processes([settings], __version__, begins=[InThreads(list(gpus), process)])
+    begins = [InThreads(list(gpus), process)]
+    movers = Processes([settings], __version__, begins=begins, probe_seconds=probe_seconds)
     movers.start()
     rig = Rig(layout, movers)
     rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
@@ -167,7 +169,7 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
         assert rig.backend.fault("GPU-host-0") == ""
 
 
-@pytest.mark.parametrize("process", [None, Unkillable()])
+@pytest.mark.parametrize("process", [None, Unkillable(), Unkillable(is_child=False)])
 @pytest.mark.parametrize("call", ["wait", "submit"])
 def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
     call: str, process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
@@ -193,4 +195,23 @@ def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
         rig.engine.submit(Transfer(7, MODEL, REPLICA + 1, LOAD, (PagePairs(0, [1], [1]),), layered=False))
         rig.settle()
         assert rig.ended[-1] == (7, None)
+    hung.goes_on.set()
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
+    is_child: bool, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread in a driver's call keeps a killed process, and so its end of the connection."""
+    monkeypatch.setattr("cachesvc.memory.cuda.ANSWER_S", 3600.0)
+    hung, fresh = HostGpu(), HostGpu()
+    with on_gpus(hung, fresh, process=Unkillable(is_child), probe_seconds=0.05) as rig:
+        hung.hangs = {"wait", "free_bytes"}
+        rig.move(LOAD, (0, [1], [1]))
+        assert hung.hung.acquire()
+        rig.backend.probe()
+        rig.settle()
+        assert isinstance(rig.ended[-1][1], CopiesHang)
+        assert rig.engine.hangs(MODEL)
+        heard.wait("mover_started")
     hung.goes_on.set()
