@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts to start a mover again; pauses double. The first one comes at once."""
+LINGERING_PAUSE_S = 600.0
+"""After an attempt whose process could not be killed: each leaves one behind, with its memory."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class DeviceMover:
 
     def start(self) -> None:
         """Start the first life. Raises the CacheError that says what is missing."""
-        self._begin_life()
+        self._begin_life(self._live())
         self._thread = threading.Thread(target=self._serve, name=f"ends-{self.device}", daemon=True)
         self._thread.start()
 
@@ -274,8 +276,8 @@ class DeviceMover:
         if life is not None:
             life.put(record)
 
-    def _begin_life(self) -> None:
-        life, renewed = self._live(), dict[int, Sheet]()
+    def _begin_life(self, life: Life) -> None:
+        renewed = dict[int, Sheet]()
         try:
             life.start()
         except (MoverFault, OSError) as broken:
@@ -373,12 +375,16 @@ class DeviceMover:
         """Start a new process, for as long as it takes; False where this is closed first."""
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
+            life = self._live()
             try:
-                self._begin_life()
+                self._begin_life(life)
             except Exception as refused:  # the root of a thread: without it the device would never have a mover again
                 is_ours = not isinstance(refused, CacheError)
-                log.warning("mover_not_started device=%s reason=%s", self.device, refused, exc_info=is_ours)
-                self._closing.wait(pause_s)
+                next_s = LINGERING_PAUSE_S if life.lingers else pause_s
+                log.warning(
+                    "mover_not_started device=%s again_s=%.2f reason=%s", self.device, next_s, refused, exc_info=is_ours
+                )
+                self._closing.wait(next_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self.lives)

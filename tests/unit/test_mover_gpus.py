@@ -215,3 +215,14 @@ def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
         assert rig.engine.hangs(MODEL)
         heard.wait("mover_started")
     hung.goes_on.set()
+
+
+@pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.05"), (Unkillable(), "again_s=600.00")])
+def test_processes_that_cannot_be_killed_do_not_pile_up(process: Process | None, pause: str, heard: Heard) -> None:
+    """A GPU that hangs may hang for the next mover too."""
+    broken, refused, fresh = HostGpu(), HostGpu(), HostGpu()
+    refused.is_dead = True
+    with on_gpus(broken, refused, fresh, process=process) as rig:
+        broken.is_dead = True
+        rig.backend.probe()
+        heard.wait(f"mover_not_started device=GPU-host-0 {pause}")
