@@ -297,7 +297,7 @@ class DeviceMover:
                 with self._lock:
                     self._now = _State(life, lives=self._now.lives + 1)
             undo.pop_all()
-        for limit in self._limits.items():
+        for limit in list(self._limits.items()):  # others may come meanwhile
             life.put(records.limit_record(*limit))
         if self._closing.is_set():  # and who closes may have come before there was a life
             life.kill()
@@ -335,7 +335,9 @@ class DeviceMover:
                 self._end(job, end)
         elif kind == records.BEGAN:
             ticket, began = records.began_of(np.frombuffer(record, np.int64))
-            self._now.began[ticket] = began
+            with self._lock:
+                if ticket in self._now.jobs:
+                    self._now.began[ticket] = began
         elif kind == records.BROKEN:
             self._broke(life, record[8:].decode(errors="replace"))
 
