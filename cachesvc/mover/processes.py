@@ -35,8 +35,8 @@ PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
 
 
-PEER_SECONDS = 1.0
-"""How long a slab is waited for that movers of other devices are told of: one that hangs is told when it answers."""
+ASKED_SECONDS = 1.0
+"""How long movers are waited for that are asked at once. One that hangs answers, or is ended, while others go on."""
 
 
 class _Chunk(NamedTuple):
@@ -183,9 +183,8 @@ class Processes:
         return self._mover(device).fault
 
     def probe(self) -> None:
-        """Ask every mover for its device, all at once."""
-        with ThreadPoolExecutor(len(self._at)) as threads:
-            list(threads.map(DeviceMover.probe, self._at.values()))
+        """Ask every mover for its device, all at once. Waits for no answer that takes long."""
+        _at_once([mover.probe for mover in self._at.values()])
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""
@@ -321,12 +320,12 @@ def _outcome_of(call: Callable[[], object]) -> CacheError | None:
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Make all calls, each on a thread of its own, and wait for them; for ``PEER_SECONDS`` at most, and then those that
-    are left go on."""
-    threads = [threading.Thread(target=call, name="mover-peer", daemon=True) for call in calls]
+    """Make all calls, each on a thread of its own, and wait for them; for ``ASKED_SECONDS`` at most, and then those
+    that are left go on."""
+    threads = [threading.Thread(target=call, name="mover-asked", daemon=True) for call in calls]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + PEER_SECONDS
+    until = time.monotonic() + ASKED_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
 

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -226,3 +227,33 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(process: Process | None,
         broken.is_dead = True
         rig.backend.probe()
         heard.wait(f"mover_not_started device=GPU-host-0 {pause}")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, Processes]]:
+    """Two GPUs, each with a mover of its own."""
+    monkeypatch.setattr("cachesvc.mover.processes.ASKED_SECONDS", 0.05)
+    gpus = HostGpu(0), HostGpu(1)
+    settings = [Settings("cuda", gpu.uuid, 1 << 20, timeline_words=64) for gpu in gpus]
+    movers = Processes(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])
+    movers.start()
+    movers.listen(lambda _: None)
+    yield *gpus, movers
+    gpus[0].goes_on.set()
+    movers.close()
+
+
+def test_a_question_that_takes_long_keeps_nobody_from_looking_at_the_other_gpus(
+    pair: tuple[HostGpu, HostGpu, Processes], heard: Heard
+) -> None:
+    hung, other, movers = pair
+    hung.hangs = {"allocate"}
+    with ThreadPoolExecutor(1) as threads:
+        slab = threads.submit(movers.create_slab, hung.uuid, 4096)
+        assert hung.hung.acquire()
+        movers.probe()
+        other.is_dead = True
+        movers.probe()
+        heard.wait("gpu_broken device=GPU-host-1")
+        hung.goes_on.set()
+        assert slab.result().is_open, "nor was its own mover ended meanwhile"
