@@ -94,7 +94,6 @@ class DeviceMover:
         self._now = _State()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._probing = threading.Lock()
         self._is_stopped = False
         self._limits: dict[Direction, int] = {}
         self.timeline = HostTimeline(words)  # of this life, or of the last one
@@ -155,18 +154,15 @@ class DeviceMover:
         self.timeline.close()
 
     def probe(self) -> None:
-        """Ask whether the device works; a mover whose device does not, or that is silent, gives way to a new one.
-        Nothing while it is being asked."""
+        """Ask whether the device works; a mover whose device does not, or that is silent, gives way to a new one."""
         life = self._now.life
-        if life is None or self._closing.is_set() or not self._probing.acquire(blocking=False):
+        if life is None or self._closing.is_set():
             return
         try:
             if fault := life.ask("probe", seconds=self._probe_seconds).head["fault"]:
                 self._broke(life, fault)
         except (CacheError, MoverFault) as gone:
             log.warning("mover_not_probed device=%s reason=%s", self.device, gone)
-        finally:
-            self._probing.release()
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ class Processes:
             )
             for one, begin in zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
         }
+        self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._running = False
 
     def tell_losses(self, on_lost: Callable[[str, str], None]) -> None:
@@ -158,19 +159,23 @@ class Processes:
         return source == target or (self._is_wired(source, target) and not self._untold[source, target])
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
-        """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone gets it when
-        it is there again. Raises Unavailable."""
+        """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone, or whose
+        device is broken, gets it when it is there again. Raises Unavailable."""
         self._check_running()
         assert fd is not None, "a mover maps memory files"
         with self._lock:
             region = next(self._regions)
             self._chunks[region] = _Chunk(buffer, fd)
-            lives = list(self._lives.values())
-        for life in lives:
+            lives = list(self._lives.items())
+        for device, life in lives:
             try:
                 life.learn_hosts([HostChunk(region, buffer.nbytes, fd)])
-            except MoverGone as gone:
-                log.info("mover_chunk_not_told reason=%s", gone)
+            except (CacheError, MoverFault) as refused:
+                self._at[device].probe()
+                is_gone = isinstance(refused, MoverGone) or self.fault(device) or self._lives.get(device) is not life
+                if not is_gone:
+                    raise
+                log.info("mover_chunk_not_told reason=%s", refused)
         return region
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
@@ -184,7 +189,7 @@ class Processes:
 
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""
-        _at_once([mover.probe for mover in self._at.values()])
+        _at_once([partial(self._probe, device) for device in self._at])
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""
@@ -274,6 +279,17 @@ class Processes:
         for mover, slab in slabs:
             if mover.device != device and self._is_wired(mover.device, device):
                 _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
+
+    def _probe(self, device: str) -> None:
+        """Nothing while it is being asked."""
+        with self._lock:
+            if device in self._asked:
+                return
+            self._asked.add(device)
+        try:
+            self._at[device].probe()
+        finally:
+            self._asked.remove(device)
 
     def _lost(self, device: str, why: str) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
 from cachesvc.mover.process import Process
 from cachesvc.mover.processes import Processes
@@ -257,3 +260,18 @@ def test_a_question_that_takes_long_keeps_nobody_from_looking_at_the_other_gpus(
         heard.wait("gpu_broken device=GPU-host-1")
         hung.goes_on.set()
         assert slab.result().is_open, "nor was its own mover ended meanwhile"
+
+
+def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
+    pair: tuple[HostGpu, HostGpu, Processes], heard: Heard
+) -> None:
+    broken, other, movers = pair
+    broken.is_dead = True
+    fd = sealed_memfd("chunk", 4096)
+    view = map_memfd(fd, 4096)
+    movers.register_host(view, fd)
+    assert sum(count for name, count in other.held.items() if name.startswith("pin")) == 1
+    other.breaks = {"register_host"}
+    with pytest.raises(Unavailable, match="ulimit -l"):
+        movers.register_host(view, fd)
+    os.close(fd)
