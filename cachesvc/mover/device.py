@@ -98,6 +98,7 @@ class DeviceMover:
         self._limits: dict[Direction, int] = {}
         self.timeline = HostTimeline(words)  # of this life, or of the last one
         self._opening = threading.Lock()  # of sheets: each is told to each life once
+        self._freeing = threading.Lock()  # of slabs: one that is being freed makes room for the next
         self._thread: threading.Thread | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
@@ -229,7 +230,8 @@ class DeviceMover:
                 )
             state.used_bytes += size_bytes
         try:
-            told = life.ask("create_slab", region=region, size_bytes=size_bytes)
+            with self._freeing:
+                told = life.ask("create_slab", region=region, size_bytes=size_bytes)
         except BaseException:
             with self._lock:
                 state.used_bytes -= size_bytes
@@ -243,8 +245,9 @@ class DeviceMover:
                 is_alive = self._now is state and state.life is not None
             if is_alive:
                 try:
-                    life.ask("close_slab", region=slab.region)
-                except Unavailable as gone:
+                    with self._freeing:
+                        life.ask("close_slab", region=slab.region)
+                except (Unavailable, MoverFault) as gone:
                     log.info("mover_slab_gone device=%s reason=%s", self.device, gone)
 
         return SlabOfMover(region, handle, fd, give_back)
@@ -264,7 +267,7 @@ class DeviceMover:
             self.timeline.close_sheet(number)
             try:
                 self.life().ask("close_sheet", sheet=number)
-            except Unavailable as gone:
+            except (Unavailable, MoverFault) as gone:
                 log.info("mover_sheet_gone device=%s reason=%s", self.device, gone)
 
     # -- inside --------------------------------------------------------------------------------------------------------

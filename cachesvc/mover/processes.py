@@ -126,7 +126,7 @@ class Processes:
                 self._slabs.pop(closed.region, None)
                 peers = self._peers(device)
             _at_once([partial(_tolerated, partial(life.forget_peer, closed.region)) for _, life in peers])
-            close(closed)
+            _at_once([partial(close, closed)])
 
         slab.on_close = give_back
         with self._lock:
@@ -150,7 +150,7 @@ class Processes:
 
     def close_sheet(self, device: str, sheet: int) -> None:
         """No job of the model comes any more."""
-        self._mover(device).close_sheet(sheet)
+        _at_once([partial(self._mover(device).close_sheet, sheet)])
 
     def can_reach(self, source: str, target: str) -> bool:
         """As the hardware says, while the target's mover knows the source's slabs."""

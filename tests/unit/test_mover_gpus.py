@@ -275,3 +275,20 @@ def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
     with pytest.raises(Unavailable, match="ulimit -l"):
         movers.register_host(view, fd)
     os.close(fd)
+
+
+@pytest.mark.parametrize("call", ["free", "unregister_host"])
+def test_memory_is_given_back_to_a_gpu_that_hangs_without_waiting_for_it(
+    call: str, pair: tuple[HostGpu, HostGpu, Processes]
+) -> None:
+    """Whoever makes pools frees what others left, on any device."""
+    hung, _, movers = pair
+    slab = movers.create_slab(hung.uuid, 4096)
+    movers.open_sheet(hung.uuid, 1)
+    hung.hangs = {call}
+    movers.close_sheet(hung.uuid, 1)
+    slab.close()
+    assert hung.hung.acquire()
+    hung.goes_on.set()
+    movers.create_slab(hung.uuid, 1 << 20)
+    assert movers.fault(hung.uuid) == ""
