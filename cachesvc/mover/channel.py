@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,36 +56,46 @@ def send(connection: socket.socket, message: Message) -> None:
     connection.sendall(head + message.body)
 
 
-def receive(connection: socket.socket) -> Message:
-    """The next message. Raises ChannelClosed, OSError."""
+def receive(connection: socket.socket, until: float | None = None) -> Message:
+    """The next message, whole by a time of the monotonic clock. Raises ChannelClosed, OSError."""
+    _wait_at_most(connection, until)
     first, descriptors, _, _ = socket.recv_fds(connection, _SIZES.size, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         if not first:
             raise ChannelClosed("the other side has closed")
-        head_bytes, body_bytes = _SIZES.unpack(first + _exactly(connection, _SIZES.size - len(first)))
+        head_bytes, body_bytes = _SIZES.unpack(first + _exactly(connection, _SIZES.size - len(first), until))
         if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
             raise ChannelClosed(f"a message of {head_bytes} and {body_bytes} bytes: this is no mover's connection")
         try:
-            head = json.loads(_exactly(connection, head_bytes))
+            head = json.loads(_exactly(connection, head_bytes, until))
         except ValueError as other:
             raise ChannelClosed(f"a message that is not JSON: this is no mover's connection ({other})") from other
         if not isinstance(head, dict):
             raise ChannelClosed("a message without names: this is no mover's connection")
-        return Message(head, _exactly(connection, body_bytes), tuple(descriptors))
+        return Message(head, _exactly(connection, body_bytes, until), tuple(descriptors))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
 
 
-def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
+def _exactly(connection: socket.socket, size_bytes: int, until: float | None) -> bytes:
     parts = bytearray()
     while len(parts) < size_bytes:
+        _wait_at_most(connection, until)
         part = connection.recv(min(_PIECE_BYTES, size_bytes - len(parts)))
         if not part:
             raise ChannelClosed("the other side closed in the middle of a message")
         parts += part
     return bytes(parts)
+
+
+def _wait_at_most(connection: socket.socket, until: float | None) -> None:
+    if until is not None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
 
 
 class Channel:
@@ -99,12 +110,13 @@ class Channel:
     def ask(
         self, name: str, seconds: float, *, descriptors: Sequence[int] = (), body: bytes = b"", **fields: Any
     ) -> Message:
-        """Ask, and wait for the answer. Raises what the mover refused with, MoverFault, and MoverGone."""
+        """Ask, and wait for the whole answer. Raises what the mover refused with, MoverFault, and MoverGone."""
         with self._lock:
             try:
+                until = time.monotonic() + seconds
                 self._connection.settimeout(seconds)
                 send(self._connection, Message({"ask": name} | fields, body, tuple(descriptors)))
-                answer = receive(self._connection)
+                answer = receive(self._connection, until)
             except OSError as error:  # what comes late must not be taken for the answer to another question
                 self._on_broken()
                 raise MoverGone(f"the mover does not answer ({error}); it is started again by itself") from error
@@ -118,6 +130,11 @@ class Channel:
         """Say that nothing more is asked, which is how a mover is told to end. Idempotent."""
         with contextlib.suppress(OSError):  # the other side went first
             self._connection.shutdown(socket.SHUT_WR)
+
+    def break_off(self) -> None:
+        """Wait for nothing more from the other side, which may never close its own. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 def answer_all(connection: socket.socket, answer: Callable[[Message], Message]) -> None:

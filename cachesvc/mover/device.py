@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts to start a mover again; pauses double. The first one comes at once."""
+LINGERING_PAUSE_S = 600.0
+"""After an attempt whose process could not be killed: each leaves one behind, with its memory."""
 
 
 @dataclass(slots=True)
@@ -96,13 +98,14 @@ class DeviceMover:
         self._limits: dict[Direction, int] = {}
         self.timeline = HostTimeline(words)  # of this life, or of the last one
         self._opening = threading.Lock()  # of sheets: each is told to each life once
+        self._freeing = threading.Lock()  # of slabs: one that is being freed makes room for the next
         self._thread: threading.Thread | None = None
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the first life. Raises the CacheError that says what is missing."""
-        self._begin_life()
+        self._begin_life(self._live())
         self._thread = threading.Thread(target=self._serve, name=f"ends-{self.device}", daemon=True)
         self._thread.start()
 
@@ -157,12 +160,10 @@ class DeviceMover:
         if life is None or self._closing.is_set():
             return
         try:
-            fault = str(life.ask("probe", seconds=self._probe_seconds).head["fault"])
-        except CacheError as gone:
+            if fault := life.ask("probe", seconds=self._probe_seconds).head["fault"]:
+                self._broke(life, fault)
+        except (CacheError, MoverFault) as gone:
             log.warning("mover_not_probed device=%s reason=%s", self.device, gone)
-            return
-        if fault:
-            self._broke(life, fault)
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -229,7 +230,8 @@ class DeviceMover:
                 )
             state.used_bytes += size_bytes
         try:
-            told = life.ask("create_slab", region=region, size_bytes=size_bytes)
+            with self._freeing:
+                told = life.ask("create_slab", region=region, size_bytes=size_bytes)
         except BaseException:
             with self._lock:
                 state.used_bytes -= size_bytes
@@ -243,8 +245,9 @@ class DeviceMover:
                 is_alive = self._now is state and state.life is not None
             if is_alive:
                 try:
-                    life.ask("close_slab", region=slab.region)
-                except Unavailable as gone:
+                    with self._freeing:
+                        life.ask("close_slab", region=slab.region)
+                except (Unavailable, MoverFault) as gone:
                     log.info("mover_slab_gone device=%s reason=%s", self.device, gone)
 
         return SlabOfMover(region, handle, fd, give_back)
@@ -264,7 +267,7 @@ class DeviceMover:
             self.timeline.close_sheet(number)
             try:
                 self.life().ask("close_sheet", sheet=number)
-            except Unavailable as gone:
+            except (Unavailable, MoverFault) as gone:
                 log.info("mover_sheet_gone device=%s reason=%s", self.device, gone)
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -274,8 +277,8 @@ class DeviceMover:
         if life is not None:
             life.put(record)
 
-    def _begin_life(self) -> None:
-        life, renewed = self._live(), dict[int, Sheet]()
+    def _begin_life(self, life: Life) -> None:
+        renewed = dict[int, Sheet]()
         try:
             life.start()
         except (MoverFault, OSError) as broken:
@@ -295,7 +298,7 @@ class DeviceMover:
                 with self._lock:
                     self._now = _State(life, lives=self._now.lives + 1)
             undo.pop_all()
-        for limit in self._limits.items():
+        for limit in list(self._limits.items()):  # others may come meanwhile
             life.put(records.limit_record(*limit))
         if self._closing.is_set():  # and who closes may have come before there was a life
             life.kill()
@@ -333,7 +336,9 @@ class DeviceMover:
                 self._end(job, end)
         elif kind == records.BEGAN:
             ticket, began = records.began_of(np.frombuffer(record, np.int64))
-            self._now.began[ticket] = began
+            with self._lock:
+                if ticket in self._now.jobs:
+                    self._now.began[ticket] = began
         elif kind == records.BROKEN:
             self._broke(life, record[8:].decode(errors="replace"))
 
@@ -373,12 +378,16 @@ class DeviceMover:
         """Start a new process, for as long as it takes; False where this is closed first."""
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
+            life = self._live()
             try:
-                self._begin_life()
+                self._begin_life(life)
             except Exception as refused:  # the root of a thread: without it the device would never have a mover again
                 is_ours = not isinstance(refused, CacheError)
-                log.warning("mover_not_started device=%s reason=%s", self.device, refused, exc_info=is_ours)
-                self._closing.wait(pause_s)
+                next_s = LINGERING_PAUSE_S if life.lingers else pause_s
+                log.warning(
+                    "mover_not_started device=%s again_s=%.2f reason=%s", self.device, next_s, refused, exc_info=is_ours
+                )
+                self._closing.wait(next_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self.lives)

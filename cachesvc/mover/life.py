@@ -49,7 +49,7 @@ class Life:
         self._settings = settings
         self._process: Process | None = None
         self._is_ours = False
-        self._is_let_go = False
+        self._is_let_go = True  # it may go on without this life
         self._learning = threading.Lock()
         self._known: set[int] = set()
         self._waiting: deque[HostChunk] = deque()
@@ -80,6 +80,7 @@ class Life:
             told = self.ask("open", descriptors=(jobs.fd, ends.fd), **self._settings.told())
             self.facts = told.head
             undo.pop_all()
+        self._is_let_go = False
         self._watcher = threading.Thread(target=self._watch, name=f"mover-{self._settings.device}", daemon=True)
         self._watcher.start()
 
@@ -162,9 +163,12 @@ class Life:
         """It is of no use any more: end its process. One that was found and has not said what it is may be another
         daemon's: that one is let go."""
         process = self._process
-        if process is not None and (process.is_child or self._is_ours):
-            process.kill()
-        self._channel.close()
+        if process is None or not (process.is_child or self._is_ours):
+            self._channel.close()
+            return
+        self._is_let_go = False
+        process.kill()
+        self._channel.break_off()
 
     def hang_up(self) -> None:
         """Have it end its work, and its process if that is a child of this one."""
@@ -188,7 +192,7 @@ class Life:
         self._connection.close()
 
     def _watch(self) -> None:
-        """Root of a thread: wait for the end of the connection, then of the process, and say so."""
+        """Root of a thread: wait for the end of the connection, on whichever side, then of the process, and say so."""
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLRDHUP)
         poll.poll()
@@ -209,9 +213,9 @@ class Life:
         """Wait for the process, where that is ending: then it writes nowhere any more. One that was found may go on,
         for another daemon, and has given up its work for this one before it hung up."""
         process = self._process
-        if process is None or not (process.is_child or (self._is_ours and not self._is_let_go)):
+        if process is None or (self._is_let_go and not process.is_child):
             return
-        if not process.has_ended(GOING_SECONDS) and process.is_child:
+        if not process.has_ended(GOING_SECONDS):
             process.kill()
             self.lingers = not process.has_ended(UNKILLABLE_SECONDS)
 

@@ -35,8 +35,8 @@ PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
 
 
-PEER_SECONDS = 1.0
-"""How long a slab is waited for that movers of other devices are told of: one that hangs is told when it answers."""
+ASKED_SECONDS = 1.0
+"""How long movers are waited for that are asked at once. One that hangs answers, or is ended, while others go on."""
 
 
 class _Chunk(NamedTuple):
@@ -82,6 +82,7 @@ class Processes:
             )
             for one, begin in zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
         }
+        self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._running = False
 
     def tell_losses(self, on_lost: Callable[[str, str], None]) -> None:
@@ -125,7 +126,7 @@ class Processes:
                 self._slabs.pop(closed.region, None)
                 peers = self._peers(device)
             _at_once([partial(_tolerated, partial(life.forget_peer, closed.region)) for _, life in peers])
-            close(closed)
+            _at_once([partial(close, closed)])
 
         slab.on_close = give_back
         with self._lock:
@@ -149,7 +150,7 @@ class Processes:
 
     def close_sheet(self, device: str, sheet: int) -> None:
         """No job of the model comes any more."""
-        self._mover(device).close_sheet(sheet)
+        _at_once([partial(self._mover(device).close_sheet, sheet)])
 
     def can_reach(self, source: str, target: str) -> bool:
         """As the hardware says, while the target's mover knows the source's slabs."""
@@ -158,19 +159,23 @@ class Processes:
         return source == target or (self._is_wired(source, target) and not self._untold[source, target])
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
-        """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone gets it when
-        it is there again. Raises Unavailable."""
+        """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone, or whose
+        device is broken, gets it when it is there again. Raises Unavailable."""
         self._check_running()
         assert fd is not None, "a mover maps memory files"
         with self._lock:
             region = next(self._regions)
             self._chunks[region] = _Chunk(buffer, fd)
-            lives = list(self._lives.values())
-        for life in lives:
+            lives = list(self._lives.items())
+        for device, life in lives:
             try:
                 life.learn_hosts([HostChunk(region, buffer.nbytes, fd)])
-            except MoverGone as gone:
-                log.info("mover_chunk_not_told reason=%s", gone)
+            except (CacheError, MoverFault) as refused:
+                self._at[device].probe()
+                is_gone = isinstance(refused, MoverGone) or self.fault(device) or self._lives.get(device) is not life
+                if not is_gone:
+                    raise
+                log.info("mover_chunk_not_told reason=%s", refused)
         return region
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
@@ -183,9 +188,8 @@ class Processes:
         return self._mover(device).fault
 
     def probe(self) -> None:
-        """Ask every mover for its device, all at once."""
-        with ThreadPoolExecutor(len(self._at)) as threads:
-            list(threads.map(DeviceMover.probe, self._at.values()))
+        """Ask every mover for its device, all at once. Waits for no answer that takes long."""
+        _at_once([partial(self._probe, device) for device in self._at])
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""
@@ -276,6 +280,17 @@ class Processes:
             if mover.device != device and self._is_wired(mover.device, device):
                 _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
 
+    def _probe(self, device: str) -> None:
+        """Nothing while it is being asked."""
+        with self._lock:
+            if device in self._asked:
+                return
+            self._asked.add(device)
+        try:
+            self._at[device].probe()
+        finally:
+            self._asked.remove(device)
+
     def _lost(self, device: str, why: str) -> None:
         with self._lock:
             self._lives.pop(device, None)
@@ -321,12 +336,12 @@ def _outcome_of(call: Callable[[], object]) -> CacheError | None:
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Make all calls, each on a thread of its own, and wait for them; for ``PEER_SECONDS`` at most, and then those that
-    are left go on."""
-    threads = [threading.Thread(target=call, name="mover-peer", daemon=True) for call in calls]
+    """Make all calls, each on a thread of its own, and wait for them; for ``ASKED_SECONDS`` at most, and then those
+    that are left go on."""
+    threads = [threading.Thread(target=call, name="mover-asked", daemon=True) for call in calls]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + PEER_SECONDS
+    until = time.monotonic() + ASKED_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
 

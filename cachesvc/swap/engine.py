@@ -167,14 +167,20 @@ class SwapEngine:
         for device in sorted(model.sheets):
             self._movers.memory.close_sheet(device, model_id)
 
-    def detach_replica(self, model_id: int, replica_id: int) -> None:
-        """Forget a replica, once the transfers that touch it have ended. Nobody submits any for it. Raises NotFound."""
+    def detach_replica(self, model_id: int, replica_id: int, seconds: float) -> bool:
+        """Forget a replica, once the transfers that touch it have ended; False where they have not in so many seconds.
+        Nobody submits any for it. Raises NotFound."""
+
+        def has_landed() -> bool:
+            return not any(flight.transfer.touches(model_id, replica_id) for flight in self._flights.values())
+
         with self._landed:
             model = self._model(model_id)
-            while any(flight.transfer.touches(model_id, replica_id) for flight in self._flights.values()):
-                self._landed.wait()
+            if not self._landed.wait_for(has_landed, seconds):
+                return False
             gone = model.replicas.pop(replica_id)
         self._movers.forget([pool for rank in gone.pools for pool in rank])
+        return True
 
     def free_slots(self, model_id: int, replica_id: int) -> int:
         """Transfers of a model's replica that ``submit`` takes now; as many until somebody submits one of that model.

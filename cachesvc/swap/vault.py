@@ -8,6 +8,7 @@ A model of which something is still to be made or freed is not in the ledger.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,10 @@ from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.headroom import Headroom, PoolSizes
 
 log = logging.getLogger(__name__)
+
+LANDING_SECONDS = 2.0
+"""How long the copies of lost replicas are waited for. Where they take longer, for a GPU hangs, their memory is freed
+some other time: whoever makes pools waits here, on any device."""
 
 OnHostPages = Callable[[int, int, Run], None]
 """``(model, group, run)``: more host pages of a group are usable on every rank; called from a thread of the pool."""
@@ -265,15 +270,16 @@ class Vault:
         self.close_retired()
 
     def close_retired(self) -> None:
-        """Free the memory of retired models, which nothing moves any more, and of lost replicas, once nothing does."""
+        """Free the memory of retired models, which nothing moves any more, and of lost replicas, as far as nothing
+        does by then."""
         with self._lock:
-            lost = [
-                (model, replica, holding.lost.pop(replica))
-                for model, holding in self._models.items()
-                for replica in list(holding.lost)
-            ]
-        for model, replica, slabs in lost:
-            self._engine.detach_replica(model, replica)
+            lost = [(model, replica) for model, holding in self._models.items() for replica in holding.lost]
+        until = time.monotonic() + LANDING_SECONDS
+        for model, replica in lost:
+            if not self._engine.detach_replica(model, replica, max(0.0, until - time.monotonic())):
+                continue
+            with self._lock:
+                slabs = self._models[model].lost.pop(replica)
             for device, slab in slabs:
                 self._close_slab(device, slab)
         while self._retired:

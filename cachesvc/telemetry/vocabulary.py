@@ -61,7 +61,11 @@ VOCABULARY: dict[str, Event] = {
         "error", "A device's mover has ended: so many of its jobs fail.", ("device", "pid", "reason", "jobs")
     ),
     "mover_started": Event("warning", "A device has a mover again.", ("device", "pid", "lives")),
-    "mover_not_started": Event("warning", "A mover could not be started again yet, and why.", ("device", "reason")),
+    "mover_not_started": Event(
+        "warning",
+        "A mover could not be started again yet, why, and when the next attempt comes.",
+        ("device", "again_s", "reason"),
+    ),
     "mover_not_closed": Event("warning", "A mover did not end in order.", ("device", "reason")),
     "mover_not_probed": Event("warning", "A mover did not say how its device is.", ("device", "reason")),
     "mover_slab_gone": Event("info", "A slab was to be freed, and had gone with its mover.", ("device", "reason")),

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.mover.channel import Channel
+from cachesvc.mover.channel import Channel, MoverGone
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.ring import Ring, Writer
@@ -102,6 +103,20 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         rig.close()
 
 
+def test_a_mover_that_was_started_by_hand_and_refuses_is_left_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "mover.sock")
+    with by_hand(path) as mover:
+        movers = Processes([Settings("tape", "t", 1 << 20)], __version__, begins=[lambda: found(path)])
+        with pytest.raises(InvalidRequest, match="tape"):
+            movers.start()
+        movers.close()
+        movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+        movers.start()
+        assert list(movers.mover_pids().values()) == [mover.pid]
+        movers.close()
+        assert mover.poll() is None
+
+
 def test_a_mover_takes_no_path_that_is_not_its_own(tmp_path: Path) -> None:
     kept, path = tmp_path / "notes.txt", tmp_path / "mover.sock"
     kept.write_text("kept")
@@ -158,6 +173,26 @@ def test_who_is_no_daemon_is_hung_up_on(head: bytes) -> None:
     assert ours.recv(1) == b""
     ours.close()
     thread.join()
+
+
+def test_an_answer_that_never_ends_is_waited_for_no_longer_than_one_that_never_comes() -> None:
+    ours, theirs = socket.socketpair()
+    broken: list[bool] = []
+
+    def dribble() -> None:
+        with contextlib.suppress(OSError):
+            theirs.sendall(struct.pack("<II", 2, 1 << 30) + b"{}")
+            while True:
+                theirs.send(b".")
+
+    thread = threading.Thread(target=dribble, daemon=True)
+    thread.start()
+    with pytest.raises(MoverGone, match="timed out"):
+        Channel(ours, lambda: broken.append(True)).ask("hello", 0.2)
+    assert broken
+    ours.close()
+    thread.join()
+    theirs.close()
 
 
 def descriptors() -> int:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
 
 from cachesvc import __version__
 from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
 from cachesvc.mover.process import Process
 from cachesvc.mover.processes import Processes
@@ -75,9 +79,10 @@ class InThreads:
 
 
 class Unkillable:
-    """A child that stands in a call of the driver."""
+    """A process that stands in a call of the driver."""
 
-    is_child = True
+    def __init__(self, is_child: bool = True) -> None:
+        self.is_child = is_child
 
     def kill(self) -> None:
         """It does not hear."""
@@ -91,11 +96,12 @@ class Unkillable:
 
 
 @contextlib.contextmanager
-def on_gpus(*gpus: HostGpu, process: Process | None = None) -> Iterator[Rig]:
+def on_gpus(*gpus: HostGpu, process: Process | None = None, probe_seconds: float = 10.0) -> Iterator[Rig]:
     """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
     layout = mixed_layout(1)
     settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
-    movers = Processes([settings], __version__, begins=[InThreads(list(gpus), process)])
+    begins = [InThreads(list(gpus), process)]
+    movers = Processes([settings], __version__, begins=begins, probe_seconds=probe_seconds)
     movers.start()
     rig = Rig(layout, movers)
     rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
@@ -167,7 +173,7 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
         assert rig.backend.fault("GPU-host-0") == ""
 
 
-@pytest.mark.parametrize("process", [None, Unkillable()])
+@pytest.mark.parametrize("process", [None, Unkillable(), Unkillable(is_child=False)])
 @pytest.mark.parametrize("call", ["wait", "submit"])
 def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
     call: str, process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
@@ -194,3 +200,95 @@ def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
         rig.settle()
         assert rig.ended[-1] == (7, None)
     hung.goes_on.set()
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
+    is_child: bool, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread in a driver's call keeps a killed process, and so its end of the connection."""
+    monkeypatch.setattr("cachesvc.memory.cuda.ANSWER_S", 3600.0)
+    hung, fresh = HostGpu(), HostGpu()
+    with on_gpus(hung, fresh, process=Unkillable(is_child), probe_seconds=0.05) as rig:
+        hung.hangs = {"wait", "free_bytes"}
+        rig.move(LOAD, (0, [1], [1]))
+        assert hung.hung.acquire()
+        rig.backend.probe()
+        rig.settle()
+        assert isinstance(rig.ended[-1][1], CopiesHang)
+        assert rig.engine.hangs(MODEL)
+        heard.wait("mover_started")
+    hung.goes_on.set()
+
+
+@pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.05"), (Unkillable(), "again_s=600.00")])
+def test_processes_that_cannot_be_killed_do_not_pile_up(process: Process | None, pause: str, heard: Heard) -> None:
+    """A GPU that hangs may hang for the next mover too."""
+    broken, refused, fresh = HostGpu(), HostGpu(), HostGpu()
+    refused.is_dead = True
+    with on_gpus(broken, refused, fresh, process=process) as rig:
+        broken.is_dead = True
+        rig.backend.probe()
+        heard.wait(f"mover_not_started device=GPU-host-0 {pause}")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, Processes]]:
+    """Two GPUs, each with a mover of its own."""
+    monkeypatch.setattr("cachesvc.mover.processes.ASKED_SECONDS", 0.05)
+    gpus = HostGpu(0), HostGpu(1)
+    settings = [Settings("cuda", gpu.uuid, 1 << 20, timeline_words=64) for gpu in gpus]
+    movers = Processes(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])
+    movers.start()
+    movers.listen(lambda _: None)
+    yield *gpus, movers
+    gpus[0].goes_on.set()
+    movers.close()
+
+
+def test_a_question_that_takes_long_keeps_nobody_from_looking_at_the_other_gpus(
+    pair: tuple[HostGpu, HostGpu, Processes], heard: Heard
+) -> None:
+    hung, other, movers = pair
+    hung.hangs = {"allocate"}
+    with ThreadPoolExecutor(1) as threads:
+        slab = threads.submit(movers.create_slab, hung.uuid, 4096)
+        assert hung.hung.acquire()
+        movers.probe()
+        other.is_dead = True
+        movers.probe()
+        heard.wait("gpu_broken device=GPU-host-1")
+        hung.goes_on.set()
+        assert slab.result().is_open, "nor was its own mover ended meanwhile"
+
+
+def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
+    pair: tuple[HostGpu, HostGpu, Processes], heard: Heard
+) -> None:
+    broken, other, movers = pair
+    broken.is_dead = True
+    fd = sealed_memfd("chunk", 4096)
+    view = map_memfd(fd, 4096)
+    movers.register_host(view, fd)
+    assert sum(count for name, count in other.held.items() if name.startswith("pin")) == 1
+    other.breaks = {"register_host"}
+    with pytest.raises(Unavailable, match="ulimit -l"):
+        movers.register_host(view, fd)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("call", ["free", "unregister_host"])
+def test_memory_is_given_back_to_a_gpu_that_hangs_without_waiting_for_it(
+    call: str, pair: tuple[HostGpu, HostGpu, Processes]
+) -> None:
+    """Whoever makes pools frees what others left, on any device."""
+    hung, _, movers = pair
+    slab = movers.create_slab(hung.uuid, 4096)
+    movers.open_sheet(hung.uuid, 1)
+    hung.hangs = {call}
+    movers.close_sheet(hung.uuid, 1)
+    slab.close()
+    assert hung.hung.acquire()
+    hung.goes_on.set()
+    movers.create_slab(hung.uuid, 1 << 20)
+    assert movers.fault(hung.uuid) == ""

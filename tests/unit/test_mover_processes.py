@@ -239,7 +239,7 @@ def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> N
 
 
 def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PEER_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "ASKED_SECONDS", 0.05)
     movers = Processes([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
     movers.start()
     movers.listen(lambda _: None)
@@ -251,7 +251,7 @@ def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch:
     assert movers.can_reach("shm-1", "shm-0")
     os.kill(hung, signal.SIGCONT)
     for thread in threading.enumerate():
-        if thread.name == "mover-peer":
+        if thread.name == "mover-asked":
             thread.join()
     assert movers.can_reach("shm-0", "shm-1")
     kept.close()

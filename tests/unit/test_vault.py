@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +26,11 @@ from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import NotFound, PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import Direction, PagePairs, Transfer
 from cachesvc.model.words import Run, WritePolicy
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
+from cachesvc.swap import vault
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import Inside
 from cachesvc.swap.vault import Arrivals, Vault
@@ -47,14 +50,16 @@ class Desk:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         backend.start()
-        engine = SwapEngine(Inside(backend), lambda *_: None)
+        self.ended = threading.Semaphore(0)
+        self.engine = engine = SwapEngine(Inside(backend), lambda *_: self.ended.release())
         engine.start()
         self.core = Core(Ledger(), engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         pool = HostPool(0, 1 << 20, 1, None, backend)
         self.vault = Vault(backend, pool, engine, lambda *_: None)
 
-    def register(self, name: str) -> Registered:
-        request = RegisterRequest(name, LAYOUT, host_pool=PoolRequest((0, 0)))
+    def register(self, name: str, device: str = "", pages: tuple[int, ...] = ()) -> Registered:
+        devices = (device,) if device else ()
+        request = RegisterRequest(name, LAYOUT, b"", devices, PoolRequest(pages), PoolRequest((0, 0)))
         return register(self.core, self.vault, request, 0.0)
 
 
@@ -217,3 +222,26 @@ def test_memory_to_which_copies_may_still_write_is_kept(monkeypatch: pytest.Monk
     monkeypatch.setattr(SwapEngine, "hangs", lambda _, number: number == model)
     desk.vault.close_model(model)
     assert desk.vault.device_free_bytes(device) == taken
+
+
+def test_who_registers_waits_for_no_copy_that_hangs_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it reads is kept until it has ended."""
+    monkeypatch.setattr(vault, "LANDING_SECONDS", 0.0)
+    lost, hung = HostGpu(0), HostGpu(1)
+    desk = Desk(CudaBackend((lost, hung), 4 * POOL_BYTES, timeline_words=64))
+    for gpu in (lost, hung):
+        desk.register("m", gpu.uuid, PAGES)
+    hung.hangs = {"wait"}
+    copies = (PagePairs(0, [1], [1]),)
+    desk.engine.submit(Transfer(7, 1, 1, Direction.LOAD, copies, layered=False, source_replica=0))
+    assert hung.hung.acquire()
+    desk.vault.lose(lost.uuid)
+    free = desk.vault.device_free_bytes(lost.uuid)
+    desk.register("other", lost.uuid, PAGES)
+    assert desk.vault.device_free_bytes(lost.uuid) == free - POOL_BYTES
+    hung.goes_on.set()
+    assert desk.ended.acquire()
+    desk.vault.close_retired()
+    assert desk.vault.device_free_bytes(lost.uuid) == free
+    desk.backend.close()
+    assert lost.is_whole()
