@@ -7,11 +7,10 @@ A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k 
 blocks also less, is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
 anywhere in them, differently on each side. Time is from the call to the wake-up of who waits on the timeline word, as
 an engine's worker does; ``movers`` says whether threads of this process copy or a process of their own. ``whole``: all
-layers in one step. ``layered``: steps as the planner's costs choose them; ``short suffix``: one of a layer, one of all the
-rest; ``by layer``: a step for each layer.
-``both``: a load and a store at once, bytes of both added. ``of plain`` compares with plain copies the same ways at
-once, ``of one`` with one plain copy at a time. Ratios are medians over medians. A plain copy (``plain.py``) has as many
-bytes as the ticket, but 1 GiB at most.
+layers in one step. ``layered``: steps as the planner's costs choose them; ``short suffix``: a layer, then all others;
+``by layer``: a step for each layer. ``both``: a load and a store at once, bytes of both added. ``of plain`` compares with
+plain copies the same ways at once, ``of one`` with one plain copy at a time. Ratios are medians over medians. A plain
+copy (``plain.py``) has as many bytes as the ticket, but 1 GiB at most.
 """
 
 from __future__ import annotations
