@@ -8,9 +8,9 @@ blocks also less, is moved each way in one ticket, in runs of blocks that are co
 anywhere in them, differently on each side. Time is from the call to the wake-up of who waits on the timeline word, as
 an engine's worker does; ``movers`` says whether threads of this process copy or a process of their own. ``whole``: all
 layers in one step. ``layered``: steps as the planner's costs choose them; ``short suffix``: a layer, then all others;
-``by layer``: a step for each layer. ``both``: a load and a store at once, bytes of both added. ``of plain`` compares with
-plain copies the same ways at once, ``of one`` with one plain copy at a time. Ratios are medians over medians. A plain
-copy (``plain.py``) has as many bytes as the ticket, but 1 GiB at most.
+``by layer``: a step for each layer. ``both``: a load and a store at once, bytes of both added. ``of plain`` compares
+with plain copies the same ways at once, ``of one`` with one plain copy at a time. Ratios are medians over medians. A
+plain copy (``plain.py``) has as many bytes as the ticket, but 1 GiB at most.
 """
 
 from __future__ import annotations
