@@ -239,7 +239,7 @@ HEAD = ("movers", "plane", "way", "steps", "run", "MiB", "GB/s", "plain", "one w
 def show(row: Row) -> None:
     """One line."""
     print(
-        f"{row.movers:>7} {row.plane_bytes:>7} B {row.way:>5} {row.steps:>9} {row.run_blocks:>4} "
+        f"{row.movers:>7} {row.plane_bytes:>7} B {row.way:>5} {row.steps:>12} {row.run_blocks:>4} "
         f"{row.copy_bytes // MIB:>6} "
         f"{row.gb_per_s:>7.2f} {row.plain_gb_per_s:>7.2f} {row.one_way_gb_per_s:>8.2f} {row.ratio:>9.3f} "
         f"{row.of_one_way:>7.3f}",
@@ -252,7 +252,7 @@ def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list
     slab = mover.backend.create_slab(mover.device, pool_bytes)
     rows = []
     print(
-        f"{HEAD[0]:>7} {HEAD[1]:>9} {HEAD[2]:>5} {HEAD[3]:>9} {HEAD[4]:>4} {HEAD[5]:>6} {HEAD[6]:>7} {HEAD[7]:>7} "
+        f"{HEAD[0]:>7} {HEAD[1]:>9} {HEAD[2]:>5} {HEAD[3]:>12} {HEAD[4]:>4} {HEAD[5]:>6} {HEAD[6]:>7} {HEAD[7]:>7} "
         f"{HEAD[8]:>8} {HEAD[9]:>9} {HEAD[10]:>7}"
     )
     for width in ground.widths:
