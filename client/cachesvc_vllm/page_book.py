@@ -214,6 +214,7 @@ class PageBook:
         """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
+        self._sealing.clear()  # it would be told under the new keys
         self._salt = secrets.token_bytes(KEY_BYTES)
 
     def close(self) -> None:

@@ -179,6 +179,20 @@ def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine
     other.book.forget("fourth")
 
 
+def test_what_is_computed_and_not_told_when_the_namespace_changes_is_not_found_after(engine: Engine) -> None:
+    """It would be of the old weights, under the keys of the new ones."""
+    keys = hashes("a", 5)
+    request = engine.book.begin("first", Wish(keys, 0, 0))
+    assert engine.book.reserve(request, 5)
+    engine.book.take(request, 5)
+    engine.book.seal(request, 5, keys)
+    engine.book.drop(request, request.held)
+    engine.book.change_namespace()
+    engine.book.flush()
+    assert engine.book.begin("second", Wish(keys, 5, 0)).hit_blocks == 0
+    engine.book.forget("second")
+
+
 def test_requests_of_two_adapters_share_nothing(engine: Engine, other: Engine) -> None:
     keys, mine, theirs = hashes("a", 5), b"m" * 32, b"t" * 32
     request = engine.book.begin("first", Wish(keys, 5, 0, mine))
