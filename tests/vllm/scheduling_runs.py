@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +54,15 @@ def random_prompt(rng: random.Random, longest_head: int) -> list[int]:
     return head[first : first + rng.randint(1, longest_head)] + tail
 
 
-def serve(engines: Sequence[Engine], rng: random.Random, requests: int, *, resets: float = 0) -> None:
-    """Random requests, some of which are aborted, until all have ended."""
+def serve(
+    engines: Sequence[Engine],
+    rng: random.Random,
+    requests: int,
+    *,
+    resets: float = 0,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Random requests, some of which are aborted, until all have ended, or it is so far."""
     watch, longest = Watch(engines), 48 if engines[0].shape.pages > TIGHT.pages else 80
     while requests or any(engine.is_busy for engine in engines):
         for engine in engines:
@@ -68,12 +75,28 @@ def serve(engines: Sequence[Engine], rng: random.Random, requests: int, *, reset
                 engine.reset()
             engine.step()
         watch.look()
+        if until():
+            return
 
 
 def two(socket: str, seed: int, shape: Shape, requests: int = 400, *, resets: float = 0) -> list[Engine]:
     """Two engines on one pool."""
     engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
     serve(engines, random.Random(seed), requests, resets=resets)
+    return engines
+
+
+def deaths(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """The daemon dies again and again, and is away for some steps each time."""
+    rng = random.Random(seed)
+    engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
+    for _ in range(5):
+        serve(engines, rng, 30, until=lambda: sum(each.waiting_for_loads() for each in engines) > 1)
+        tell("kill")
+        serve(engines, rng, 5, until=lambda: rng.random() < 0.05)
+        tell("start")
+        serve(engines, rng, 30, until=lambda: not any(each.is_adrift for each in engines))
+    serve(engines, rng, 30)
     return engines
 
 
@@ -120,6 +143,8 @@ RUNS = {
     "tight": lambda socket, seed: two(socket, seed, TIGHT, 200),
     "tight-async": lambda socket, seed: two(socket, seed, replace(TIGHT, is_async=True), 200),
     "die-while-loading": die_while_loading,
+    "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
+    "deaths-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, is_async=True)),
 }
 
 

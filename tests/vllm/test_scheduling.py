@@ -66,3 +66,9 @@ def test_two_engines_that_have_each_what_the_other_waits_for_go_on(name: str) ->
 def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_next() -> None:
     with short_folder() as folder, running_node(LARGE_PAGES, folder=folder) as node:
         assert run("die-while-loading", node, 1)["failed_loads"] >= 1
+
+
+@pytest.mark.parametrize("name", ["deaths", "deaths-async"])
+def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
+    with short_folder() as folder, running_node(folder=folder) as node:
+        assert run(name, node, 1)["whole"] >= 50
