@@ -140,6 +140,7 @@ RUNS = {
     "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
+    "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
     "tight": lambda socket, seed: two(socket, seed, TIGHT, 200),
     "tight-async": lambda socket, seed: two(socket, seed, replace(TIGHT, is_async=True), 200),
     "die-while-loading": die_while_loading,

@@ -51,8 +51,8 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
         assert told["failed_loads"] == 0
 
 
-@pytest.mark.parametrize("name", ["plain", "async"])
-def test_requests_whose_loads_fail_are_computed(name: str) -> None:
+@pytest.mark.parametrize("name", ["plain", "async", "failing"])
+def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str) -> None:
     with running_node(["--fault-copies", "0.2"]) as node:
         assert run(name, node, 2)["failed_loads"] >= 10
 
