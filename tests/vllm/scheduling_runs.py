@@ -135,7 +135,7 @@ def tell(what: str) -> None:
     assert sys.stdin.readline() == "done\n"
 
 
-RUNS = {
+RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "plain": lambda socket, seed: two(socket, seed, Shape()),
     "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
