@@ -19,7 +19,7 @@ STUCK_S = 30.0
 """A run in which nothing happens for so long has failed."""
 
 TIGHT = Shape(pages=40, at_a_time=4, step_tokens=16, stock=1)
-"""One request of each of two engines hardly fits beside the other."""
+"""One request hardly fits beside another."""
 
 SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
@@ -59,17 +59,18 @@ def serve(
     rng: random.Random,
     requests: int,
     *,
+    aborts: float = 0.03,
     resets: float = 0,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Random requests, some of which are aborted, until all have ended, or it is so far."""
+    """Random requests until all have ended, or it is so far. ``aborts``, ``resets``: how likely in an iteration."""
     watch, longest = Watch(engines), 48 if engines[0].shape.pages > TIGHT.pages else 80
     while requests or any(engine.is_busy for engine in engines):
         for engine in engines:
             if requests and len(engine.scheduler.requests) < engine.shape.at_a_time + 4 and rng.random() < 0.4:
                 requests -= 1
                 engine.add(random_prompt(rng, longest), rng.randint(1, 40))
-            if engine.scheduler.requests and rng.random() < 0.03:
+            if engine.scheduler.requests and rng.random() < aborts:
                 engine.abort(rng.choice(list(engine.scheduler.requests)))
             if rng.random() < resets:
                 engine.reset()
@@ -79,10 +80,17 @@ def serve(
             return
 
 
-def two(socket: str, seed: int, shape: Shape, requests: int = 400, *, resets: float = 0) -> list[Engine]:
+def two(socket: str, seed: int, shape: Shape, *, resets: float = 0) -> list[Engine]:
     """Two engines on one pool."""
     engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
-    serve(engines, random.Random(seed), requests, resets=resets)
+    serve(engines, random.Random(seed), 400, resets=resets)
+    return engines
+
+
+def tight(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Three on a pool that is too small for them, of whose requests none goes away."""
+    engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(3)]
+    serve(engines, random.Random(seed), 200, aborts=0)
     return engines
 
 
@@ -141,8 +149,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
     "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
-    "tight": lambda socket, seed: two(socket, seed, TIGHT, 200),
-    "tight-async": lambda socket, seed: two(socket, seed, replace(TIGHT, is_async=True), 200),
+    "tight": lambda socket, seed: tight(socket, seed, TIGHT),
+    "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
     "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
     "deaths-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, is_async=True)),
