@@ -75,6 +75,7 @@ class Node:
         self._back: Lease | None = None
         self._address = self._size_bytes = 0
         self._followed = ("", 0.0)
+        self._refusal: type[Exception] | None = None
         self._wake = threading.Event()
         self._came = threading.Event()
         self._changing = threading.Lock()
@@ -263,10 +264,12 @@ class Node:
                     f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"
                 )
         except (CacheClientError, ConnectorRefused) as error:
-            log.debug("daemon_not_back why=%s", error)
+            is_news, self._refusal = type(error) is not self._refusal, type(error)
+            log.log(logging.WARNING if is_news else logging.DEBUG, "daemon_not_back why=%s", error)
             if lease is not None:
                 _give_up(lease)
             return False
+        self._refusal = None
         with self._changing:
             self._back = self._watched(lease)
             self._came.set()

@@ -19,7 +19,9 @@ import numpy as np
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.giving_way import GivingWay
 from cachesvc_vllm.matches import Matches, refused
+from cachesvc_vllm.private_pages import PrivatePages
 from cachesvc_vllm.request_pages import RequestPages, Wish
 
 SHORT_PAUSE_S = 0.002
@@ -55,9 +57,10 @@ class PageBook:
         self._sealing: dict[RequestPages, Sequence[bytes]] = {}
         self._ended: list[RequestPages] = []
         self._pending: PendingStep | None = None
-        self._private: list[int] = []
+        self._private = PrivatePages()
         self._salt = b""
         self._short_until_s = 0.0
+        self._way = GivingWay(clock)
         self.without_host: set[str] = set()
         self.held_blocks = 0
         self.is_adrift = False
@@ -117,8 +120,10 @@ class PageBook:
         if self.is_moving:
             return False
         if not is_with_daemon:
-            return self._reserve_private(request, blocks - len(request.pages))
-        if request.sequence is None or request.sequence.record.allocations:
+            self._private.take_ended(self._ended)
+            self._ended.clear()
+            return self._private.lengthen(request, blocks)
+        if request.sequence is None or request.is_growing:
             return False
         request.take_cells()
         if len(request.pages) >= blocks or self._grow(request, blocks):
@@ -140,6 +145,7 @@ class PageBook:
     def take(self, request: RequestPages, blocks: int) -> list[int]:
         """The next pages of a request, reserved before."""
         self.held_blocks += blocks
+        self._way.admit()
         return request.take(blocks)
 
     def finish(self, request: RequestPages, output_tokens: int) -> None:
@@ -210,10 +216,17 @@ class PageBook:
         except CacheClientError as error:
             refused("step", "", error)
 
+    def give_way(self, request: RequestPages) -> None:
+        """A request found no room. Where nothing of this engine runs, what those that wait got goes back now and then:
+        another engine may wait for it; without the daemon, all but its own, for nobody else will ever need it."""
+        if self._way.is_due(is_idle=self.is_empty and not request.is_growing):
+            self._drop_idle(request if self.is_adrift else None)
+
     def change_namespace(self) -> None:
         """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
+        self._sealing.clear()  # it would be told under the new keys
         self._salt = secrets.token_bytes(KEY_BYTES)
 
     def close(self) -> None:
@@ -231,7 +244,7 @@ class PageBook:
         self._matches.move(self._stream)
         self._sealing.clear()
         self._ended.clear()
-        self._private.clear()
+        self._private = PrivatePages()
         self._pending = None
         self.is_adrift = self.is_moving = False
 
@@ -262,7 +275,9 @@ class PageBook:
     def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
         """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
         more than it may have."""
-        if request.held or not request.is_usable or request.hit_blocks + request.host_blocks > wish.most_blocks:
+        if request.held or not request.is_usable or request.salt != wish.salt:
+            return False
+        if request.hit_blocks + request.host_blocks > wish.most_blocks:
             return False
         if request.host_blocks and request.request_id in self.without_host:
             return False
@@ -270,6 +285,8 @@ class PageBook:
         return has_pages or self._clock() - request.begun_s < MATCH_HOLDS_S
 
     def _send_matches(self, wishes: dict[str, Wish]) -> None:
+        if self._way.is_away:
+            return
         for request in self._matches.send(wishes, self._clock()):
             self._matches.forget(request.request_id)
             self._requests[request.request_id] = request
@@ -309,9 +326,10 @@ class PageBook:
             return False
         stock = self._lease.record.stock
         assert stock is not None
-        if stock.blocks and self._grow(request, min(blocks, len(request.pages) + stock.blocks)):
+        missing = blocks - len(request.pages)
+        if missing > 0 and stock.blocks and self._grow(request, len(request.pages) + min(missing, stock.blocks)):
             return len(request.pages) >= blocks or self._allocate(request, blocks)
-        return False
+        return missing <= 0
 
     def _grow(self, request: RequestPages, blocks: int) -> bool:
         """Take pages of the stock; False where it has too few, or the hit's own pages must be asked for first."""
@@ -351,7 +369,7 @@ class PageBook:
         request.take_cells()
         return len(request.pages) >= blocks
 
-    def _drop_idle(self, but_for: RequestPages) -> bool:
+    def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""
         idle = [each for each in self._requests.values() if each.is_ahead and each is not but_for]
         for request in idle:
@@ -380,19 +398,5 @@ class PageBook:
         self._take_matches()
         self._sealing.clear()
         self._pending = None
-        stock = self._lease.record.stock
-        for cells in stock.drain() if stock is not None else ():
-            self._private += cells.pages
+        self._private.take_stock(self._lease.record.stock)
         log.warning("daemon_gone private_pages=%s", len(self._private))
-
-    def _reserve_private(self, request: RequestPages, missing: int) -> bool:
-        ended, self._ended = self._ended, []
-        for each in ended:
-            self._private += each.private_pages()
-        is_loaded = len(request.pages) >= request.hit_blocks + request.host_blocks
-        if not is_loaded or missing > len(self._private):
-            return False
-        if missing > 0:
-            request.pages += self._private[:missing]
-            del self._private[:missing]
-        return True

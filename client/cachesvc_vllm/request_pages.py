@@ -64,12 +64,19 @@ class RequestPages:
         """True while it was matched, waits, and was given no pages yet."""
         if not self.is_ahead or not self.is_usable or self.sequence is None:
             return False
-        return len(self.pages) <= self.hit_blocks < self.first_blocks and not self.sequence.record.allocations
+        return len(self.pages) <= self.hit_blocks < self.first_blocks and not self.is_growing
+
+    @property
+    def is_growing(self) -> bool:
+        """True while it was asked for pages, and there is no answer."""
+        return self.sequence is not None and self.sequence.record.allocations > 0
 
     @property
     def is_usable(self) -> bool:
-        """True while the daemon has what this says."""
-        return self.sequence is not None and self.sequence.record.failure is None
+        """True while the daemon has what this says, and loads it."""
+        if self.sequence is None:
+            return False
+        return self.sequence.record.failure is None and not self.sequence.record.has_failed_load
 
     def match(self, sequence: DaemonSequence) -> None:
         """Begin with a hit."""

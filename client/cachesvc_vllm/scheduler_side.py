@@ -26,6 +26,9 @@ STUCK = (
 )
 """An engine that can serve nothing any more ends, so that whoever watches it starts it again."""
 
+WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
+"""States of a request that waits for its turn; with the last one it may be that it need not know yet."""
+
 AHEAD_DIVISOR = 8
 """Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
 
@@ -51,7 +54,7 @@ class SchedulerSide:
         self._block_tokens = 0
         self._find_hits: Any = None
         self._allocate: Any = None
-        self._unfinished: set[str] = set()
+        self._unfinished: dict[str, Any] = {}
         self._has_admitted = self._is_hasty = False
         self._watch = Stopwatch()
         self._stats = CacheStats()
@@ -112,6 +115,8 @@ class SchedulerSide:
             *args,
         )
         tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
+        if num_external_computed_tokens:  # it holds them while it waits, so it gets all that it needs to run
+            tokens = max(tokens, request.num_tokens + self._block_tokens)
         tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
         blocks_wanted = -(-tokens // self._block_tokens)
         if pages is not None and self._book.has(pages, blocks_wanted):
@@ -133,9 +138,10 @@ class SchedulerSide:
         if blocks is None:
             with self._watch:
                 self._book.ask_room()
+                self._book.give_way(pages)
         elif not is_admitted:
             self._has_admitted = True
-            self._unfinished.add(request.request_id)
+            self._unfinished[request.request_id] = request
             self._stats.data["asked_tokens"] += request.num_tokens
             self._stats.data["device_tokens"] += pages.hit_blocks * self._block_tokens
         return blocks
@@ -175,7 +181,7 @@ class SchedulerSide:
         for request_id in ended:
             if (since_s := self._loading_since_s.pop(request_id, None)) is not None:
                 self._stats.data[LOAD_SECONDS].append(now_s - since_s)
-        self._book.without_host.update(failed)
+        self._book.without_host.update(self._unfinished.keys() & failed)
         self._stats.data["loads"] += len(ended)
         self._stats.data["failed_loads"] += len(failed)
 
@@ -193,7 +199,7 @@ class SchedulerSide:
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
         with self._watch:
-            self._unfinished.discard(request.request_id)
+            self._unfinished.pop(request.request_id, None)
             self._book.without_host.discard(request.request_id)
             self._loading_since_s.pop(request.request_id, None)
             pages = self._book.find(request.request_id)
@@ -246,21 +252,27 @@ class SchedulerSide:
         there will be none, for this engine does not come back."""
         self._leave_if_back()
         pages = self._book.find(request.request_id)
-        if (
-            self._book.is_moving
-            and pages is not None
-            and pages.held
-            and request.status.name in ("WAITING", "PREEMPTED")
-        ):
-            self._manager.free(request)  # it came from the host, and vLLM does not preempt what has not run
-            request.num_computed_tokens = 0
         if pages is None:
             return None
-        if not self._book.reserve(pages, blocks):
-            if self._book.is_beyond(blocks) and not self._node.comes_back:
-                raise ConnectorRefused(STUCK)
-            return None
-        return pages
+        if self._book.reserve(pages, blocks):
+            return pages
+        if self._book.is_beyond(blocks) and not self._node.comes_back:
+            raise ConnectorRefused(STUCK)
+        self._book.give_way(pages)
+        if self._book.is_adrift:
+            self._free_waiting()
+        return None
+
+    def _free_waiting(self) -> None:
+        """Without the daemon, nobody finds room, or moves on, while all pages are those of requests that came from the
+        host and wait. vLLM preempts none that has not run, and looks no further than the first: they start over."""
+        waiting = [each for each in self._unfinished.values() if each.status.name in WAITING]
+        waiting = [each for each in waiting if each.request_id not in self._loading_since_s]
+        held = [pages.held for each in waiting if (pages := self._book.find(each.request_id)) is not None]
+        if self._book.is_moving or sum(held) == self._book.held_blocks:
+            for request in waiting:
+                self._manager.free(request)
+                request.num_computed_tokens = 0
 
     def _fills_nothing(self, request: Any, pages: RequestPages, num_new_tokens: int) -> bool:
         """True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each

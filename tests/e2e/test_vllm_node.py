@@ -166,6 +166,27 @@ def test_a_rank_whose_next_daemon_goes_while_it_attaches_stays_where_it_is(stayi
         worker.close()
 
 
+def test_an_operator_is_told_once_why_an_engine_does_not_come_back(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "cachesvc_vllm.node")
+
+    def refusals(level: int) -> list[str]:
+        said = [each.getMessage() for each in caplog.records if each.levelno == level]
+        return [each for each in said if each.startswith("daemon_not_back why=device pool")]
+
+    with running_node(folder=folder) as large:
+        engine = Node(Settings(socket=large.socket), "engine", SHARE, attaches=True)
+        engine.start()
+        try:
+            large.daemon.kill()
+            with running_node(["--device-pool", "4KiB"], folder=folder):
+                wait_until(lambda: len(refusals(logging.DEBUG)) > 2, "it tries again and again")
+                assert len(refusals(logging.WARNING)) == 1
+        finally:
+            engine.close()
+
+
 class Attempts(logging.Filter):
     """Counts attempts to come back; whoever says that a lease is lost goes on once there was one."""
 

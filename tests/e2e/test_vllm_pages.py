@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -35,7 +36,8 @@ class Engine:
             "m", layout, device_pages=[PAGES], host_pages=[host_pages], reserved_pages=1
         )
         self.lease: Lease = self.client.open_lease(registration)
-        self.book = PageBook(self.lease, 2)
+        self.ahead_s = 0.0
+        self.book = PageBook(self.lease, 2, clock=lambda: time.monotonic() + self.ahead_s)
 
     def admit(self, name: str, keys: list[bytes], blocks: int) -> RequestPages:
         """Match, reserve, and take everything."""
@@ -179,6 +181,20 @@ def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine
     other.book.forget("fourth")
 
 
+def test_what_is_computed_and_not_told_when_the_namespace_changes_is_not_found_after(engine: Engine) -> None:
+    """It would be of the old weights, under the keys of the new ones."""
+    keys = hashes("a", 5)
+    request = engine.book.begin("first", Wish(keys, 0, 0))
+    assert engine.book.reserve(request, 5)
+    engine.book.take(request, 5)
+    engine.book.seal(request, 5, keys)
+    engine.book.drop(request, request.held)
+    engine.book.change_namespace()
+    engine.book.flush()
+    assert engine.book.begin("second", Wish(keys, 5, 0)).hit_blocks == 0
+    engine.book.forget("second")
+
+
 def test_requests_of_two_adapters_share_nothing(engine: Engine, other: Engine) -> None:
     keys, mine, theirs = hashes("a", 5), b"m" * 32, b"t" * 32
     request = engine.book.begin("first", Wish(keys, 5, 0, mine))
@@ -248,6 +264,48 @@ def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(node: Node
     engine.book.forget("second")
     engine.book.forget("other")
     engine.close()
+
+
+def test_a_request_whose_load_failed_before_it_was_admitted_is_matched_again(node: Node) -> None:
+    engine, keys = Engine(node, host_pages=PAGES), hashes("a", 4)
+    engine.compute("first", keys)
+    engine.end(engine.admit("all", [], USABLE))  # drives them to the host
+    request = engine.book.begin("second", Wish(keys, 4, 0))
+    assert engine.book.reserve(request, 4)
+    assert engine.book.begin("second", Wish(keys, 4, 0)) is request
+    assert request.sequence is not None
+    request.sequence.record.has_failed_load = True  # its next pages were refused for it
+    assert engine.book.begin("second", Wish(keys, 4, 0)) is not request
+    engine.book.forget("second")
+    engine.close()
+
+
+def test_without_the_daemon_one_that_waits_gets_what_others_have_that_wait_behind_it(node: Node) -> None:
+    """Or it would wait for ever, and they behind it."""
+    engine = Engine(node)
+    book = engine.book
+    behind = book.begin("behind", Wish(hashes("b", 9), 9, 0))
+    assert book.reserve(behind, 9)
+    node.daemon.process.kill()
+    node.daemon.process.wait()
+    wait_until(lambda: engine.lease.is_lost, "the engine knows")
+    first = book.begin("first", Wish(hashes("a", 9), 9, 0))
+    for _ in range(2):
+        assert not book.reserve(first, 9)
+        book.give_way(first)
+        engine.ahead_s += 1
+    assert book.reserve(first, 9)
+    book.forget("first")
+    engine.close()
+
+
+def test_a_request_is_not_given_what_another_adapter_computed(engine: Engine) -> None:
+    """Its files changed after it was matched."""
+    keys, mine, theirs = hashes("a", 5), b"m" * 32, b"t" * 32
+    engine.book.expect("first", Wish(keys, 5, 0, mine))
+    engine.book.begin("first", Wish(keys, 5, 0, mine))
+    assert engine.book.begin("first", Wish(keys, 5, 0, theirs)).salt == theirs
+    engine.book.forget("first")
 
 
 def test_a_match_that_was_made_ahead_is_no_longer_than_what_vllm_takes(engine: Engine) -> None:

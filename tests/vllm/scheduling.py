@@ -1,0 +1,316 @@
+"""vLLM's own scheduler and both sides of the connector on a real daemon, without a model: what runs instead writes into
+each token's slot a digest of the tokens up to there, and before that looks whether all slots behind it hold theirs. So
+a page that is lost, another's, or of other weights is found in the step that reads it."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.slab_layout import GROUP
+from cachesvc_vllm.transfers import WorkerShare
+from cachesvc_vllm.worker_side import WorkerSide
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from tests.vllm.rig import MODEL
+
+BLOCK_TOKENS, LONGEST, VOCABULARY = 4, 128, 50
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine is started. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``:
+    what was not loaded; else its request ends with an error."""
+
+    pages: int = 96
+    at_a_time: int = 8
+    step_tokens: int = 64
+    stock: int = 4
+    drafts: int = 0
+    is_async: bool = False
+    page_bytes: int = BLOCK_TOKENS * DIGEST_BYTES
+    recomputes: bool = True
+
+
+class Worker(WorkerSide):
+    """As the product's, with a node that was made for it."""
+
+    def __init__(self, node: Node, page_bytes: int) -> None:
+        self._node: Node = node
+        self._loads: dict[str, Any] = {}
+        self._may_wait = False
+        self._told = None
+        node.start()
+        node.keep_address()
+        self.comes_back = node.comes_back = node.pool.memory(GROUP).can_map_over
+        pages = node.share.pages
+        self.slots = node.pool.slab(GROUP)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
+
+    def close(self) -> None:
+        """As the product's, which has no array of ours."""
+        del self.slots
+        self._node.close()
+
+
+class Model:
+    """``root`` stands for the weights: with other ones, digests and answers are others."""
+
+    def __init__(self) -> None:
+        self.root = 0
+
+    def digests(self, tokens: Sequence[int]) -> list[int]:
+        """Of each token, with all before it."""
+        digest, found = self.root, []
+        for token in tokens:
+            digest = self.follow(digest, token)
+            found.append(digest)
+        return found
+
+    def follow(self, digest: int, token: int) -> int:
+        """The digest of a token behind others."""
+        return hash((digest, token)) & (1 << 63) - 1
+
+    def answer(self, prompt: Sequence[int], new: int) -> list[int]:
+        """What follows a prompt."""
+        tokens = list(prompt)
+        for _ in range(new):
+            tokens.append(self.digests(tokens)[-1] % VOCABULARY)
+        return tokens[len(prompt) :]
+
+
+class Engine:
+    """``answers``: by request, as far as they have come. ``loads``, and the ``failed_loads`` of these, have ended."""
+
+    def __init__(self, name: str, socket: str, seed: int, shape: Shape) -> None:
+        self.name, self.shape, self.model = name, shape, Model()
+        self._rng = random.Random(seed)
+        settings = Settings(socket=socket, stock_blocks=shape.stock)
+        plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
+        share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
+        self.worker = Worker(Node(settings, name, share, attaches=True), shape.page_bytes)
+        self.scheduler = _scheduler(name, settings, shape)
+        self.connector = self.scheduler.connector
+        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back)})
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+        self._tokens: dict[str, list[int]] = {}
+        self._under_way: deque[_Step] = deque()
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.loads = self.failed_loads = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while anything is left to do."""
+        return bool(self.scheduler.has_requests() or self._under_way)
+
+    def add(self, prompt: Sequence[int], new: int) -> str:
+        """A request comes; its name."""
+        name = f"{self.name}-{len(self.requests)}"
+        params = SamplingParams(max_tokens=new, ignore_eos=True)
+        request = self.requests[name] = Request(name, list(prompt), params, None, block_hasher=self._hasher)
+        self._tokens[name], self.answers[name] = list(prompt), []
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name: str) -> None:
+        """Its client has gone."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self) -> None:
+        """There are new weights, unless vLLM cannot take them now."""
+        try:
+            if self.scheduler.reset_prefix_cache(reset_running_requests=True):
+                self.model.root += 1
+        except RuntimeError:  # what is loaded cannot be preempted
+            pass
+
+    @property
+    def is_adrift(self) -> bool:
+        """True while it has no daemon."""
+        return bool(self.connector._scheduler._book.is_adrift)  # noqa: SLF001 - vLLM need not know
+
+    def waiting_for_loads(self) -> int:
+        """How many requests are loaded from the host."""
+        return sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in self.scheduler.requests.values())
+
+    def step(self) -> None:
+        """Schedule, and take the output of what was scheduled first. Kernels may run at once, or as late as can be."""
+        if not self.is_busy:
+            return
+        steps = self._under_way
+        if self.scheduler.has_requests():
+            steps.append(self._schedule())
+            if self._rng.random() < 0.5:
+                self._run(len(steps))
+            if self.shape.is_async and len(steps) < 2 and steps[0].said.total_num_scheduled_tokens:
+                return
+        self._run(1)
+        step = steps.popleft()
+        for outputs in self.scheduler.update_from_output(step.said, step.output).values():
+            for each in outputs.outputs:
+                self.answers[each.request_id] += each.new_token_ids
+        if self.shape.drafts:
+            self._draft()
+
+    def check_answers(self) -> int:
+        """Each is as far as it goes what the model says; how many are whole."""
+        whole = 0
+        for name, request in self.requests.items():
+            new = min(request.max_tokens, LONGEST - request.num_prompt_tokens)
+            expected = self.model.answer(request.prompt_token_ids, new)
+            assert self.answers[name] == expected[: len(self.answers[name])], name
+            whole += self.answers[name] == expected
+            broken = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+            assert broken or self.answers[name] == expected, (name, request.status)
+        return whole
+
+    def leftovers(self) -> dict[str, Any]:
+        """What is kept of requests when none is left."""
+        side = self.connector._scheduler  # noqa: SLF001 - it shall be empty
+        book, record = side._book, side._book._lease.record  # noqa: SLF001
+        kept: dict[str, Any] = {"loads": self.worker._loads, "scheduler": self.scheduler.requests}  # noqa: SLF001
+        for owner in (side, side._pool, book, book._matches, record):  # noqa: SLF001
+            kept |= {each: value for each, value in vars(owner).items() if isinstance(value, dict | list | set)}
+        ours = ("pools", "blocks", "kv_event_queue", "_callbacks", "_hits")
+        return {each: value for each, value in kept.items() if value and each not in ours}
+
+    def close(self) -> None:
+        """End the leases."""
+        self.scheduler.shutdown()
+        self.worker.close()
+
+    def _schedule(self) -> _Step:
+        said = self.scheduler.schedule()
+        places = {}
+        for name, count in said.num_scheduled_tokens.items():
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            places[name] = list(table), self.requests[name].num_computed_tokens - count
+        return _Step(said, places)
+
+    def _run(self, steps: int) -> None:
+        for step in list(self._under_way)[:steps]:
+            if step.output is None:
+                step.output = self._execute(step)
+
+    def _execute(self, step: _Step) -> ModelRunnerOutput:
+        told = step.said.kv_connector_metadata
+        self.worker.begin_step(told.next_lease)
+        sampled = [
+            self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
+            for name, count in step.said.num_scheduled_tokens.items()
+        ]
+        self.worker.start_loads(told.loads, may_wait=told.is_empty)
+        results = self.worker.take_results()
+        self.loads += len(results.finished_recving)
+        self.failed_loads += len(results.failed_recving)
+        output = KVConnectorOutput(
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=self.worker.take_lease(),
+        )
+        return ModelRunnerOutput(
+            req_ids=list(step.places),
+            req_id_to_index={name: index for index, name in enumerate(step.places)},
+            sampled_token_ids=sampled,
+            kv_connector_output=None if output.is_empty() else output,
+        )
+
+    def _compute(self, name: str, table: list[int], computed: int, count: int, drafts: Sequence[int]) -> list[int]:
+        """Kernels of one request: what they sample. Drafts of which the last ones are wrong are computed too."""
+        tokens, slots = self._tokens[name], self.worker.slots
+        row = tokens[: computed + count]
+        row += drafts[: computed + count - len(row)]
+        digests = self.model.digests(row)
+        for at, digest in enumerate(digests):
+            page, slot = table[at // BLOCK_TOKENS], at % BLOCK_TOKENS
+            assert page, f"{name} uses the page that is nobody's"
+            if at < computed:
+                assert slots[page, slot] == digest, f"{name}: token {at} of {computed} is not in page {page} of {table}"
+            else:
+                slots[page, slot] = digest
+        if computed + count < len(tokens):
+            return []
+        sampled = [digests[len(tokens) - 1] % VOCABULARY]
+        for at in range(len(tokens), len(row)):
+            if row[at] != sampled[-1]:
+                break
+            sampled.append(digests[at] % VOCABULARY)
+        tokens += sampled
+        return sampled
+
+    def _draft(self) -> None:
+        """Guess what comes next: often rightly."""
+        names = [each.request_id for each in self.scheduler.running]
+        guesses = []
+        for name in names:
+            right = self.model.answer(self._tokens[name], self._rng.randrange(self.shape.drafts + 1))
+            guesses.append([each if self._rng.random() < 0.7 else (each + 1) % VOCABULARY for each in right])
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
+
+
+@dataclass
+class _Step:
+    """``places``: by request, its table, and how much of it is computed before."""
+
+    said: Any
+    places: dict[str, tuple[list[int], int]]
+    output: Any = None
+
+
+def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
+    """vLLM's own, with our connector."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        drafting = {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 3}
+        config = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            max_model_len=LONGEST,
+            max_num_seqs=shape.at_a_time,
+            max_num_batched_tokens=shape.step_tokens,
+            num_gpu_blocks_override=shape.pages,
+            gpu_memory_utilization=0.2,
+            enforce_eager=True,
+            async_scheduling=shape.is_async,
+            speculative_config=drafting if shape.drafts else None,
+            disable_hybrid_kv_cache_manager=True,
+            prefix_caching_hash_algo="sha256_cbor",
+            kv_transfer_config={
+                "kv_connector": "CachesvcConnector",
+                "kv_connector_module_path": "cachesvc_vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute" if shape.recomputes else "fail",
+                "engine_id": name,
+                "kv_connector_extra_config": {"socket": settings.socket, "stock_blocks": settings.stock_blocks},
+            },
+        ).create_engine_config()
+    config.cache_config.num_gpu_blocks = shape.pages
+    init_none_hash(sha256_cbor)
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    memory = KVCacheConfig(shape.pages, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+    kind = AsyncScheduler if shape.is_async else Scheduler
+    made = kind(config, memory, StructuredOutputManager(config), BLOCK_TOKENS)
+    made.defer_block_free = shape.is_async  # as on a GPU: here vLLM has one step at a time
+    return made

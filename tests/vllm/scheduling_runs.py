@@ -1,0 +1,177 @@
+"""Random loads for ``scheduling``: python -m tests.vllm.scheduling_runs RUN SOCKET SEED. Prints what became of them.
+
+What the daemon is to suffer is said on standard output, and goes on once there is an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tests.vllm.scheduling import VOCABULARY, Engine, Shape
+
+STUCK_S = 30.0
+"""A run in which nothing happens for so long has failed."""
+
+TIGHT = Shape(pages=40, at_a_time=4, step_tokens=16, stock=1)
+"""One request hardly fits beside another."""
+
+SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
+"""A load of some requests takes longer than a daemon needs to die."""
+
+
+class Watch:
+    """Fails a run in which nothing happens."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._seen: Any = None
+        self._since_s = 0.0
+
+    def look(self) -> None:
+        """Once in each round."""
+        seen = [
+            (len(engine.requests), sum(map(len, engine.answers.values())), request.num_computed_tokens, request.status)
+            for engine in self._engines
+            for request in engine.scheduler.requests.values()
+        ]
+        if seen != self._seen:
+            self._seen, self._since_s = seen, time.monotonic()
+        assert time.monotonic() - self._since_s < STUCK_S, f"nothing goes on: {seen}"
+
+
+def random_prompt(rng: random.Random, longest_head: int) -> list[int]:
+    """One that begins as others do."""
+    heads = random.Random(0)
+    head = [heads.randrange(VOCABULARY) for _ in range(6 * longest_head)]
+    first = rng.randrange(6) * longest_head
+    tail = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 28))]
+    return head[first : first + rng.randint(1, longest_head)] + tail
+
+
+def serve(
+    engines: Sequence[Engine],
+    rng: random.Random,
+    requests: int,
+    *,
+    aborts: float = 0.03,
+    resets: float = 0,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Random requests until all have ended, or it is so far. ``aborts``, ``resets``: how likely in an iteration."""
+    watch, longest = Watch(engines), 48 if engines[0].shape.pages > TIGHT.pages else 80
+    while requests or any(engine.is_busy for engine in engines):
+        for engine in engines:
+            if requests and len(engine.scheduler.requests) < engine.shape.at_a_time + 4 and rng.random() < 0.4:
+                requests -= 1
+                engine.add(random_prompt(rng, longest), rng.randint(1, 40))
+            if engine.scheduler.requests and rng.random() < aborts:
+                engine.abort(rng.choice(list(engine.scheduler.requests)))
+            if rng.random() < resets:
+                engine.reset()
+            engine.step()
+        watch.look()
+        if until():
+            return
+
+
+def two(socket: str, seed: int, shape: Shape, *, resets: float = 0) -> list[Engine]:
+    """Two engines on one pool."""
+    engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
+    serve(engines, random.Random(seed), 400, resets=resets)
+    return engines
+
+
+def tight(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Three on a pool that is too small for them, of whose requests none goes away."""
+    engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(3)]
+    serve(engines, random.Random(seed), 200, aborts=0)
+    return engines
+
+
+def deaths(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """The daemon dies again and again, and is away for some steps each time."""
+    rng = random.Random(seed)
+    engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
+    for _ in range(5):
+        serve(engines, rng, 30, until=lambda: sum(each.waiting_for_loads() for each in engines) > 1)
+        tell("kill")
+        serve(engines, rng, 5, until=lambda: rng.random() < 0.05)
+        tell("start")
+        serve(engines, rng, 30, until=lambda: not any(each.is_adrift for each in engines))
+    serve(engines, rng, 30)
+    return engines
+
+
+def die_while_loading(socket: str, seed: int) -> list[Engine]:
+    """The daemon dies while three requests are loaded, and comes back."""
+    engine, rng = Engine("e0", socket, seed, SLOW), random.Random(seed)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(90)] for _ in range(6)]
+    for prompt in prompts:  # the later ones drive the first to the host
+        engine.add(prompt, 4)
+        run_out(engine)
+    for prompt in prompts[:3]:
+        engine.add([*prompt, 1, 2, 3], 4)
+    while engine.waiting_for_loads() < 3:
+        engine.step()
+    tell("kill")
+    for _ in range(20):
+        engine.step()
+    tell("start")
+    while engine.is_adrift:
+        engine.add([1, 2, 3], 1)
+        run_out(engine)
+    return [engine]
+
+
+def run_out(engine: Engine) -> None:
+    """Until it has nothing to do."""
+    watch = Watch([engine])
+    while engine.is_busy:
+        engine.step()
+        watch.look()
+
+
+def tell(what: str) -> None:
+    """Have the daemon suffer it."""
+    print(f"@{what}", flush=True)
+    assert sys.stdin.readline() == "done\n"
+
+
+RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
+    "plain": lambda socket, seed: two(socket, seed, Shape()),
+    "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
+    "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
+    "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
+    "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
+    "tight": lambda socket, seed: tight(socket, seed, TIGHT),
+    "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
+    "die-while-loading": die_while_loading,
+    "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
+    "deaths-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, is_async=True)),
+}
+
+
+def main() -> None:
+    """Run, and tell."""
+    run, socket, seed = sys.argv[1:]
+    engines = RUNS[run](socket, int(seed))
+    told: dict[str, int] = {"whole": 0, "loads": 0, "failed_loads": 0, "preempted": 0}
+    for engine in engines:
+        told["loads"] += engine.loads
+        told["failed_loads"] += engine.failed_loads
+        told["preempted"] += sum(each.num_preemptions for each in engine.requests.values())
+        if run != "resets":  # else answers are of several weights
+            told["whole"] += engine.check_answers()
+        assert engine.leftovers() == {}, engine.leftovers()
+        engine.close()
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
