@@ -350,18 +350,16 @@ class PageBook:
     def _allocate(self, request: RequestPages, blocks: int) -> bool:
         """Have the daemon make the table ``blocks`` long, in a step that tells of growth first; and, as far as they go,
         those of others that were matched and may run next."""
-        sequence = request.sequence
-        assert sequence is not None
+        wanting = [(request, blocks)]
+        if self._clock() >= self._short_until_s:
+            others = (other for other in self._requests.values() if other is not request and other.wants_pages)
+            wanting += [(other, other.first_blocks) for other in others]
         try:
             self._collect()
             batch = self._stream.batch()
-            batch.allocate(sequence, max(blocks, sequence.hit_blocks), short_suffix=True)
-            for other in self._requests.values():
-                if other is not request and other.wants_pages and self._clock() >= self._short_until_s:
-                    assert other.sequence is not None
-                    batch.allocate(
-                        other.sequence, max(other.first_blocks, other.sequence.hit_blocks), short_suffix=True
-                    )
+            for each, wanted in wanting:
+                assert each.sequence is not None
+                batch.allocate(each.sequence, max(wanted, each.sequence.hit_blocks), short_suffix=True)
             self._pending = self._stream.send(batch)
             self._collect()
         except CacheClientError as error:
