@@ -350,12 +350,12 @@ class PageBook:
     def _allocate(self, request: RequestPages, blocks: int) -> bool:
         """Have the daemon make the table ``blocks`` long, in a step that tells of growth first; and, as far as they go,
         those of others that were matched and may run next."""
-        wanting = [(request, blocks)]
-        if self._clock() >= self._short_until_s:
-            others = (other for other in self._requests.values() if other is not request and other.wants_pages)
-            wanting += [(other, other.first_blocks) for other in others]
         try:
             self._collect()
+            wanting = [(request, blocks)]
+            if self._clock() >= self._short_until_s:
+                others = (other for other in self._requests.values() if other is not request and other.wants_pages)
+                wanting += [(other, other.first_blocks) for other in others]
             batch = self._stream.batch()
             for each, wanted in wanting:
                 assert each.sequence is not None
