@@ -176,8 +176,11 @@ def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine
         return
     measured = movers.measure() if config.calibration == "start" else {}
     for device in movers.devices():
+        if movers.fault(device):
+            tell(DeviceLine(device, "", config.device_pool, 0, None))
+            continue
         facts = movers.facts(device)
-        figures = LinkFigures(**measured[device]) if measured else None
+        figures = LinkFigures(**measured[device]) if device in measured else None
         line = DeviceLine(device, facts["name"], config.device_pool, facts["context_bytes"], figures)
         events.event("device_ready", pci=facts["pci"], free_bytes=facts["free_bytes"], **line.logged())
         tell(line)

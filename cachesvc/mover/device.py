@@ -106,6 +106,14 @@ class DeviceMover:
     def start(self) -> None:
         """Start the first life. Raises the CacheError that says what is missing."""
         self._begin_life(self._live())
+        self._begin_serving()
+
+    def start_later(self, why: str) -> None:
+        """The first life could not be started: the device is broken until one can."""
+        self._now = _State(fault=why)
+        self._begin_serving()
+
+    def _begin_serving(self) -> None:
         self._thread = threading.Thread(target=self._serve, name=f"ends-{self.device}", daemon=True)
         self._thread.start()
 
@@ -117,11 +125,6 @@ class DeviceMover:
     def fault(self) -> str:
         """Why the device does not work now; empty while it does."""
         return self._now.fault
-
-    @property
-    def lives(self) -> int:
-        """Processes that there have been."""
-        return self._now.lives
 
     @property
     def pid(self) -> int:
@@ -306,11 +309,10 @@ class DeviceMover:
     def _serve(self) -> None:
         """Root of the thread that takes ends, and sees to it that there is a mover."""
         while True:
-            life = self._now.life
-            assert life is not None
-            while self._take(life):
-                pass
-            self._bury(life)
+            if (life := self._now.life) is not None:
+                while self._take(life):
+                    pass
+                self._bury(life)
             if self._closing.is_set() or not self._live_again():
                 return
 
@@ -390,6 +392,6 @@ class DeviceMover:
                 self._closing.wait(next_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
-                log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self.lives)
+                log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self._now.lives)
                 return True
         return False

@@ -105,13 +105,19 @@ class Processes:
         return self._mover(device).capacity_bytes
 
     def start(self) -> None:
-        """Start all movers, at once. Raises the CacheError of the first that cannot."""
+        """Start all movers, at once. Where some start, devices of others are broken until theirs can. Raises the
+        CacheError of the first where none can, and any that says more than Unavailable."""
         with ThreadPoolExecutor(len(self._at)) as threads:
             results = list(threads.map(_outcome_of, [mover.start for mover in self._at.values()]))
         self._running = True
-        for failed in filter(None, results):
+        refused = [failed for failed in results if failed is not None]
+        asked_wrongly = [failed for failed in refused if not isinstance(failed, Unavailable)]
+        if asked_wrongly or len(refused) == len(results):
             self.close()
-            raise failed
+            raise [*asked_wrongly, *refused][0]
+        for mover, failed in zip(self._at.values(), results, strict=True):
+            if failed is not None:
+                mover.start_later(str(failed))
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
@@ -205,11 +211,12 @@ class Processes:
         return slab[0].life().ask("read", region=region, offset=offset, size_bytes=size_bytes).body
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """What each device is and what its link costs, by name, measured on all at once; movers that come later plan
-        by it too. Raises Unavailable."""
+        """What each device that works is and what its link costs, by name, measured on all at once; movers that come
+        later plan by it too. Raises Unavailable."""
+        lives = {device: mover.life() for device, mover in self._at.items() if not mover.fault}
         with ThreadPoolExecutor(len(self._at)) as threads:
-            figures = threads.map(lambda mover: mover.life().ask("measure").head, self._at.values())
-            self._figures = dict(zip(self._at, figures, strict=True))
+            figures = threads.map(lambda life: life.ask("measure").head, lives.values())
+            self._figures = dict(zip(lives, figures, strict=True))
         return self._figures
 
     def facts(self, device: str) -> dict[str, Any]:

@@ -128,6 +128,34 @@ def test_a_daemon_takes_movers_that_run_already(folder: Path) -> None:
         assert mover.wait() == 0
 
 
+def test_a_daemon_serves_before_all_of_its_movers_are_there(folder: Path) -> None:
+    paths = [str(folder / f"mover-{number}.sock") for number in range(2)]
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(path: str) -> None:
+        running.append(subprocess.Popen([sys.executable, "-m", "cachesvc.mover", "--socket", path]))
+        wait_until(lambda: Path(path).exists(), "the mover listens")
+
+    try:
+        start(paths[0])
+        flags = (*PROCESSES, "--mover", paths[0], "--mover", paths[1])
+        with running_node(flags) as node, Engine(node.socket, devices=["shm-0"], host_pages=64) as engine:
+            assert engine.serve(prompt(1, BLOCKS)).bad == []
+            with pytest.raises(DaemonUnavailable, match="register on shm-0"):
+                Engine(node.socket, name="second", devices=["shm-1"], host_pages=64).start()
+            start(paths[1])
+            wait_until(lambda: bool(said(node, "device_back")), "the second device is there")
+            with Engine(node.socket, name="second", devices=["shm-1"], host_pages=64) as second:
+                served = second.serve(prompt(1, BLOCKS + 2))
+                assert (served.host + served.device + served.computed, served.bad) == (BLOCKS + 2, [])
+            assert [line["device"] for line in said(node, "device_lost")] == ["shm-1"]
+            assert said(node, "device_memory_lost") == []
+    finally:
+        for mover in running:
+            mover.terminate()
+            assert mover.wait() == 0
+
+
 def test_movers_end_with_a_daemon_that_is_killed() -> None:
     with running_node(PROCESSES) as node:
         pids = list(movers(node).values())

@@ -6,9 +6,12 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolEx
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import processes
 from cachesvc.mover.channel import MoverFault
+from cachesvc.mover.process import Process, child
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
 from tests.unit.mover_rig import Heard
@@ -300,6 +304,47 @@ def test_a_mover_of_another_version_is_refused() -> None:
     movers = Processes([Settings("shm", "shm-0", 1 << 20)], "0.0.1")
     with pytest.raises(Unavailable, match=f"version {__version__}"):
         movers.start()
+    movers.close()
+
+
+def test_a_device_whose_mover_cannot_start_yet_is_broken_and_others_serve(heard: Heard) -> None:
+    can_start = threading.Event()
+
+    def second() -> tuple[socket.socket, Process | None]:
+        if not can_start.is_set():
+            raise OSError("no such device yet")
+        return child("shm-1")
+
+    settings = [Settings("shm", device, 1 << 20) for device in ("shm-0", "shm-1")]
+    movers = Processes(settings, __version__, begins=[partial(child, "shm-0"), second])
+    movers.start()
+    try:
+        assert (movers.fault("shm-0"), "no such device yet" in movers.fault("shm-1")) == ("", True)
+        assert list(movers.measure()) == ["shm-0"]
+        movers.create_slab("shm-0", 4096).close()
+        with pytest.raises(Unavailable, match="no such device yet"):
+            movers.create_slab("shm-1", 4096)
+        can_start.set()
+        heard.wait("mover_started")
+        assert movers.fault("shm-1") == ""
+        movers.create_slab("shm-1", 4096).close()
+    finally:
+        movers.close()
+
+
+def test_a_start_without_any_mover_or_with_one_that_was_asked_wrongly_is_refused() -> None:
+    def absent() -> tuple[socket.socket, Process | None]:
+        raise OSError("no such device")
+
+    fine, wrong = Settings("shm", "shm-0", 1 << 20), Settings("tape", "t", 1 << 20)
+    movers = Processes([fine, replace(fine, device="shm-1")], __version__, begins=[absent, absent])
+    with pytest.raises(Unavailable, match="no such device"):
+        movers.start()
+    movers.close()
+    movers = Processes([fine, wrong], __version__)
+    with pytest.raises(InvalidRequest, match="tape"):
+        movers.start()
+    assert movers.mover_pids() == {"shm-0": 0, "t": 0}
     movers.close()
 
 
