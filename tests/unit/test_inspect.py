@@ -23,6 +23,11 @@ def test_a_link_that_was_not_measured_is_not_shown_as_one_of_no_speed() -> None:
     assert "link 54.7 GB/s in, 55.1 out, 95.7 both; planes under 12.00 KiB" in said
 
 
+def test_a_device_that_was_broken_at_the_start_has_no_name_yet() -> None:
+    said = describe_device(status_pb2.DeviceStatus(uuid="GPU-1", pool_bytes=1 << 30))
+    assert said == "GPU-1: pool 1.00 GiB, 0 B beside it\n  link not measured (broken when the daemon started)"
+
+
 @pytest.mark.parametrize("module", ["rich.text", "textual.app"])
 def test_top_names_what_its_extra_brings(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cachesvc_ctl.top.app", raising=False)

@@ -80,10 +80,10 @@ def describe_device(d: status_pb2.DeviceStatus) -> str:
         f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
         f"planes under {describe_bytes(d.narrow_plane_bytes)} load at less than half of that"
         if d.load_gb_per_second
-        else "link not measured (calibration never)"
+        else f"link not measured ({'calibration never' if d.name else 'broken when the daemon started'})"
     )
     taken = f"pool {describe_bytes(d.pool_bytes)}, {describe_bytes(d.context_bytes)} beside it"
-    return f"{d.name} {d.uuid}: {taken}\n  {link}"
+    return f"{d.name} {d.uuid}: {taken}\n  {link}".lstrip()
 
 
 def describe_hits(h: status_pb2.HitStatus) -> str:

@@ -18,7 +18,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DeviceStatus(_message.Message):
-    """A device whose memory the daemon owns. The link's figures are 0 where it was not measured."""
+    """A device whose memory the daemon owns. The link's figures are 0 where it was not measured. One that was broken when the
+    daemon started has neither figures nor a name.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
