@@ -21,7 +21,7 @@ def bytes_beside_pools(pid: int, host_pool_bytes: int) -> int:
 
 def memory_files(pid: int) -> int:
     """Slabs and timelines that a process has mapped, or holds by descriptor."""
-    files = {entry.stat().st_ino for entry in _open_files(pid) if POOL_NAME in _target(entry)}
+    files = {number for entry in list(Path(f"/proc/{pid}/fd").iterdir()) if (number := _pool_file(entry))}
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     return len(files | {int(line.split()[4]) for line in maps if POOL_NAME in line})
 
@@ -37,12 +37,9 @@ def zombies() -> list[int]:
     return found
 
 
-def _open_files(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/fd").iterdir())
-
-
-def _target(entry: Path) -> str:
+def _pool_file(entry: Path) -> int:
+    """The file's number, where a descriptor is that of a slab or a timeline; else 0."""
     try:
-        return str(entry.readlink())
+        return entry.stat().st_ino if POOL_NAME in str(entry.readlink()) else 0
     except OSError:  # closed meanwhile
-        return ""
+        return 0
