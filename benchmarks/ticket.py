@@ -171,7 +171,7 @@ def measure(field: Field, stamps: Stamps, way: Any, blocks: int, pause_s: float,
     shown: list[tuple[str, float, float]] = []
     for repeat in range(2 * repeats + 2):
         plain.append(field.plain.seconds(way.directions))
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # so long nothing is asked of the mover
         found = ticket(field, stamps, way, blocks, spins=bool(repeat % 2))
         if repeat < 2:
             continue

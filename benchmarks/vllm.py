@@ -1,4 +1,4 @@
-"""vLLM on the daemon's pages beside vLLM alone, offloading, and with LMCache: ``python -m benchmarks.vllm --json OUT``.
+"""vLLM on the daemon's pages beside vLLM alone, offloading and LMCache: ``python -m benchmarks.vllm --json OUT``.
 
 Needs a GPU and vLLM in this Python. An 8B Llama shape with random weights; all peers in one run, one after another on
 an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, beside an engine's own prefix cache;
@@ -122,9 +122,11 @@ def beside(run: Run, name: str, kind: str) -> None:
 
 def lmcache(run: Run) -> None:
     """A peer with a server of its own."""
-    run.fleet.start_lmcache()
-    beside(run, "lmcache", "lmcache")
-    run.fleet.stop_lmcache()
+    try:
+        run.fleet.start_lmcache()
+        beside(run, "lmcache", "lmcache")
+    finally:
+        run.fleet.stop_lmcache()
 
 
 def chaos(run: Run) -> None:

@@ -23,6 +23,7 @@ from benchmarks.vllm_engine import MODEL
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 240.0
+LOOK_SECONDS = 0.1
 SPARE_SECONDS = 60.0
 """What an answer may take beyond what was asked for."""
 
@@ -232,7 +233,7 @@ class LmcacheServer:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self._port)) == 0:
                     return
-            time.sleep(0.1)
+            time.sleep(LOOK_SECONDS)  # between two looks; nothing is timed here
         raise EngineFailed(f"LMCache's server ended, or does not listen: {self._log}")
 
     def stop(self) -> None:

@@ -147,7 +147,7 @@ def _step_sizes(
     reckoned before it."""
     layers = len(present)
     if layers_per_step == ALL_BUT_FIRST:
-        yield from (1, layers - 1) if layers > 1 else (1,)
+        yield from _rising(layers, layers)
         return
     if layers_per_step is not None or layers < 2:
         size = layers_per_step or max(1, layers)

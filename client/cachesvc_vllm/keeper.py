@@ -62,14 +62,14 @@ def main(arguments: Sequence[str]) -> None:
             except grpc.RpcError as error:
                 if error.code() in OVER:
                     return
-        time.sleep(beat_seconds)
+        time.sleep(beat_seconds)  # before it connects again
 
 
 def _beats(engine: int, lease_id: str, beat_seconds: float) -> Iterator[lease_pb2.KeepAliveRequest]:
     while os.getppid() == engine:
         if _state(engine) not in STOPPED:
             yield lease_pb2.KeepAliveRequest(lease_id=lease_id)
-        time.sleep(beat_seconds)
+        time.sleep(beat_seconds)  # between two beats
 
 
 def _state(process: int) -> str:

@@ -169,7 +169,7 @@ class Node:
         except (CacheClientError, OSError) as error:
             log.debug("move_failed lease=%s why=%s", lease_id, error)
             why = error
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # the worker has nothing else to do, and its scheduler asks again at once
         if time.monotonic() - self._followed[1] > FOLLOW_S:
             raise ConnectorRefused(f"this worker could not follow its scheduler within {FOLLOW_S:g} s: {why}")
         return self.lease.id

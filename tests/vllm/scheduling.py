@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,9 @@ class Engine:
 
     def reset(self) -> None:
         """There are new weights, unless vLLM cannot take them now."""
-        try:
+        with suppress(RuntimeError):  # what is loaded cannot be preempted
             if self.scheduler.reset_prefix_cache(reset_running_requests=True):
                 self.model.root += 1
-        except RuntimeError:  # what is loaded cannot be preempted
-            pass
 
     @property
     def is_adrift(self) -> bool:
