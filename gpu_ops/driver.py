@@ -12,7 +12,7 @@ from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void
 from functools import cache
 from typing import Any
 
-from gpu_ops.errors import OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
+from gpu_ops.errors import NOT_READY, OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
 
 LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
@@ -182,6 +182,13 @@ class Driver:
         if code:
             kind = CudaOutOfMemory if code == OUT_OF_MEMORY else CudaError
             raise kind(name, code, self._text("cuGetErrorName", code), self._text("cuGetErrorString", code))
+
+    def is_done(self, name: str, *arguments: Any) -> bool:
+        """Call a function that asks whether something has happened. Raises as ``call``."""
+        code = self._functions[name](*arguments)
+        if code and code != NOT_READY:
+            self.call(name, *arguments)  # what broke stays broken
+        return not code
 
     def number(self, name: str, kind: Any, *arguments: Any) -> int:
         """Call a function whose first argument receives a number; returns it."""

@@ -17,7 +17,7 @@ from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
-from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet
+from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet, PracticeGround
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
 from cachesvc.memory.holds import Holds
@@ -73,6 +73,7 @@ class Device:
     queues: dict[Direction, GpuQueue]
     copying: CopyThreads
     health: GpuHealth
+    practice: PracticeGround
     used_bytes: int = 0
 
 
@@ -135,7 +136,7 @@ class CudaBackend:
             self._open_peers()
             for device in self._devices.values():
                 device.copying.start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self.close()
             raise Unavailable(
                 f"the GPU cannot be used: {error}; see nvidia-smi and ulimit -l, or use --backend shm"
@@ -301,6 +302,8 @@ class CudaBackend:
         for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues.values():
                 device.health.attempt(queue.close)
+            if not device.health.hangs:
+                device.health.attempt(device.practice.close)
         for slab in list(self._slabs.values()):
             slab.close()
         for region in list(self._peers):
@@ -335,16 +338,18 @@ class CudaBackend:
         health = self._health[uuid]
         with ExitStack() as undo:
             timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
+            practice = PracticeGround(gpu)
+            undo.callback(health.attempt, practice.close)
             queues: dict[Direction, GpuQueue] = {}
             runners: dict[Direction, CudaRunner] = {}
             for way in Direction:
                 queue = queues[way] = gpu.queue()
                 undo.callback(health.attempt, queue.close)
                 queue.start()
-                runners[way] = CudaRunner(queue, timeline, lambda: self._regions, health)
+                runners[way] = CudaRunner(queue, timeline, lambda: self._regions, health, practice.copies(way))
             undo.pop_all()
         copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock)
-        return Device(gpu, timeline, queues, copying, health)
+        return Device(gpu, timeline, queues, copying, health, practice)
 
     def _open_peers(self) -> None:
         for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):

@@ -62,9 +62,9 @@ class ExtentTable:
         """Usable pages."""
         return int((self.ends - self.firsts).sum())
 
-    def places(self, pages: Int64s, what: str) -> Places:
+    def places(self, pages: Int64s, what: str, *, is_sorted: bool = False) -> Places:
         """Where pages lie. Raises InvalidRequest as ``locate``."""
-        if self._is_one_for(pages):
+        if self._is_one_for(pages, is_sorted=is_sorted):
             only = self.extents[0]
             return Places(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))
         found = self.locate(pages, what)
@@ -85,10 +85,12 @@ class ExtentTable:
             raise InvalidRequest(f"{what}: page {page} is not in the pool, which has {self.pages} usable pages")
         return found.astype(np.int64, copy=False)
 
-    def _is_one_for(self, pages: Int64s) -> bool:
+    def _is_one_for(self, pages: Int64s, *, is_sorted: bool = False) -> bool:
         """True where all of some pages lie in the only extent."""
         if len(self.extents) != 1 or not len(pages):
             return False
         only = self.extents[0]
+        if is_sorted:
+            return bool(pages[0] >= only.first_page and pages[-1] < only.first_page + only.pages)
         is_inside = np.minimum.reduce(pages) >= only.first_page  # ``min`` of an array goes through Python first
         return bool(is_inside and np.maximum.reduce(pages) < only.first_page + only.pages)

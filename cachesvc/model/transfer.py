@@ -13,6 +13,8 @@ class Direction(Enum):
     LOAD = "load"  # host -> device, or from another replica's device
     STORE = "store"  # device -> host
 
+    __hash__ = object.__hash__  # an Enum's own is written in Python
+
 
 class Inward(Enum):
     """Ways to the host that no device has a part in."""
@@ -25,6 +27,8 @@ class Urgency(Enum):
 
     AWAITED = "awaited"  # an engine waits for it
     BACKGROUND = "background"  # write-through backups and prefetches: nobody waits yet
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,11 @@ class DeviceMover:
             why = "was closed first" if self._is_stopped else f"does not work ({now.fault})"
         self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
 
+    def rouse(self) -> None:
+        """A job comes in a moment."""
+        if (life := self._now.life) is not None:
+            life.rouse()
+
     def expedite(self, direction: Direction, ticket: int) -> None:
         """A ticket is awaited now."""
         self._put(records.expedite_record(direction, ticket))
@@ -220,16 +225,10 @@ class DeviceMover:
         life = self.life()
         with self._lock:
             state = self._now
-            free = self.capacity_bytes - state.used_bytes
-            if not 0 < size_bytes <= free:
+            pool, most, used = f"device {self.device} (bytes)", self.capacity_bytes, state.used_bytes
+            if not 0 < size_bytes <= (free := most - used):
                 raise PoolExhausted(
-                    pool=f"device {self.device} (bytes)",
-                    wanted=size_bytes,
-                    free=free,
-                    evictable=0,
-                    pinned=state.used_bytes,
-                    quarantined=0,
-                    capacity=self.capacity_bytes,
+                    pool=pool, wanted=size_bytes, free=free, evictable=0, pinned=used, quarantined=0, capacity=most
                 )
             state.used_bytes += size_bytes
         try:

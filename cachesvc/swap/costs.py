@@ -21,9 +21,10 @@ ByWidth = tuple[tuple[int, float], ...]
 """A figure for rows of each of some widths in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """What copies cost on a link. The defaults fit an H100 on PCIe 5 x16, measured 2026-11.
+    """What copies cost on a link; told apart by identity, for choices are remembered by it. The defaults fit an H100 on
+    PCIe 5 x16, measured 2026-11.
 
     ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
     link copies meanwhile, so only what is longer than the row itself is lost (and ``SINGLE_LOST_US`` in any case).

@@ -75,6 +75,9 @@ class Movers(Protocol):
     def timeline(self, device: str) -> Timeline:
         """The words of a device that works, or of one that worked last."""
 
+    def rouse(self, devices: Sequence[str]) -> None:
+        """Jobs of these devices come in a moment: who sleeps until then may wake up. Nothing is promised by it."""
+
     def submit(self, job: RankJob) -> None:
         """Have a job done. Raises nothing: a job that cannot be done ends, perhaps before this returns."""
 
@@ -143,6 +146,9 @@ class Inside:
         """The words of a device."""
         return self._timelines[device]
 
+    def rouse(self, devices: Sequence[str]) -> None:
+        """Nobody sleeps who would have to hand a job on."""
+
     def submit(self, job: RankJob) -> None:
         """Queue a job; one that cannot be ends here, with its waiters released."""
         self._take(job, lambda stream, copies: stream.submit(copies))
@@ -190,8 +196,8 @@ class Inside:
         return bool(self._under_way)
 
     def rehearse(self, job: RankJob) -> None:
-        """Plan a job's first part, and submit nothing in its place: all that a job passes through is used. Raises
-        Unavailable, LimitExceeded."""
+        """Plan a job's first part, and submit none of it: all that a job passes through is used. Raises Unavailable,
+        LimitExceeded."""
 
         def steps() -> Iterator[CopyStep]:
             next(self._steps(job), None)

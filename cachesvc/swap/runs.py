@@ -53,7 +53,7 @@ def runs_of(
         raise InvalidRequest(f"{len(device_pages)} device pages against {len(host_pages)} host pages")
     order = device_pages.argsort(kind="stable")
     ours, theirs = device_pages[order], host_pages[order]
-    device_places, host_places = device.places(ours, "device"), host.places(theirs, "host")
+    device_places, host_places = device.places(ours, "device", is_sorted=True), host.places(theirs, "host")
     step = ours[1:] - ours[:-1]
     least = int(np.minimum.reduce(step, initial=_FAR))
     is_twice = not least if direction is Direction.LOAD else not np.diff(np.sort(theirs)).all()

@@ -40,6 +40,8 @@ class When(Enum):
     FIRST = "first"
     LATER = "later"
 
+    __hash__ = object.__hash__  # an Enum's own is written in Python
+
 
 @lru_cache(maxsize=KEPT_CHOICES)
 def way_of(piece: Piece, length: int, costs: LinkCosts, when: When) -> tuple[Way, float, int]:

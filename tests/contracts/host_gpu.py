@@ -97,6 +97,10 @@ class HostGpu:
     def queue(self) -> HostQueue:
         return HostQueue(self)
 
+    def pins(self) -> int:
+        """How many stretches of host memory are pinned."""
+        return sum(count for name, count in self.held.items() if name.startswith("pin"))
+
     def is_whole(self) -> bool:
         """Nothing is held any more."""
         return not self.is_started and not any(self.held.values())
@@ -158,6 +162,10 @@ class HostMark:
 
     def __init__(self, gpu: HostGpu) -> None:
         self._gpu = gpu
+
+    @property
+    def is_reached(self) -> bool:
+        return "wait" not in self._gpu.hangs
 
     def wait(self) -> None:
         self._gpu.call("wait")

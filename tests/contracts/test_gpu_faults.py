@@ -12,7 +12,7 @@ import pytest
 
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, PoolExhausted, Unavailable
-from tests.contracts.host_gpu import HostGpu
+from tests.contracts.host_gpu import HostGpu, HostMemory
 from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, step
 
 CALLS_OF_START = ("start", "shrink", "free_bytes", "queue", "open_peer")
@@ -117,8 +117,10 @@ def test_a_gpu_that_dies_ends_every_job_and_is_told_once(caplog: pytest.LogCaptu
 
 def test_the_budget_comes_back_where_the_gpu_gives_no_memory() -> None:
     class Full(HostGpu):
-        def allocate(self, size_bytes: int, *, vmm: bool) -> None:  # type: ignore[override]
-            raise MemoryError("no memory")
+        def allocate(self, size_bytes: int, *, vmm: bool) -> HostMemory:
+            if size_bytes == DEVICE_BYTES:
+                raise MemoryError("no memory")
+            return super().allocate(size_bytes, vmm=vmm)
 
     for gpu, error in ((HostGpu(), Unavailable), (Full(), PoolExhausted)):
         bench = started(gpu)
