@@ -98,10 +98,13 @@ def fence() -> None:
             pass
 
 
-def wake(words: Words, index: int) -> None:
-    """Wake everybody who waits on a word that somebody else has set, such as a GPU, or is about to set."""
-    if _call(_number, _address(words, index), _FUTEX_WAKE, _EVERYBODY, None) < 0:
+def wake(words: Words, index: int) -> int:
+    """Wake everybody who waits on a word that somebody else has set, such as a GPU, or is about to set; says how many
+    slept."""
+    woken = _call(_number, _address(words, index), _FUTEX_WAKE, _EVERYBODY, None)
+    if woken < 0:
         raise OSError(ctypes.get_errno(), f"FUTEX_WAKE of word {index} failed")
+    return woken
 
 
 def wait_reached(

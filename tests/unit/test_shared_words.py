@@ -211,3 +211,38 @@ def test_words_work_with_the_fence_of_other_processors(
 ) -> None:
     monkeypatch.setattr(futex, "_MACHINE", "aarch64")
     test_two_processes_take_turns(shared)
+
+
+def test_who_is_woken_before_the_word_has_moved_looks_without_sleeping(
+    shared: tuple[int, Words], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sets it then need not wake anybody, or may do it late."""
+    monkeypatch.setattr(futex, "EARLY_S", FOREVER_S)
+    _, words = shared
+    came = threading.Event()
+
+    def wait() -> None:
+        assert wait_reached(words, 5, 1, deadline())
+        came.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not futex.wake(words, 5):
+        pass
+    words[5] = 1  # and wakes nobody
+    came.wait()
+    thread.join()
+
+
+def test_who_was_woken_too_early_sleeps_again(shared: tuple[int, Words], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futex, "EARLY_S", 1e-4)
+    _, words = shared
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(wait_reached(words, 5, 1, deadline())))
+    thread.start()
+    for _ in range(20):
+        while not futex.wake(words, 5):
+            assert not seen
+    store_and_wake(words, 5, 1)
+    thread.join()
+    assert seen == [True]
