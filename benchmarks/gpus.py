@@ -44,7 +44,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import Fleet, Moved
 from benchmarks.gpus_calls import Swap, measure_calls
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 from benchmarks.mover import WAIT_SECONDS, Mover, two_plane_layout
@@ -164,7 +164,7 @@ def measure(fleet: Fleet, plain: list[PlainCopies], kind: str, way: Way, mib: in
     """Medians of tickets, each beside its plain copies."""
     models = (fleet.ranks,) if kind == "ranks" else fleet.replicas
     blocks, size_bytes = mib * MIB // fleet.page_bytes, min(mib * MIB, MOST_BYTES)
-    moves, plain_s, one_s = [], [], []
+    moves, plain_s, one_s, ready = list[Moved](), list[float](), list[float](), list[Transfer]()
     until = time.perf_counter() + ROW_SECONDS
     for repeat in range(repeats + 1):
         together = seconds_at_once(plain, way.directions, size_bytes)
