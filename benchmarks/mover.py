@@ -22,7 +22,8 @@ OnDone = Callable[[int, Exception | None], None]
 
 class Mover:
     """``start`` takes and touches the host memory; device pages of shm are paid for by whoever touches them first.
-    ``movers``: threads of this process, or a process of their own, as the daemon's flag has it.
+    ``movers``: threads of this process, or a process of their own, as the daemon's flag has it. ``devices``: how many
+    of ``shm``; of GPUs all that there are. ``device_bytes`` are of each.
 
     Raises CacheError when made where there is no such backend, and at ``start`` where memory is missing.
     """
@@ -35,6 +36,7 @@ class Mover:
         *,
         slice_bytes: int | None = None,
         movers: str = "inside",
+        devices: int = 1,
     ) -> None:
         self.config = Config(
             backend=backend,
@@ -43,10 +45,12 @@ class Mover:
             host_threads=HOST_THREADS[backend],
             slice_bytes=slice_bytes or Config().slice_bytes,
             movers=movers,
+            shm_devices=devices,
         )
         self.hardware = choose_hardware(self.config)
         self.backend = self.hardware.backend
-        self.device = self.backend.devices()[0]
+        self.devices = self.backend.devices()
+        self.device = self.devices[0]
         self.link: dict[str, object] = {}
         self._engine: SwapEngine | None = None
         self._on_done: OnDone = _nobody
@@ -77,13 +81,13 @@ class Mover:
         self.backend.close()
         self.host.close()
 
-    def slab(self, layout: Layout, pages: int) -> Slab:
-        """A device slab for ``pages`` pages of a layout of one group."""
-        return self.backend.create_slab(self.device, device_geometry(layout, 0, pages).total_bytes)
+    def slab(self, layout: Layout, pages: int, device: str = "") -> Slab:
+        """A slab for ``pages`` pages of a layout of one group, on the first device where none is named."""
+        return self.backend.create_slab(device or self.device, device_geometry(layout, 0, pages).total_bytes)
 
-    def reserve(self, layout: Layout, pages: int) -> HostSlab:
-        """Host pages, zeroed and usable."""
-        slab = self.host.reserve(layout.page_bytes(0), pages)
+    def reserve(self, layout: Layout, pages: int, device: str = "") -> HostSlab:
+        """Host pages, zeroed and usable, near a device where one is named."""
+        slab = self.host.reserve(layout.page_bytes(0), pages, device)
         come = threading.Event()
         ready = self.host.ready_pages(slab, lambda _: come.set())
         while sum(run.count for run in ready) < pages:
@@ -97,12 +101,17 @@ class Mover:
 
     def engine(self, layout: Layout, host: HostSlab, slab: Slab, pages: int, on_done: OnDone) -> SwapEngine:
         """The started engine, with one model and one replica, both number 0; the model before must be detached."""
+        engine = self.bare_engine(on_done)
+        engine.attach_model(0, layout, [[host]])
+        engine.attach_replica(0, 0, [self.device], [[slab]], [pages])
+        return engine
+
+    def bare_engine(self, on_done: OnDone) -> SwapEngine:
+        """The started engine, with the models that it has; ends are told to ``on_done`` from now on."""
         self._on_done = on_done
         if self._engine is None:
             self._engine = SwapEngine(self.hardware.movers, self._ended)
             self._engine.start()
-        self._engine.attach_model(0, layout, [[host]])
-        self._engine.attach_replica(0, 0, [self.device], [[slab]], [pages])
         return self._engine
 
 
@@ -132,7 +141,7 @@ class Arrivals:
             raise self._error
 
 
-def two_plane_layout(layers: int, width: int) -> Layout:
-    """Planes ``k`` and ``v`` of ``width`` bytes a block in each layer."""
+def two_plane_layout(layers: int, width: int, ranks: int = 1) -> Layout:
+    """Planes ``k`` and ``v`` of ``width`` bytes a block in each layer and on each rank."""
     planes = tuple(Plane(name, layer, "full", (width,), "uint8") for layer in range(layers) for name in ("k", "v"))
-    return Layout(64, 1, (PlaneGroup("full"),), planes)
+    return Layout(64, ranks, (PlaneGroup("full"),), planes)

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from cachesvc.memory import numa
 from cachesvc.memory.mapped import address_of, populate, yield_to_callers
 from cachesvc.model.transfer import Direction
 from gpu_ops.gpu import gpu_by_uuid
@@ -24,11 +25,15 @@ MOST_BYTES = 1 << 30
 
 
 class PlainCopies:
-    """``size_bytes`` each way: at most ``MOST_BYTES`` of what is asked for. ``uuid``: of the GPU, or empty."""
+    """``size_bytes`` each way: at most ``MOST_BYTES`` of what is asked for. ``uuid``: of the GPU, or empty. ``node``:
+    where its host memory is to be; None: anywhere."""
 
-    def __init__(self, uuid: str, wanted_bytes: int) -> None:
+    def __init__(self, uuid: str, wanted_bytes: int, node: int | None = None) -> None:
         self.size_bytes = min(wanted_bytes, MOST_BYTES)
         self._uuid = uuid
+        self._node = node
+        self._threads: list[threading.Thread] = []
+        self._busy: list[CopyQueue] = []
         self._undo = ExitStack()
         self._queues: dict[Direction, CopyQueue] = {}
         self._ends: dict[Direction, tuple[int, int]] = {}
@@ -61,17 +66,25 @@ class PlainCopies:
 
     def seconds(self, directions: Sequence[Direction]) -> float:
         """One copy for each direction, all at once."""
-        threads = [threading.Thread(target=self._copy, args=(way,)) for way in directions if not self._queues]
-        began = time.perf_counter()
-        for thread in threads:
+        return seconds_at_once([self], directions)
+
+    def begin(self, directions: Sequence[Direction], size_bytes: int) -> None:
+        """Start a copy of so many bytes for each direction."""
+        if self._queues:
+            self._busy = [self._queues[way] for way in directions]
+            for way in directions:
+                self._queues[way].copy(np.array([(*self._ends[way], size_bytes, 1, *[size_bytes] * 2)], np.int64))
+            return
+        self._threads = [threading.Thread(target=self._copy, args=(way, size_bytes)) for way in directions]
+        for thread in self._threads:
             thread.start()
-        for way in directions if self._queues else ():
-            self._queues[way].copy(np.array([(*self._ends[way], self.size_bytes, 1, *[self.size_bytes] * 2)], np.int64))
-        for thread in threads:
+
+    def end(self) -> None:
+        """Wait for the copies that were started."""
+        for thread in self._threads:
             thread.join()
-        for way in directions if self._queues else ():
-            self._queues[way].synchronize()
-        return time.perf_counter() - began
+        for queue in self._busy:
+            queue.synchronize()
 
     def one_way_seconds(self, directions: Sequence[Direction]) -> float:
         """One copy for each direction, one after another; the mean."""
@@ -79,10 +92,23 @@ class PlainCopies:
 
     def _memory(self) -> memoryview:
         view = memoryview(mmap.mmap(-1, self.size_bytes))
+        numa.bind(address_of(view), self.size_bytes, self._node)
         populate(view, 0, self.size_bytes)
         return view
 
-    def _copy(self, way: Direction) -> None:
+    def _copy(self, way: Direction, size_bytes: int) -> None:
         yield_to_callers()
         source, target = self._views[way]
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        np.copyto(np.frombuffer(target, np.uint8, size_bytes), np.frombuffer(source, np.uint8, size_bytes))
+
+
+def seconds_at_once(
+    every: Sequence[PlainCopies], directions: Sequence[Direction], size_bytes: int = MOST_BYTES
+) -> float:
+    """One copy for each direction with each of them, all at once: all are started, then all are waited for."""
+    began = time.perf_counter()
+    for one in every:
+        one.begin(directions, min(size_bytes, one.size_bytes))
+    for one in every:
+        one.end()
+    return time.perf_counter() - began

@@ -347,6 +347,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "storage-engines": tables_storage.storage_engines,
     "storage-ttft": tables_storage.storage_ttft,
 }
+if (RESULTS / "gpus.json").exists():  # a machine with several GPUs has measured it
+    TABLES |= {"gpus": tables_running.gpus, "gpus-beside": tables_running.gpus_beside}
 
 if __name__ == "__main__":
     main()

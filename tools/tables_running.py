@@ -9,6 +9,7 @@ from tools.results import load, rows
 MIB = 1 << 20
 WHEN = ("alone", "attacked")
 MEMORY = ("before", "most", "after")
+PHASES = ("idle", "beside")
 
 
 def windows_real() -> str:
@@ -146,3 +147,34 @@ def inspection() -> str:
         step = one["step_ms"]
         body.append([name, f"{one['seconds']:.2f}", f"{step['p50']:.2f} / {step['p99']:.1f}"])
     return rows(["asked meanwhile", "answered in, s", "Step of 32, p50 / p99 ms"], body, found["machine"])
+
+
+def gpus() -> str:
+    """Copies on several GPUs at once beside plain copies on all of them."""
+    found = load("gpus.json")
+    cells: dict[str, dict[int, str]] = {}
+    for row in found["copies"]["rows"]:
+        label = f"{row['kind']}, {row['way']}, {row['steps']}, {row['gpu_mib']:,} MiB a GPU"
+        rates = f"{row['gb_per_s']:.0f} ({row['time_ratio']:.2f}); {row['one_gb_per_s']:.0f}"
+        cells.setdefault(label, {})[row["plane_bytes"]] = f"{rates}; {row['mover_ms_per_gib']:.1f}"
+    widths = sorted({row["plane_bytes"] for row in found["copies"]["rows"]})
+    body = [[label, *(each.get(width, "-") for width in widths)] for label, each in cells.items()]
+    head = [f"{found['gpus']} GPUs, GB/s (of plain time, budget {found['budgets']['time']:g}); one GPU plain; ms/GiB"]
+    return rows([*head, *(f"{width >> 10} KiB" for width in widths)], body, found["machine"])
+
+
+def gpus_beside() -> str:
+    """Calls beside swaps on several GPUs, and a mover that is killed."""
+    found = load("gpus.json")
+    budgets, calls, killed = found["budgets"], found["calls"], found["kill"]
+    body = []
+    for name, label in (("step", "Step, 32 grow and publish"), ("match", "Match of 2,048 blocks")):
+        idle, beside = (f"{calls[name][phase]['p50']:.2f} / {calls[name][phase]['p99']:.2f}" for phase in PHASES)
+        ratio = f"p99 {calls[name]['ratio']['p99']:.2f}x (budget {budgets['p99']:g})"
+        body.append([f"{label}, p50 / p99 ms", idle, f"{beside}, {calls['gb_per_s']:.0f} GB/s", ratio])
+    for at, other in enumerate(killed["others"]):
+        during = f"{other['during']:.1f}, then {other['after']:.1f}; longest ticket {other['longest_ms']:.0f} ms"
+        body.append([f"GPU {at} beside a mover that is killed, GB/s", f"{other['before']:.1f}", during, ""])
+    again = f"{killed['again_s']:.2f} s (its ticket failed after {killed['told_s']:.2f} s)"
+    body.append(["until that GPU is served again", "", again, f"budget {budgets['again_s']:g} s"])
+    return rows([f"{found['gpus']} GPUs", "before or idle", "beside", ""], body, found["machine"])

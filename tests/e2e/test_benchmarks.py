@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_a_simulation_says_what_policies_hit_and_how_fast(tmp_path: Path) -> Non
     [
         ("swap", "--backend", "cuda"),
         ("fairness", "--backend", "cuda"),
+        ("gpus", "--backend", "cuda"),
         ("interference",),
         ("overlap",),
         ("attach",),
@@ -82,6 +84,30 @@ def test_fairness_on_shm_gives_both_times(tmp_path: Path) -> None:
     assert 0 < found["alone_ms"] <= found["alone_worst_ms"]
     assert 0 < found["behind_ms"] <= found["behind_worst_ms"]
     assert found["ratio"] == pytest.approx(found["behind_ms"] / found["alone_ms"], rel=1e-9)
+
+
+def test_two_devices_at_once_on_shm_give_every_part(tmp_path: Path) -> None:
+    out = tmp_path / "gpus.json"
+    ended = run("gpus", "--quick", "--mib", "8", "--repeats", "1", "--json", str(out))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["gpus"] == 2
+    rows = found["copies"]["rows"]
+    assert {(row["kind"], row["way"]) for row in rows} == set(product(("ranks", "replicas"), ("in", "out", "both")))
+    for row in rows:
+        assert row["copy_bytes"] == (4 if row["way"] == "both" else 2) * 8 << 20
+        assert row["time_ratio"] == pytest.approx(row["plain_gb_per_s"] / row["gb_per_s"], rel=1e-9)
+        assert row["of_one"] == pytest.approx(row["gb_per_s"] / row["one_gb_per_s"], rel=1e-9)
+        assert min(row["daemon_ms_per_gib"], row["mover_ms_per_gib"]) > 0
+    for name in ("step", "match"):
+        figures = found["calls"][name]
+        assert figures["calls"] >= 512
+        assert figures["ratio"]["p99"] == pytest.approx(figures["beside"]["p99"] / figures["idle"]["p99"], rel=1e-9)
+    assert found["calls"]["gb_per_s"] > 0
+    killed = found["kill"]
+    assert 0 < killed["told_s"] < killed["again_s"]
+    (other,) = killed["others"]
+    assert min(other[name] for name in ("before", "during", "after")) > 0
 
 
 def test_a_prefix_comes_from_every_tier_on_shm(tmp_path: Path) -> None:
