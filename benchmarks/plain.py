@@ -38,6 +38,7 @@ class PlainCopies:
         self._queues: dict[Direction, CopyQueue] = {}
         self._ends: dict[Direction, tuple[int, int]] = {}
         self._views: dict[Direction, tuple[memoryview, memoryview]] = {}
+        self._pinned: list[memoryview] = []  # mapped for as long as a GPU may copy
 
     def start(self) -> None:
         """Take memory for each way, and touch all of it. Raises CudaError."""
@@ -45,6 +46,7 @@ class PlainCopies:
         if not self._uuid:
             self._views = {way: (views[way], self._memory()) for way in Direction}
             return
+        self._pinned = list(views.values())
         gpu = gpu_by_uuid(self._uuid)
         gpu.start()
         self._undo.callback(gpu.close)
@@ -63,6 +65,7 @@ class PlainCopies:
         """Give all of it back."""
         self._undo.close()
         self._views.clear()
+        self._pinned.clear()
 
     def seconds(self, directions: Sequence[Direction]) -> float:
         """One copy for each direction, all at once."""

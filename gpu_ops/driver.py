@@ -139,6 +139,7 @@ _NEEDED: dict[str, tuple[Any, ...]] = {
     "cuStreamCreateWithPriority": (_OUT, c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamBatchMemOp_v2": (c_void_p, c_uint, _OUT, c_uint),

@@ -21,7 +21,7 @@ from cachesvc.model.transfer import Direction, Urgency
 
 SLICES_ON_WAY = 2
 """While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
-NEAR_S = 200e-6
+NEAR_S = 300e-6
 """So long before a job should have landed this thread stops sleeping, and looks as long after it: to wake up takes a
 sleeper 50 to 100 us, in the driver too, and whoever waits for the job takes that once more (H100, 2026-11)."""
 SLEEPER_LATE_S = 60e-6

@@ -25,7 +25,7 @@ WORD_BYTES = 4
 FOREVER_S = 1e6
 LATE_PART = 1 / 16
 """Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
-EARLY_S = 300e-6
+EARLY_S = 500e-6
 """For so long somebody looks without sleeping who was woken before the word has moved."""
 Words = npt.NDArray[np.uint32]
 

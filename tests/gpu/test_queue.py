@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gpu_ops.errors import CudaError
 from gpu_ops.gpu import Gpu
-from gpu_ops.streams import PITCHED_FIELDS, CopyQueue
+from gpu_ops.streams import PITCHED_FIELDS, SPLIT_COPIES, WIDEST_SPLIT, CopyQueue
 from tests.gpu.frameworks import cupy
 from tests.gpu.rig import (
     LoopQueue,
@@ -204,4 +205,51 @@ def test_copies_words_and_mark_in_one(gpu: Gpu, rng: np.random.Generator) -> Non
         mark = queue.submit(copies, [])
         mark.wait()
         mark.close()
+        np.testing.assert_array_equal(device.get(), given)
+
+
+@pytest.mark.parametrize("width", [1000, 32 << 10, WIDEST_SPLIT])
+def test_a_word_behind_rows_of_two_threads_tells_of_both(gpu: Gpu, rng: np.random.Generator, width: int) -> None:
+    """Stores, whose bytes the processor finds without any wait once it sees the word."""
+    rows, steps = 2 * SPLIT_COPIES + 1, 5
+    given = rng.integers(0, 256, (rows, width), np.uint8)
+    with (
+        sides(gpu, given.size, given.size) as (host, device),
+        pinned(gpu, 4096) as (words_at, words_bytes),
+        queue_of(gpu) as queue,
+    ):
+        words = words_bytes.view(np.uint32)
+        device.put(given.reshape(-1))
+        for step in range(1, steps + 1):
+            host.put(np.full(given.size, 0x5A, np.uint8))
+            there, here = rng.permutation(rows), rng.permutation(rows)
+            copies = np.empty((rows, len(PITCHED_FIELDS)), np.int64)
+            copies[:, 0], copies[:, 1] = device.address + here * width, host.address + there * width
+            copies[:, 2:] = (width, 1, width, width)
+            mark = queue.submit(copies, [(gpu.device_address(words_at), step)])
+            spin_until(lambda wanted=step: int(words[0]) == wanted, f"word {step}")  # type: ignore[misc]
+            np.testing.assert_array_equal(host.get().reshape(rows, width)[there], given[here])
+            mark.wait()
+            mark.close()
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_row_that_either_thread_cannot_submit_is_an_error_and_no_end(
+    gpu: Gpu, rng: np.random.Generator, at: int
+) -> None:
+    width, rows = 4096, 2 * SPLIT_COPIES
+    given = rng.integers(0, 256, rows * width, np.uint8)
+    with sides(gpu, given.size, given.size) as (host, device), queue_of(gpu) as queue:
+        host.put(given)
+        copies = np.empty((rows, len(PITCHED_FIELDS)), np.int64)
+        places = np.arange(rows) * width
+        copies[:, 0], copies[:, 1] = host.address + places, device.address + places
+        copies[:, 2:] = (width, 1, width, width)
+        wrong = copies.copy()
+        wrong[at, 1] = 0
+        with pytest.raises(CudaError):
+            queue.submit(wrong, [])
+        queue.synchronize()
+        queue.submit(copies, []).close()
+        queue.synchronize()
         np.testing.assert_array_equal(device.get(), given)

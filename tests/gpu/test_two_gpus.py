@@ -292,7 +292,7 @@ class EngineOnOneGpu(RemoteGpuEngine):
 @pytest.mark.parametrize("memory", ["ipc", "vmm"])
 @pytest.mark.parametrize("layout", ["small", "mixed"])
 def test_an_engine_hits_what_one_on_another_gpu_has_computed(gpus: tuple[Gpu, Gpu], layout: str, memory: str) -> None:
-    blocks, near = 24, memory == "ipc" and gpus[1].can_reach(gpus[0])
+    blocks, near = 24, gpus[1].can_reach(gpus[0])
     with ExitStack() as stack:
         node = stack.enter_context(running_node((*CUDA, "--device-memory", memory)))
         first, second = (
