@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside, RankJob
+from cachesvc.swap.movers import Inside
 from cachesvc.swap.slots import SlotPool
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import (
@@ -392,29 +392,4 @@ def test_any_order_of_steps_and_faults_ends_every_ticket_once(seed: int) -> None
             assert has_reached(word, slot.end)
             assert ticket not in doomed or has_reached(failed, slot.end)
     assert rig.engine.in_flight == 0
-    rig.close()
-
-
-def test_movers_are_roused_before_their_jobs_are_made() -> None:
-    told: list[tuple[str, str]] = []
-
-    class Told(Inside):
-        def rouse(self, devices: Sequence[str]) -> None:
-            told.extend(("rouse", device) for device in devices)
-
-        def submit(self, job: RankJob) -> None:
-            told.append(("submit", job.device))
-            super().submit(job)
-
-    backend = SteppedBackend(2, 1 << 20, timeline_words=64)
-    backend.start()
-    rig = Rig(mixed_layout(2), backend)
-    rig.engine = SwapEngine(Told(backend), rig.done)
-    rig.engine.start()
-    rig.add_hosts()
-    attach_replica(rig, REPLICA)
-    rig.move(LOAD, (0, [1], [2]))
-    rig.settle()
-    devices = backend.devices()
-    assert told == [("rouse", device) for device in devices] + [("submit", device) for device in devices]
     rig.close()
