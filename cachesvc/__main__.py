@@ -29,6 +29,7 @@ from cachesvc.config import (
 )
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.words import WritePolicy
+from cachesvc.mover.listing import Listing
 from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.telemetry.events import start_logging
 
@@ -55,23 +56,27 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     path, flags, is_check = read_flags(sys.argv[1:])
     try:
+        config = load_config(path, flags)
+        has_no_gpus = is_check or config.backend == "shm" or config.movers == "inside"
+        listing = None if has_no_gpus else Listing()  # while all else is imported
         from cachesvc.daemon import build
+        from cachesvc.hardware import choose_hardware
+
+        if is_check:
+            print(check(config))
+            return
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("grpc"):
             raise
         print(f"cachesvcd needs the Python module {error.name}: pip install 'cachesvc[server]'", file=sys.stderr)
         sys.exit(2)
-    try:
-        config = load_config(path, flags)
-        if is_check:
-            print(check(config))
-            return
     except CacheError as error:
         print(f"cachesvcd: {error}", file=sys.stderr)
         sys.exit(2)
     start_logging(config.log_level)
+    reread = partial(load_config, path, flags) if path else None
     try:
-        _run(build(config, partial(load_config, path, flags) if path else None))
+        _run(build(config, reread, partial(choose_hardware, listing=listing)))
     except CacheError as refused:
         log.error("start_refused reason=%s", refused)
         sys.exit(2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +17,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.mover.listing import Listing
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
@@ -30,9 +28,6 @@ from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
-
-LIST_SECONDS = 60.0
-"""How long the driver may take to say which GPUs there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +57,15 @@ class Hardware:
             self.movers.tell_losses(lost)
 
 
-def choose_hardware(config: Config) -> Hardware:
-    """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started.
+def choose_hardware(config: Config, listing: Listing | None = None) -> Hardware:
+    """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started. ``listing``: of
+    the GPUs, where that has begun.
 
     Raises Unavailable where cuda was asked for and cannot be had.
     """
     if config.backend != "shm":
         try:
-            return gpu_hardware(config)
+            return gpu_hardware(config, listing)
         except CudaMissing as missing:
             if config.backend == "cuda":
                 raise Unavailable(f"{missing}; or use --backend shm") from missing
@@ -119,28 +115,19 @@ def copy_rules(config: Config) -> CopyRules:
     )
 
 
-def gpu_hardware(config: Config) -> Hardware:
+def gpu_hardware(config: Config, listing: Listing | None = None) -> Hardware:
     """Every GPU that this process sees. The host pool is divided among their NUMA nodes.
 
     Raises CudaMissing, CudaError."""
     if config.movers != "inside":
-        return _gpus_of_movers(config)
+        return _gpus_of_movers(config, listing or Listing())
     gpus = find_gpus()
     backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
     return Hardware(Inside(backend), gpus, _told_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus}))
 
 
-def _gpus_of_movers(config: Config) -> Hardware:
-    """As a short-lived process sees them: this one never calls the driver."""
-    command = [sys.executable, "-m", "cachesvc.mover", "--list"]
-    try:
-        said = subprocess.run(command, capture_output=True, check=True, timeout=LIST_SECONDS).stdout  # noqa: S603
-        told = json.loads(said)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
-        raise Unavailable(
-            f"the GPUs cannot be listed: {error}{why and f' ({why})'}; see nvidia-smi, or use --backend shm"
-        ) from error
+def _gpus_of_movers(config: Config, listing: Listing) -> Hardware:
+    told = listing.gpus()
     if "absent" in told:
         raise CudaMissing(told["absent"])
     if "broken" in told:
