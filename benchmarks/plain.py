@@ -67,9 +67,9 @@ class PlainCopies:
         self._views.clear()
         self._pinned.clear()
 
-    def seconds(self, directions: Sequence[Direction]) -> float:
-        """One copy for each direction, all at once."""
-        return seconds_at_once([self], directions)
+    def seconds(self, directions: Sequence[Direction], size_bytes: int = MOST_BYTES) -> float:
+        """One copy for each direction, all at once, of so many bytes if there are as many."""
+        return seconds_at_once([self], directions, size_bytes)
 
     def begin(self, directions: Sequence[Direction], size_bytes: int) -> None:
         """Start a copy of so many bytes for each direction."""
@@ -89,9 +89,9 @@ class PlainCopies:
         for queue in self._busy:
             queue.synchronize()
 
-    def one_way_seconds(self, directions: Sequence[Direction]) -> float:
+    def one_way_seconds(self, directions: Sequence[Direction], size_bytes: int) -> float:
         """One copy for each direction, one after another; the mean."""
-        return sum(self.seconds([direction]) for direction in directions) / len(directions)
+        return sum(self.seconds([direction], size_bytes) for direction in directions) / len(directions)
 
     def _memory(self) -> memoryview:
         view = memoryview(mmap.mmap(-1, self.size_bytes))

@@ -194,10 +194,11 @@ def scattered(rng: np.random.Generator, pages: int, blocks: int, run: int, parts
 def measure(field: Field, way: Way, run: int, repeats: int, blocks: int) -> Row:
     """Medians of ``repeats`` tickets of ``blocks`` blocks, each beside its own plain copies."""
     swap_s, plain_s, one_s = [], [], []
+    plain_bytes = min(blocks * field.layout.page_bytes(0), field.plain.size_bytes)
     until = time.perf_counter() + ROW_SECONDS
     for repeat in range(repeats + 1):
-        plain = field.plain.seconds(way.directions)
-        one = field.plain.one_way_seconds(way.directions) if len(way.directions) > 1 else plain
+        plain = field.plain.seconds(way.directions, plain_bytes)
+        one = field.plain.one_way_seconds(way.directions, plain_bytes) if len(way.directions) > 1 else plain
         ready = field.transfers(way, run, blocks)
         spent = field.move(ready, way.layers_per_step)
         if repeat:  # the first one warms up
@@ -210,8 +211,8 @@ def measure(field: Field, way: Way, run: int, repeats: int, blocks: int) -> Row:
     ways = len(way.directions)
     total = blocks * field.layout.page_bytes(0) * ways
     swap = total / statistics.median(swap_s) / 1e9
-    plain_rate = field.plain.size_bytes * ways / statistics.median(plain_s) / 1e9
-    one_rate = field.plain.size_bytes / statistics.median(one_s) / 1e9
+    plain_rate = plain_bytes * ways / statistics.median(plain_s) / 1e9
+    one_rate = plain_bytes / statistics.median(one_s) / 1e9
     width = field.layout.planes[0].page_bytes
     rates = (swap, plain_rate, one_rate)
     return Row(

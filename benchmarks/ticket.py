@@ -166,11 +166,12 @@ def ticket(field: Field, stamps: Stamps, way: Any, blocks: int, *, spins: bool) 
 
 def measure(field: Field, stamps: Stamps, way: Any, blocks: int, pause_s: float, repeats: int) -> dict[str, Any]:
     """Medians of each stamp's first and last time, and of what a plain copy takes."""
+    size_bytes = blocks * field.layout.page_bytes(0)
     firsts, lasts = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     counts, plain = defaultdict[str, list[int]](list), []
     shown: list[tuple[str, float, float]] = []
     for repeat in range(2 * repeats + 2):
-        plain.append(field.plain.seconds(way.directions))
+        plain.append(field.plain.seconds(way.directions, size_bytes))
         time.sleep(pause_s)  # so long nothing is asked of the mover
         found = ticket(field, stamps, way, blocks, spins=bool(repeat % 2))
         if repeat < 2:
@@ -183,8 +184,7 @@ def measure(field: Field, stamps: Stamps, way: Any, blocks: int, pause_s: float,
             firsts[name].append(ats[0])
             lasts[name].append(ats[-1])
             counts[name].append(len(ats))
-    size_bytes = blocks * field.layout.page_bytes(0)
-    plain_us = statistics.median(plain[2:]) * 1e6 * size_bytes / field.plain.size_bytes
+    plain_us = statistics.median(plain[2:]) * 1e6
     stamped = {
         name: {
             "first": round(statistics.median(firsts[name])),

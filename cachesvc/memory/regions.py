@@ -39,7 +39,7 @@ class Regions:
             outside = (columns < 0) | (columns >= len(self._sizes))
             sizes = np.array(self._sizes)[np.where(outside, 0, columns)]  # region 0 never exists
             check_sizes(copies, sizes[:, 0], sizes[:, 1])
-        addressed = np.empty((len(copies), 6), np.int64)
+        addressed = np.empty((len(copies), 6), np.int64, order="F")
         addressed[:, 0] = self._addresses[copies[:, 0]] + copies[:, 1]
         addressed[:, 1] = self._addresses[copies[:, 2]] + copies[:, 3]
         addressed[:, 2:] = copies[:, 4:]

@@ -19,7 +19,8 @@ COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", 
 """Columns of a CopyBatch: a pitched copy of ``height`` rows of ``width`` bytes."""
 
 CopyBatch = npt.NDArray[np.int64]
-"""``[copies, len(COPY_FIELDS)]``"""
+"""``[copies, len(COPY_FIELDS)]``. Column after column in memory (Fortran's order), where they are many: nobody looks at
+a copy as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

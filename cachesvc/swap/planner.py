@@ -190,7 +190,7 @@ def _copies(
         like = memo.get((shape, pages))
         if like is None:
             like = memo[shape, pages] = template(shape, runs.part(*pages), direction, costs, when)
-        batch = like.copy()
+        batch = like.copy(order="F")
         source, target = (piece.host, piece.device) if direction is Direction.LOAD else (piece.device, piece.host)
         batch[:, 1] += source
         batch[:, 3] += target

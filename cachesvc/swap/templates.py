@@ -130,7 +130,7 @@ def _rows(piece: Piece, runs: Runs, pages: Int64s | slice, shape: Shape, directi
     )
     if direction is Direction.LOAD:
         ends, pitches = ends[::-1], pitches[::-1]
-    rows = np.empty((len(device.page) * copies, len(COPY_FIELDS)), np.int64)
+    rows = np.empty((len(device.page) * copies, len(COPY_FIELDS)), np.int64, order="F")
     rows[:] = _like(piece.row_width, height, pitches)
     for column, (region, place, pitch) in zip((0, 2), ends, strict=True):
         if copies == 1:
