@@ -57,6 +57,15 @@ class Lease(LeaseView):
         """
         drive(self._calls.pause_write_backs(seconds))
 
+    def make_sure(self, timeout_s: float) -> None:
+        """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
+        else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
+
+        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (nobody
+        knows: the same), DeadlineExceeded.
+        """
+        drive(self._calls.make_sure(timeout_s))
+
     def step(self, stock_pages: int | Seq[int] = 0) -> StepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
 

@@ -76,6 +76,11 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker is not None
         return self._worker.take_results()
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose readers vLLM computes again: all of them, where this engine has lost them to others."""
+        assert self._worker is not None
+        return self._worker.lapsed_blocks()
+
     def build_connector_worker_meta(self) -> WorkerLease | None:
         """For the scheduler, where it asked to move: the lease that this worker is on."""
         assert self._worker is not None
@@ -123,10 +128,12 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.note_load(request)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Loads that have ended on every rank, and where these are."""
+        """Loads that have ended on every rank, where these are, and whether one found its step void."""
         if self._scheduler is not None:
             if isinstance(moved := connector_output.kv_connector_worker_meta, WorkerLease):
                 self._scheduler.move(moved.lease_id)
+            if connector_output.invalid_block_ids:
+                self._scheduler.drop_step()
             ended, failed = connector_output.finished_recving, connector_output.failed_recving
             self._scheduler.note_ends(ended or (), failed or ())
 
@@ -135,6 +142,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
+        self._scheduler.begin_step(computes=not is_empty)
         return StepTransfers(self._scheduler.take_loads(), self._scheduler.next_lease, is_empty)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

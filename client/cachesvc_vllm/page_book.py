@@ -80,11 +80,17 @@ class PageBook:
         """What a request has, if it has begun."""
         return self._requests.get(request_id)
 
+    def is_with_daemon(self) -> bool:
+        """True while the lease lives. Once it does not, the pages that nobody else can use are this engine's."""
+        if self._lease.is_lost and not self.is_adrift:
+            self._go_adrift()
+        return not self.is_adrift
+
     def expect(self, request_id: str, wish: Wish) -> None:
         """A request has come. A lone one is matched while vLLM does other things; of many, all that may run next once
         the first of them is to."""
         self._matches.expect(request_id, wish)
-        if not self._matches.are_under_way and self._is_with_daemon():
+        if not self._matches.are_under_way and self.is_with_daemon():
             self._send_matches({request_id: wish})
 
     def begin(self, request_id: str, wish: Wish) -> RequestPages:
@@ -116,7 +122,7 @@ class PageBook:
 
     def reserve(self, request: RequestPages, blocks: int) -> bool:
         """Make the request's table ``blocks`` long; False where there is no room now."""
-        is_with_daemon = self._is_with_daemon()
+        is_with_daemon = self.is_with_daemon()
         if self.is_moving:
             return False
         if not is_with_daemon:
@@ -188,7 +194,7 @@ class PageBook:
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""
-        if not self._is_with_daemon():
+        if not self.is_with_daemon():
             return
         if not (self._sealing or self._ended or self._lease.record.growing):
             return
@@ -207,7 +213,7 @@ class PageBook:
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free: vLLM found it too little, and others may have ended since."""
-        if not self._is_with_daemon() or self._clock() < self._short_until_s:
+        if not self.is_with_daemon() or self._clock() < self._short_until_s:
             return
         self._short_until_s = self._clock() + SHORT_PAUSE_S
         try:
@@ -250,12 +256,6 @@ class PageBook:
 
     # -- with the daemon ---------------------------------------------------------------------------------------------
 
-    def _is_with_daemon(self) -> bool:
-        """True while the lease lives. Once it does not, the pages that nobody else can use are this engine's."""
-        if self._lease.is_lost and not self.is_adrift:
-            self._go_adrift()
-        return not self.is_adrift
-
     def _keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
         keys = b"".join(hashes)
         for each in filter(None, (self._salt, salt)):
@@ -265,7 +265,7 @@ class PageBook:
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
         """Match a request, and those beside it that may run next."""
         self.forget(request_id)
-        if self._is_with_daemon():
+        if self.is_with_daemon():
             self._take_matches()
             ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
             self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
@@ -389,10 +389,10 @@ class PageBook:
     # -- without it --------------------------------------------------------------------------------------------------
 
     def _go_adrift(self) -> None:
-        """Requests go on in the pages that they have, new ones in those that nobody else can use. Where the daemon is
-        still there and took the lease away, shared pages may be others' by now: then nothing goes on."""
+        """Requests go on in the pages that they have, new ones in those that nobody else can use. Where the daemon took
+        the lease away, or nobody knows, shared pages may be others' by now: then nothing goes on."""
         self.is_adrift = True
-        self.is_moving = isinstance(self._lease.record.loss, LeaseLost)
+        self.is_moving = isinstance(self._lease.record.loss, LeaseLost) or not self._lease.is_sure
         self._take_matches()
         self._sealing.clear()
         self._pending = None

@@ -19,6 +19,7 @@ from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.vouching import Vouching
 
 STUCK = (
     "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
@@ -47,6 +48,8 @@ class SchedulerSide:
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
         self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
+        self._vouching = Vouching(lambda: node.lease)
+        self._is_dropped = False
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._loading_since_s: dict[str, float] = {}
         self._pool: DaemonBlockPool | None = None
@@ -83,6 +86,7 @@ class SchedulerSide:
         ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
         with self._watch:
+            self._look()
             self._leave_if_back()
             wish = self._wish(request, max_cache_hit_length)
             if wish is None:
@@ -103,6 +107,7 @@ class SchedulerSide:
         **kwargs: Any,
     ) -> Any:
         """As ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
+        self._look()
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
         asked = (
@@ -185,6 +190,14 @@ class SchedulerSide:
         self._stats.data["loads"] += len(ended)
         self._stats.data["failed_loads"] += len(failed)
 
+    def begin_step(self, *, computes: bool) -> None:
+        """An iteration is scheduled. ``computes``: it has tokens."""
+        self._vouching.begin_step(computes=computes)
+
+    def drop_step(self) -> None:
+        """A worker says of the output that has come that what it was computed from may have been others'."""
+        self._is_dropped = True
+
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where
         somebody waits for a first token, the next one tells."""
@@ -210,8 +223,10 @@ class SchedulerSide:
             self._book.finish(pages, request.num_output_tokens)
 
     def end_step(self) -> None:
-        """A step's output has come: seal what it has computed, and tell the daemon."""
+        """A step's output has come: seal what it has computed, and tell the daemon. Raises PagesLapsed."""
         assert self._pool is not None
+        is_dropped, self._is_dropped = self._is_dropped, False
+        self._vouching.end_step(is_dropped=is_dropped)
         with self._watch:
             filling = self._pool.filling
             for request_id, (request, full_blocks) in list(filling.items()):
@@ -235,6 +250,11 @@ class SchedulerSide:
         self._book.close()
         self._adapters.close()
         self._node.close()
+
+    def _look(self) -> None:
+        """Once in an iteration, before it schedules anything: what is lost is used no more."""
+        if self._vouching.look():
+            self._book.is_with_daemon()
 
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """None while its adapter is read."""

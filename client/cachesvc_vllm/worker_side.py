@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import vllm
-from cachesvc_client import CacheClientError, DaemonUnavailable
+from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.memory.pool import LoadOutcome
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -29,6 +29,7 @@ from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
 from cachesvc_vllm.transfers import WorkerLease
 from cachesvc_vllm.versions import require_version
+from cachesvc_vllm.vouching import LOOK_S
 from cachesvc_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
@@ -137,6 +138,23 @@ class WorkerSide:
             if outcomes - {LoadOutcome.CAME}:
                 results.failed_recving.add(request_id)
         return results
+
+    def lapsed_blocks(self) -> set[int]:
+        """All blocks, where the daemon says in a step that computes that the lease is lost: what was read may have been
+        others'. Kernels may run yet, and this process be stopped again: the scheduler has the last word."""
+        node = self._node
+        if node is None or self._may_wait or node.lease.is_sure:
+            return set()
+        if node.pool.is_on_gpu:
+            torch.cuda.synchronize()
+        try:
+            node.lease.make_sure(LOOK_S)
+        except LeaseLost as lost:
+            log.warning("pages_lapsed why=%s", lost)
+            return set(range(node.share.pages))
+        except CacheClientError as error:
+            log.debug("pages_not_known why=%s", error)
+        return set()
 
     def close(self) -> None:
         """Unmap, as far as nothing is held. Idempotent."""

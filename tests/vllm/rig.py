@@ -122,10 +122,12 @@ class Engine:
 
     def collect(self) -> list[Answer]:
         """The answers to what was sent."""
-        return [
-            Answer(tuple(map(tuple, each["tokens"])), json.dumps(each["logprobs"]), int(each["cached"]))
-            for each in self._read()
-        ]
+        return _answers(self._read())
+
+    def collect_unless_ended(self) -> list[Answer] | None:
+        """The same; None of an engine that has ended by itself instead."""
+        line = self._answers.readline()
+        return _answers(json.loads(line)) if line else None
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
         """All in one batch."""
@@ -182,6 +184,12 @@ class Engine:
         line = self._answers.readline()
         assert line, f"the engine ended with {self.process.wait()}"
         return json.loads(line)
+
+
+def _answers(told: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    return [
+        Answer(tuple(map(tuple, each["tokens"])), json.dumps(each["logprobs"]), int(each["cached"])) for each in told
+    ]
 
 
 @dataclass(frozen=True)

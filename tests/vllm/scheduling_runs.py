@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cachesvc_vllm.vouching import PagesLapsed
+
 from tests.vllm.scheduling import VOCABULARY, Engine, Shape
 
 STUCK_S = 30.0
@@ -129,6 +131,53 @@ def die_while_loading(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
+def stopped(socket: str, seed: int) -> list[Engine]:
+    """Stopped for longer than its lease again and again, once in the middle of a step and once between two, while
+    another engine takes all that is not kept from it."""
+    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
+    for where in ("step", "between", "step"):
+        _begin_hits(engine, rng)
+        if where == "step":
+            engine.interrupt = lambda: tell("stop")
+        else:
+            tell("stop")
+        run_out(engine)
+        assert engine.interrupt is None
+    assert engine.misread
+    return [engine]
+
+
+def stopped_async(socket: str, seed: int) -> list[Engine]:
+    """The same where another step is scheduled before an output is taken: vLLM cannot take it back, so engines end."""
+    misread = ended = 0
+    for each in range(3):
+        engine, rng = Engine(f"e{each}", socket, seed + each, Shape(is_async=True)), random.Random(seed + each)
+        _begin_hits(engine, rng)
+        engine.interrupt = lambda: tell("stop")
+        try:
+            run_out(engine)
+        except PagesLapsed:
+            ended += 1
+        engine.check_beginnings()
+        misread += engine.misread
+        engine.close()
+    assert misread
+    assert ended == 3
+    return []
+
+
+def _begin_hits(engine: Engine, rng: random.Random) -> None:
+    """Requests that have hits, and run."""
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(4)]
+    for prompt in prompts:
+        engine.add(prompt, 2)
+    run_out(engine)
+    for prompt in prompts:
+        engine.add([*prompt, 1, 2, 3], 20)
+    while not all(engine.answers[name] for name in list(engine.answers)[-4:]):
+        engine.step()
+
+
 def run_out(engine: Engine) -> None:
     """Until it has nothing to do."""
     watch = Watch([engine])
@@ -152,6 +201,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
+    "stopped": stopped,
+    "stopped-async": stopped_async,
     "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
     "deaths-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, is_async=True)),
 }

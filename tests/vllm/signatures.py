@@ -64,16 +64,26 @@ TEXTS = {
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/utils.py": ("def get_adapter_absolute_path(",),
-    "v1/outputs.py": ("finished_recving:", "failed_recving:"),
+    "v1/outputs.py": ("finished_recving:", "failed_recving:", "invalid_block_ids:"),
 }
 """What is read, or stepped into, without being called by a signature; of alternatives one."""
 
-IN_ORDER = (
-    "self._initialize_kv_caches(",
-    "self._set_kv_connector_handshake_metadata()|self.model_executor.get_kv_connector_handshake_metadata()",
-    "self.batch_queue_size",
-)
-"""In ``v1/engine/core.py``: workers warm up, are asked what they share, and only then is anything run."""
+IN_ORDER = {
+    "v1/engine/core.py": (
+        "self._initialize_kv_caches(",
+        "self._set_kv_connector_handshake_metadata()|self.model_executor.get_kv_connector_handshake_metadata()",
+        "self.batch_queue_size",
+    ),
+    "v1/core/sched/scheduler.py": (
+        "def update_from_output(",
+        "if kv_connector_output and kv_connector_output.invalid_block_ids:",
+        "self._update_from_kv_xfer_finished(kv_connector_output)",
+        "connector_events = self.connector.take_events()",
+        "return engine_core_outputs",
+    ),
+}
+"""Workers warm up, are asked what they share, and only then is anything run. What a worker found void is dropped, the
+scheduler's side is told, and has the last word before tokens are given out."""
 
 
 def surface(package: Path) -> dict[str, Any]:
@@ -89,10 +99,11 @@ def surface(package: Path) -> dict[str, Any]:
         for text in texts
         if not any(each in (package / path).read_text(encoding="utf-8") for each in text.split("|"))
     ]
-    core = (package / "v1/engine/core.py").read_text(encoding="utf-8")
-    places = [min((core.find(each) for each in text.split("|") if each in core), default=-1) for text in IN_ORDER]
-    if -1 in places or places != sorted(places):
-        found["lacks"].append(f"v1/engine/core.py: {', '.join(IN_ORDER)} in this order")
+    for path, texts in IN_ORDER.items():
+        core = (package / path).read_text(encoding="utf-8")
+        places = [min((core.find(each) for each in text.split("|") if each in core), default=-1) for text in texts]
+        if -1 in places or places != sorted(places):
+            found["lacks"].append(f"{path}: {', '.join(texts)} in this order")
     return found
 
 

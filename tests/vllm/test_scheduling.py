@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 
 import pytest
+from cachesvc_client import CacheClient, PoolExhausted
+from cachesvc_vllm.slab_layout import GROUP
 
-from tests.e2e.rig import Node, running_node, short_folder
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from tests.e2e.rig import Node, running_node, short_folder, wait_until
 from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
+
+PAGES = 96
+LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (32,), "uint8"),))
+"""As engines of ``scheduling`` have it, whose module wants vLLM."""
 
 LARGE_PAGES = ("--device-pool", "1GiB", "--host-pool", "2GiB")
 
@@ -28,7 +37,11 @@ def run(name: str, node: Node, seed: int) -> Mapping[str, int]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    suffer = {"@kill": node.daemon.kill, "@start": node.daemon.start}
+    suffer: Mapping[str, Callable[[], object]] = {
+        "@kill": node.daemon.kill,
+        "@start": node.daemon.start,
+        "@stop": lambda: stop(process, node),
+    }
     told = ""
     with process:
         for line in process.stdout:
@@ -41,6 +54,26 @@ def run(name: str, node: Node, seed: int) -> Mapping[str, int]:
     assert process.returncode == 0
     found: Mapping[str, int] = json.loads(told)
     return found
+
+
+def stop(process: subprocess.Popen[str], node: Node) -> None:
+    """Stop an engine until its lease is lost and its hits are others', and let it go on."""
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: "live" not in node.lease_states().values(), "the silent lease is lost")
+    with CacheClient(node.socket) as client:
+        registration = client.register("m", LAYOUT, device_pages=[PAGES], reserved_pages=1)
+        assert registration.device_pages == (PAGES,)
+        with (
+            client.open_lease(registration) as lease,
+            lease.attach() as pool,
+            suppress(PoolExhausted),
+            ExitStack() as all_,
+        ):
+            while True:
+                sequence = all_.enter_context(lease.match(b""))
+                sequence.allocate(1)
+                pool.page(GROUP, int(sequence.tables[0][0]))[0, "kv"][:] = 0xFF
+    process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("name", ["plain", "async", "drafts", "resets"])
@@ -72,3 +105,9 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50
+
+
+@pytest.mark.parametrize(("name", "whole"), [("stopped", 24), ("stopped-async", 0)])
+def test_no_token_comes_of_pages_that_became_others_while_an_engine_was_stopped(name: str, whole: int) -> None:
+    with running_node(["--lease-seconds", "2"]) as node:
+        assert run(name, node, 1)["whole"] == whole

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 
 import grpc
+from kvcache.v1 import lease_pb2
 
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable
+from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, DeadlineExceeded
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.methods import KEEP_ALIVE
@@ -48,6 +50,30 @@ class Keeping:
         if self._running is not None:
             await self._running.join()
 
+    async def make_sure(self, timeout_s: float) -> None:
+        """Beat beside the stream, and wait for the answer: the lease lives, or is lost here too. Raises LeaseLost,
+        DaemonUnavailable, AlreadyClosed, DeadlineExceeded."""
+        connection, record = self._connection, self._record
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            record.check()
+            line, sent_s = connection.open_line(KEEP_ALIVE), time.monotonic()
+            try:
+                line.put(lease_pb2.KeepAliveRequest(lease_id=record.id))
+                came = await line.get(deadline_s)
+            finally:
+                await line.close()
+            if isinstance(came, lease_pb2.KeepAliveResponse):
+                self._take(came, sent_s)
+                return
+            if came is None or time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"lease {record.id}: no beat was answered within {timeout_s:g} s")
+            await connection.judge(came)
+            if (loss := record.judge_silence(came, 0)) is not None:
+                record.lose(loss)
+            elif not connection.proof.renew_stream(came, line.metadata):
+                await connection.port.wait_end(RECONNECT_PAUSE_S)
+
     async def _run(self) -> None:
         try:
             error = await self._keep()
@@ -85,8 +111,9 @@ class Keeping:
 
     async def _beat(self, line: Line) -> grpc.RpcError | None:
         """Beat until stopped (None) or until the stream has ended (how). Raises DaemonUnavailable."""
-        record = self._record
+        record, sent_s = self._record, deque[float]()
         while not self._is_ended:
+            sent_s.append(record.tenure.begin_beat())
             line.put(record.build_beat())
             next_s = time.monotonic() + record.beat_interval_s
             while not self._is_ended:
@@ -94,10 +121,16 @@ class Keeping:
                 if came is None or came is NUDGE:
                     break
                 if isinstance(came, grpc.RpcError):
+                    record.tenure.break_off()
                     return came
                 self._heard_s = time.monotonic()
+                self._take(came, sent_s.popleft())
                 record.is_draining = came.draining
-                if came.epoch != record.epoch:
-                    self._connection.life.give_up()
-                    raise self._connection.gone()
         return None
+
+    def _take(self, answer: lease_pb2.KeepAliveResponse, sent_s: float) -> None:
+        """A beat that was sent then was answered. Raises DaemonUnavailable: by another life of the daemon."""
+        if answer.epoch != self._record.epoch:
+            self._connection.life.give_up()
+            raise self._connection.gone()
+        self._record.tenure.end_beat(sent_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
@@ -44,11 +45,11 @@ async def open_lease(
 ) -> AsyncLease:
     """Open a lease, or join that of an ``instance``, and begin to beat. Raises NotFound (register again),
     LimitExceeded, NotSupported (a daemon that knows no instances), DaemonUnavailable."""
-    token = connection.process_token
+    token, asked_s = connection.process_token, time.monotonic()
     opened = await connection.ask(
         OPEN, build_open(registration, engine, token, request_id, instance), connection.timeouts.call_s
     )
-    record = LeaseRecord(opened, registration, connection.lost, token)
+    record = LeaseRecord(opened, registration, connection.lost, token, asked_s)
     if record.instance != instance:
         await LeaseCalls(connection, record).end(quiesced=True)
         raise NotSupported("this daemon lets no processes share a lease: update it")
@@ -97,6 +98,16 @@ class AsyncLease(LeaseView):
         """
         self.record.ask_pause(seconds)
         self._keeping.nudge()
+
+    async def make_sure(self, timeout_s: float) -> None:
+        """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
+        else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
+
+        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (nobody
+        knows: the same), DeadlineExceeded.
+        """
+        if not self.record.is_sure:
+            await self._keeping.make_sure(timeout_s)
 
     def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.

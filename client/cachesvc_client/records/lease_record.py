@@ -33,6 +33,7 @@ from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.launches import Launches
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
+from cachesvc_client.records.tenure import Tenure
 from cachesvc_client.registration import Registration
 from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
 from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
@@ -68,7 +69,7 @@ class LeaseRecord:
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
     ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
     those that it attached in this process. ``has_columns``: steps for this daemon may have them. ``daemon_lost`` is set
-    once the daemon has gone.
+    once the daemon has gone. ``tenure``: until when it surely lives.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class LeaseRecord:
         registration: Registration,
         daemon_lost: threading.Event,
         process_token: bytes = b"",
+        asked_s: float = -math.inf,
     ) -> None:
+        """``asked_s``: monotonic, when the daemon was asked for it."""
         self.id = opened.lease_id
         self.instance = opened.instance_id
         self.joined = opened.joined
@@ -95,6 +98,8 @@ class LeaseRecord:
         self.is_draining = False
         self.is_closed = False
         self.loss: LeaseLost | DaemonUnavailable | None = None
+        self.tenure = Tenure(self.silence_limit_s, asked_s)
+        self._was_sure = False
         self.pools: list[AttachedPool] = []
         self.clock_seconds: float | None = None
         self._daemon_lost = daemon_lost
@@ -114,6 +119,14 @@ class LeaseRecord:
     def is_lost(self) -> bool:
         """True once the daemon took the lease away, or went away itself before it was closed."""
         return self.loss is not None or (self._daemon_lost.is_set() and not self.is_closed)
+
+    @property
+    def is_sure(self) -> bool:
+        """True where nobody else can have got a page of this lease's: it lives, or was not lost by silence, for it did
+        until its loss was heard of. Then its daemon or its memory has gone, and nobody gets those pages."""
+        if self.loss is not None:
+            return self._was_sure
+        return not self.is_closed and self.tenure.is_sure
 
     def check(self) -> None:
         """Raises AlreadyClosed, LeaseLost or DaemonUnavailable once the lease is over."""
@@ -138,6 +151,7 @@ class LeaseRecord:
                 return
             if not isinstance(error, LeaseLost | DaemonUnavailable):
                 error = LeaseLost.from_message(str(error))
+            self._was_sure = self.tenure.is_sure  # before anybody sees the loss
             self.loss = error
             callbacks, self._callbacks = self._callbacks, []
         log.warning("lease_lost lease=%s why=%s", self.id, error)

@@ -45,6 +45,12 @@ class LeaseView:
         return self.record.is_lost
 
     @property
+    def is_sure(self) -> bool:
+        """True where it is known, without a call, that what was read of the lease's pages up to now was its own: no
+        other engine can have got them. False while beats are late, and once the process was stopped: ``make_sure``."""
+        return self.record.is_sure
+
+    @property
     def is_draining(self) -> bool:
         """True when the daemon wants to go: finish what runs, open nothing."""
         return self.record.is_draining
