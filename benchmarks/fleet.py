@@ -45,8 +45,8 @@ class Moved(NamedTuple):
 
 
 class Fleet:
-    """``ranks`` is the model with a rank on each device, ``replicas[i]`` the one of device ``i`` alone. ``numbers``: of
-    models, which never come again. The movers are processes."""
+    """``ranks`` is the model with a rank on each device, ``replicas[i]`` the one of device ``i`` alone, and ``both``
+    has a replica on each of the first two. ``numbers``: of models, which never come again. The movers are processes."""
 
     def __init__(
         self, mover: Mover, devices: Sequence[str], slabs: list[Slab], layouts: tuple[Layout, Layout], pages: int
@@ -71,12 +71,13 @@ class Fleet:
         self._replica: dict[int, int] = {}
         self.ranks = 0
         self.replicas: tuple[int, ...] = ()
+        self.both = 0
 
     def start(self, numbers: Iterator[int]) -> None:
         """Attach the models, write all host pages, and load each into some device page."""
         places = range(len(self.devices))
         self._hosts = [self.mover.reserve(self.layout, self.pages, device) for device in self.devices]
-        self.ranks, *replicas = itertools.islice(numbers, len(places) + 1)
+        self.ranks, self.both, *replicas = itertools.islice(numbers, len(places) + 2)
         self.replicas = tuple(replicas)
         for model, layout, mine in (
             (self.ranks, self._layout_of_ranks, tuple(places)),
@@ -90,6 +91,11 @@ class Fleet:
             )
             for at in mine:
                 self._words[model, at] = self._sheet(model, at)
+        self.engine.attach_model(self.both, self.layout, [[self._hosts[0]]])
+        for at in (0, 1):
+            self.engine.attach_replica(self.both, at, [self.devices[at]], [[self.slabs[at]]], [self.pages])
+        self._of[self.both], self._replica[self.both] = (1,), 1
+        self._words[self.both, 1] = self._sheet(self.both, 1)
         for at, page in itertools.product(places, range(self.pages)):
             self._mark(at, page, 1 + (at * self.pages + page) * len(self.layout.planes))
         order = tuple(range(self.pages))
@@ -113,6 +119,13 @@ class Fleet:
                 ready.append(self._transfer(model, direction, mine, theirs, layered=layered))
         return ready
 
+    def shared(self, loaded: Transfer) -> Transfer:
+        """From the first device's replica of ``both`` to the second's: the pages that were loaded, to single pages
+        anywhere."""
+        theirs = loaded.pages[0].device_pages
+        pairs = (PagePairs(0, scattered(self._rng, self.pages, len(theirs), 1, 1)[0], theirs),)
+        return Transfer(next(self._tickets), self.both, 1, LOAD, pairs, layered=False, source_replica=0)
+
     def again(self, ready: Sequence[Transfer]) -> list[Transfer]:
         """The same moves under new tickets."""
         return [replace(one, ticket=next(self._tickets), replica=self._replica[one.model]) for one in ready]
@@ -120,14 +133,14 @@ class Fleet:
     def mark(self, moved: Sequence[Transfer]) -> None:
         """Write what was never there into the host pages that are looked at: a load has to bring it, a store to replace
         it."""
-        for transfer, page in self._looked_at(moved):
+        for transfer, page in self.looked_at(moved):
             for at in self._of[transfer.model]:
                 self._mark(at, transfer.pages[0].host_pages[page], next(self._marks))
 
     def check(self, moved: Sequence[Transfer]) -> None:
         """On every rank the same bytes are on both sides, with the fresh mark after a load and without after a store.
         Raises AssertionError."""
-        for transfer, page in self._looked_at(moved):
+        for transfer, page in self.looked_at(moved):
             pairs, name = transfer.pages[0], f"ticket {transfer.ticket}, {transfer.direction.value}, page {page}"
             for rank in range(len(self._of[transfer.model])):
                 replica = self._replica[transfer.model]
@@ -188,7 +201,8 @@ class Fleet:
         pages = (PagePairs(0, device, host),)
         return Transfer(next(self._tickets), model, self._replica[model], direction, pages, layered=layered)
 
-    def _looked_at(self, moved: Sequence[Transfer]) -> Iterator[tuple[Transfer, int]]:
+    def looked_at(self, moved: Sequence[Transfer]) -> Iterator[tuple[Transfer, int]]:
+        """Which pairs of pages are marked and checked."""
         for transfer in moved:
             last = len(transfer.pages[0].device_pages) - 1
             for page in sorted({*np.linspace(0, last, CHECKED_PAGES).astype(int).tolist()}):

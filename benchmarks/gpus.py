@@ -1,6 +1,6 @@
 """Several GPUs at once, through the real swap engine and a mover process for each.
 
-    python -m benchmarks.gpus [--backend shm|cuda] [--gpus N] [--parts copies calls kill] [--json OUT] [--quick]
+    python -m benchmarks.gpus [--backend shm|cuda] [--gpus N] [--parts copies peers calls kill] [--json OUT] [--quick]
                               [--mib 512 2048] [--repeats 5]
 
 ``copies``: single pages, scattered on both sides, in one ticket whose ranks are the GPUs (``ranks``), or in a ticket
@@ -13,6 +13,10 @@ one``: our rate over one GPU's. How far the machine itself scales is ``plain`` o
 in turns, and rates are of medians. ``ms/GiB``: processor time of this process (the daemon's side, without the waiter) a
 GiB that all moved, and of the busiest mover a GiB that it moved; over these tickets and as many more as half a second
 has, because some kernels count it in steps of 10 ms. Pages on every rank are checked after each ticket.
+
+``peers``: a replica's pages from the first GPU to the second, whole blocks; ``plain``: one copy from GPU to GPU of as
+many bytes (1 GiB at most); ``host``: a load of as many bytes from the host to the second GPU; ``beside`` and ``host
+beside``: both at once.
 
 ``calls``: p50 and p99, over the lane to a real daemon, of a Step in which 32 sequences grow and publish and of Match of
 2,048 blocks, in turns while nothing is copied (``idle``) and while two engines on each GPU swap as much as the smallest
@@ -46,6 +50,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.fleet import Fleet, Moved
 from benchmarks.gpus_calls import Swap, measure_calls
+from benchmarks.gpus_peers import measure_peers
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 from benchmarks.mover import WAIT_SECONDS, Mover, two_plane_layout
 from benchmarks.plain import MOST_BYTES, PlainCopies, seconds_at_once
@@ -215,6 +220,21 @@ def show(row: Row) -> None:
     )
 
 
+def peers(ground: Ground, found: dict[str, Any]) -> None:
+    """From device to device. Raises CacheError, AssertionError for wrong bytes."""
+    sizes, pool_bytes = ground.sizes, MOVED_PART * max(ground.sizes.mib) * MIB
+    rows = found["rows"] = list[dict[str, Any]]()
+    numbers = itertools.count()
+    with ExitStack() as stack:
+        mover, slabs = started(ground, pool_bytes, stack)
+        for width in sizes.widths:
+            layouts = sizes.layouts(width, len(ground.devices))
+            fleet = Fleet(mover, ground.devices, slabs, layouts, pool_bytes // layouts[0].page_bytes(0))
+            fleet.start(numbers)
+            rows += measure_peers(fleet, ground.devices if mover.gpu else (), sizes.mib, ground.repeats)
+            fleet.close()
+
+
 # -- calls and kill ----------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +326,12 @@ def rate_in(log: Log, first: float, moved: int) -> float:
     return moved * sum(shares) / WINDOW_SECONDS / 1e9
 
 
-PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {"copies": copies, "calls": calls, "kill": kill}
+PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {
+    "copies": copies,
+    "peers": peers,
+    "calls": calls,
+    "kill": kill,
+}
 
 
 def main() -> None:

@@ -348,7 +348,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "storage-ttft": tables_storage.storage_ttft,
 }
 if (RESULTS / "gpus.json").exists():  # a machine with several GPUs has measured it
-    TABLES |= {"gpus": tables_running.gpus, "gpus-beside": tables_running.gpus_beside}
+    TABLES |= {
+        "gpus": tables_running.gpus,
+        "gpus-peers": tables_running.gpus_peers,
+        "gpus-beside": tables_running.gpus_beside,
+    }
 
 if __name__ == "__main__":
     main()

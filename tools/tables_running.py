@@ -163,6 +163,21 @@ def gpus() -> str:
     return rows([*head, *(f"{width >> 10} KiB" for width in widths)], body, found["machine"])
 
 
+def gpus_peers() -> str:
+    """Loads from one GPU's replica to another's."""
+    found = load("gpus.json")
+    body = [
+        [f"{row['mib']:,} MiB, planes of {row['plane_bytes'] >> 10} KiB"]
+        + [
+            f"{row[name]:.0f}"
+            for name in ("gb_per_s", "plain_gb_per_s", "beside_gb_per_s", "host_gb_per_s", "host_beside_gb_per_s")
+        ]
+        for row in found["peers"]["rows"]
+    ]
+    head = ["GB/s", "from the other GPU", "one plain copy", "beside a load", "a load from the host", "beside the other"]
+    return rows(head, body, found["machine"])
+
+
 def gpus_beside() -> str:
     """Calls beside swaps on several GPUs, and a mover that is killed."""
     found = load("gpus.json")

@@ -1,4 +1,4 @@
-"""A device's two copy streams, each a thread that starts the slices which the arbiter gives it, and sees them land."""
+"""A device's copy streams, each a thread that starts the slices which the arbiter gives it, and sees them land."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
@@ -109,6 +110,12 @@ class CopyThread:
             self._cut(queued)
         if piece is not None:
             self._start(piece)
+
+    def expedite(self, ticket: int) -> None:
+        """Somebody waits for a ticket's jobs now, here and wherever else its arbiter rules."""
+        with self._changed:
+            self._arbiter.expedite(ticket)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not
@@ -295,7 +302,9 @@ class CopyThread:
 
 
 class CopyThreads:
-    """The two streams of one device under one arbiter. ``runners``: one for each direction."""
+    """The streams of one device: two of its link to the host, under one arbiter; and one for what comes from other
+    devices, by links of their own, with an arbiter to itself. ``runners``: one for each direction; ``peers``: of those
+    copies, where there can be any."""
 
     def __init__(
         self,
@@ -304,37 +313,40 @@ class CopyThreads:
         runners: Mapping[Direction, SliceRunner],
         write_word: WriteWord,
         clock: Clock = time.monotonic,
+        *,
+        peers: SliceRunner | None = None,
     ) -> None:
         self._arbiter = Arbiter(device, rules)
         self._lock = threading.RLock()
         changes = {direction: threading.Condition(self._lock) for direction in runners}
         self._wake_all = partial(_wake, tuple(changes.values()))  # no way back from the streams to here
         self._clock = clock
-        self.streams = {
-            direction: CopyThread(
-                f"{direction.value}-{device}",
-                direction,
-                self._arbiter,
-                changed,
-                runners[direction],
-                write_word,
-                self._wake_all,
-                clock,
+
+        def stream(name: str, way: Direction, changed: threading.Condition, runner: SliceRunner) -> CopyThread:
+            return CopyThread(
+                f"{name}-{device}", way, self._arbiter, changed, runner, write_word, self._wake_all, clock
             )
-            for direction, changed in changes.items()
-        }
-        self._watch = CopyWatch(list(self.streams.values()), clock)
+
+        self.streams = {way: stream(way.value, way, changed, runners[way]) for way, changed in changes.items()}
+        self._every = list(self.streams.values())
+        if peers is not None:
+            free = replace(rules, load_bytes_per_second=0, store_bytes_per_second=0)  # budgets are for the host
+            alone = threading.Condition(threading.RLock())
+            self.peers = CopyThread(
+                f"peers-{device}", Direction.LOAD, Arbiter(device, free), alone, peers, write_word, _nobody, clock
+            )
+            self._every.append(self.peers)
+        self._watch = CopyWatch(self._every, clock)
 
     def start(self) -> None:
         """Start the threads."""
-        for stream in self.streams.values():
+        for stream in self._every:
             stream.start()
 
     def expedite(self, ticket: int) -> None:
         """As ``Backend.expedite``."""
-        with self._lock:
-            self._arbiter.expedite(ticket)
-            self._wake_all()
+        for stream in self._every:
+            stream.expedite(ticket)
 
     def pause_background(self, seconds: float) -> None:
         """As ``Backend.pause_background``."""
@@ -348,8 +360,8 @@ class CopyThreads:
             self._wake_all()
 
     def close(self) -> None:
-        """Close both streams. Idempotent."""
-        for stream in self.streams.values():
+        """Close all streams. Idempotent."""
+        for stream in self._every:
             stream.close()
 
     def overdue(self) -> str:
@@ -359,8 +371,12 @@ class CopyThreads:
 
     def abandon(self, why: str) -> None:
         """The device hangs: end every job, and take no more."""
-        for stream in self.streams.values():
+        for stream in self._every:
             stream.abandon(why)
+
+
+def _nobody() -> None:
+    """Nobody waits for what another stream does."""
 
 
 def _wake(changes: Iterable[threading.Condition]) -> None:

@@ -7,10 +7,9 @@ slabs are zeroed by the driver's memset, when a model is registered.)
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +17,15 @@ from functools import partial
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
 from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet, PracticeGround
+from cachesvc.memory.cuda_slab import CudaSlab
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
 from cachesvc.memory.holds import Holds
 from cachesvc.memory.mapped import address_of
 from cachesvc.memory.regions import Region, Regions
 from cachesvc.memory.seam import Handle
-from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline
-from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
+from cachesvc.memory.timeline import TIMELINE_WORDS, HostTimeline
+from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 
 SPARE_BYTES = 64 << 20
@@ -36,41 +36,13 @@ LOOK_S = 2.0
 """Between looks at the last copies, while they are waited for."""
 
 
-class CudaSlab:
-    """Device memory of one group on one rank."""
-
-    def __init__(self, region: int, memory: GpuMemory, size_bytes: int, on_close: Callable[[CudaSlab], None]) -> None:
-        """``on_close`` gives the memory back."""
-        self.region = region
-        self.memory = memory
-        self.size_bytes = size_bytes
-        self.handle = handle_of(memory, size_bytes)
-        self.fd = memory.fd
-        self._on_close = on_close
-        self._is_open = True
-
-    def close(self) -> None:
-        """Give the memory back once nobody reads it. Raises LedgerBroken when it was given back before."""
-        if not self._is_open:
-            raise LedgerBroken(f"slab of region {self.region} was closed before")
-        self._is_open = False
-        self._on_close(self)
-
-
-def handle_of(memory: GpuMemory, size_bytes: int) -> Handle:
-    """How another process maps it. A VMM allocation is mapped whole."""
-    if memory.handle:
-        return Handle("cuda_ipc", memory.handle, size_bytes)
-    return Handle("cuda_fd", secrets.token_bytes(TOKEN_BYTES), memory.size_bytes)
-
-
 @dataclass
 class Device:
     """A GPU at work: its words and streams, and how much of its pool is taken."""
 
     gpu: GpuDevice
     timeline: HostTimeline
-    queues: dict[Direction, GpuQueue]
+    queues: list[GpuQueue]
     copying: CopyThreads
     health: GpuHealth
     practice: PracticeGround
@@ -199,6 +171,10 @@ class CudaBackend:
         """The device -> host stream."""
         return self._device(device).copying.streams[Direction.STORE]
 
+    def peer_stream(self, device: str) -> CopyThread:
+        """The stream for loads from other devices."""
+        return self._device(device).copying.peers
+
     def can_reach(self, source: str, target: str) -> bool:
         """As the hardware says. VMM slabs are open to their own GPU alone."""
         self._gpu(source)
@@ -300,7 +276,7 @@ class CudaBackend:
         over.set()
         looking.join()
         for device in self._devices.values():  # no earlier: a stream may read another device
-            for queue in device.queues.values():
+            for queue in device.queues:
                 device.health.attempt(queue.close)
             if not device.health.hangs:
                 device.health.attempt(device.practice.close)
@@ -340,15 +316,18 @@ class CudaBackend:
             timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
             practice = PracticeGround(gpu)
             undo.callback(health.attempt, practice.close)
-            queues: dict[Direction, GpuQueue] = {}
-            runners: dict[Direction, CudaRunner] = {}
-            for way in Direction:
-                queue = queues[way] = gpu.queue()
+            queues: list[GpuQueue] = []
+
+            def runner(way: Direction) -> CudaRunner:
+                queue = gpu.queue()
                 undo.callback(health.attempt, queue.close)
                 queue.start()
-                runners[way] = CudaRunner(queue, timeline, lambda: self._regions, health, practice.copies(way))
+                queues.append(queue)
+                return CudaRunner(queue, timeline, lambda: self._regions, health, practice.copies(way))
+
+            runners, peers = {way: runner(way) for way in Direction}, runner(Direction.LOAD)
             undo.pop_all()
-        copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock)
+        copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock, peers=peers)
         return Device(gpu, timeline, queues, copying, health, practice)
 
     def _open_peers(self) -> None:

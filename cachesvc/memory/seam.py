@@ -216,6 +216,9 @@ class Backend(DeviceMemory, Protocol):
     def store_stream(self, device: str) -> CopyStream:
         """The device -> host stream."""
 
+    def peer_stream(self, device: str) -> CopyStream:
+        """The stream for loads from other devices, or from others' pages on this one."""
+
     def expedite(self, device: str, ticket: int) -> None:
         """An engine waits for a ticket now: its jobs on the device are AWAITED. Nothing where none is queued.
 

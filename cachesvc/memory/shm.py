@@ -113,12 +113,13 @@ class ShmBackend:
         return self._device_bytes
 
     def start(self) -> None:
-        """Make the timelines and start two copy threads for each device."""
+        """Make the timelines and start the copy threads of each device."""
         self._running = True
         for device in self._devices:
             timeline = self._timelines[device] = HostTimeline(self._timeline_words)
             runners = {direction: self._runner(timeline) for direction in Direction}
-            self._copying[device] = CopyThreads(device, self._rules, runners, timeline.write)
+            peers = self._runner(timeline)
+            self._copying[device] = CopyThreads(device, self._rules, runners, timeline.write, peers=peers)
             self._copying[device].start()
 
     def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
@@ -173,6 +174,12 @@ class ShmBackend:
         self._check_running()
         self._check_device(device)
         return self._copying[device].streams[Direction.STORE]
+
+    def peer_stream(self, device: str) -> CopyThread:
+        """The stream for loads from other devices."""
+        self._check_running()
+        self._check_device(device)
+        return self._copying[device].peers
 
     def can_reach(self, source: str, target: str) -> bool:
         """Always: all is one memory."""

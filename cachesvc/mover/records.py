@@ -35,6 +35,8 @@ _MOVE = struct.Struct("<6q")
 _END = struct.Struct("<4q")
 _BY_COSTS = -2
 _WAYS, _URGENCIES = tuple(Direction), tuple(Urgency)
+_FROM_PEER = len(_WAYS)
+"""The way of a load from another replica."""
 MOST_REASON_BYTES = 4096
 KEPT_TABLES = 64
 """Tables of one geometry that are told before all are told anew: a host pool has a new one when a chunk comes."""
@@ -66,7 +68,8 @@ class Teller:
             numbers += (*pools, len(move.device_pages), len(move.host_pages))
         slot, step = job.slot, _BY_COSTS if job.layers_per_step is None else job.layers_per_step
         places = (slot.word, slot.failed_word, slot.base, slot.layers)
-        way, urgency = _WAYS.index(job.direction), _URGENCIES.index(job.urgency)
+        way = _FROM_PEER if job.is_from_peer else _WAYS.index(job.direction)
+        urgency = _URGENCIES.index(job.urgency)
         head = _packed(JOB, job.ticket, way, urgency, step, *places, len(job.moves), *numbers)
         pages = [column for move in job.moves for column in (move.device_pages, move.host_pages)]
         records.append([head, *pages])
@@ -142,7 +145,8 @@ class Listener:
             moves.append(GroupMove(self._pools[device][device_table], self._pools[host][host_table], *columns))
         steps = None if step == _BY_COSTS else step
         slot = TimelineSlot(*places)
-        return RankJob(ticket, self._device, _WAYS[way], _URGENCIES[urgency], steps, slot, tuple(moves))
+        from_peer, direction = way == _FROM_PEER, _WAYS[way % _FROM_PEER]
+        return RankJob(ticket, self._device, direction, _URGENCIES[urgency], steps, slot, tuple(moves), from_peer)
 
 
 def expedite_record(direction: Direction, ticket: int) -> list[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -16,6 +16,8 @@ LEAST_LOST_US = 0.02
 """Where it was, and less than can be measured was lost: they reach 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
 PROCESSOR_US = 0.7
 """What the processor takes for one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
+PEER_BYTES_PER_US = 300_000.0
+"""Between two H100s by NVLink."""
 KEPT_FIGURES = 1 << 12
 ByWidth = tuple[tuple[int, float], ...]
 """A figure for rows of each of some widths in bytes."""
@@ -123,6 +125,12 @@ def costs_told(told: Mapping[str, Any]) -> LinkCosts:
     """As ``costs_of``, of figures by name that went as JSON, which has lists for tuples."""
     by_width = {name: tuple((width, figure) for width, figure in told[name]) for name in ("row_ns", "singles_us")}
     return costs_of(SimpleNamespace(**{**told, **by_width}))
+
+
+def peer_costs(costs: LinkCosts) -> LinkCosts:
+    """What plans cost on the links from other devices, of a device whose link to the host costs so much: its processor
+    takes the same time, and bytes take less."""
+    return replace(costs, bytes_per_us=PEER_BYTES_PER_US, singles_us=())
 
 
 @lru_cache(maxsize=KEPT_FIGURES)

@@ -219,8 +219,9 @@ class SwapEngine:
                 flight.trace = self._tracer.begin(transfer, sum(map(_move_bytes, moves)))
             self._flights[transfer.ticket] = flight
         way, step = transfer.direction, self._step_of(transfer)
-        for rank, device in enumerate(flight.devices):
-            self._movers.submit(RankJob(transfer.ticket, device, way, flight.urgency, step, slot, flight.moves[rank]))
+        for device, move in zip(flight.devices, flight.moves, strict=True):
+            urgency, from_peer = flight.urgency, source is not None
+            self._movers.submit(RankJob(transfer.ticket, device, way, urgency, step, slot, move, from_peer))
         return model.slots.told(slot)
 
     def expedite(self, ticket: int) -> None:

@@ -32,14 +32,15 @@ from cachesvc.memory.seam import (
 )
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.costs import LinkCosts, peer_costs
 from cachesvc.swap.planner import GroupMove, Pool, plan
 
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
     """One rank's share of a ticket, in pages. ``layers_per_step``: after how many layers its word moves; 0: at its end
-    alone, None: as the link's costs choose; or ``ALL_BUT_FIRST``."""
+    alone, None: as the link's costs choose; or ``ALL_BUT_FIRST``. ``is_from_peer``: a load whose ``host`` pages are
+    another replica's, on its device."""
 
     ticket: int
     device: str
@@ -48,6 +49,7 @@ class RankJob:
     layers_per_step: int | None
     slot: TimelineSlot
     moves: tuple[GroupMove, ...]
+    is_from_peer: bool = False
 
 
 class RankEnd(NamedTuple):
@@ -122,6 +124,7 @@ class Inside:
         """``on_begin``: told a ticket once its job's first slice was started, and when."""
         self._backend = backend
         self._costs = costs or LinkCosts()
+        self._peer_costs = peer_costs(self._costs)
         self._timelines: dict[str, Timeline] = {}
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
         self._on_end: OnEnd | None = None
@@ -135,7 +138,7 @@ class Inside:
 
     def plan_by(self, costs: LinkCosts) -> None:
         """Plan what is submitted from now on by these costs: those of links that were measured since."""
-        self._costs = costs
+        self._costs, self._peer_costs = costs, peer_costs(costs)
 
     def listen(self, on_end: OnEnd) -> None:
         """Begin to take jobs. The backend runs already, and its timelines are written by these movers alone."""
@@ -227,6 +230,8 @@ class Inside:
             self._backend.expedite(job.device, job.ticket)
 
     def _stream(self, job: RankJob) -> CopyStream:
+        if job.is_from_peer:
+            return self._backend.peer_stream(job.device)
         is_load = job.direction is Direction.LOAD
         return self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
 
@@ -237,7 +242,7 @@ class Inside:
             layers=job.slot.layers,
             base=job.slot.base,
             layers_per_step=job.layers_per_step,
-            costs=self._costs,
+            costs=self._peer_costs if job.is_from_peer else self._costs,
         )
 
     def _begin(self, mine: _UnderWay, now: float) -> None:

@@ -169,6 +169,7 @@ def test_names_that_are_not_there(bench: Bench) -> None:
         bench.backend.timeline,
         bench.backend.load_stream,
         bench.backend.store_stream,
+        bench.backend.peer_stream,
         lambda device: bench.backend.create_slab(device, 1),
     ):
         with pytest.raises(NotFound, match="device"):

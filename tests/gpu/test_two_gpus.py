@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachesvc.memory.cuda import CudaBackend, CudaSlab
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.cuda_slab import CudaSlab
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer, has_reached

@@ -310,6 +310,10 @@ class SteppedBackend:
         self._check_running()
         return self._streams[device, Direction.STORE]
 
+    def peer_stream(self, device: str) -> SteppedStream:
+        """These devices have one way in."""
+        return self.load_stream(device)
+
     def can_reach(self, source: str, target: str) -> bool:
         """As it was made."""
         self._check(source)

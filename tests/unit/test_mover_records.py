@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -67,9 +69,10 @@ def plan_of(one: RankJob, regions: dict[int, int]) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.parametrize("way", [(Direction.LOAD, False), (Direction.LOAD, True), (Direction.STORE, False)])
 @pytest.mark.parametrize("step", [None, 0, 3, ALL_BUT_FIRST])
-def test_a_job_is_heard_as_it_was_told_and_planned_alike(step: int | None) -> None:
-    told = job(1 << 40, moves(), step)
+def test_a_job_is_heard_as_it_was_told_and_planned_alike(step: int | None, way: tuple[Direction, bool]) -> None:
+    told = replace(job(1 << 40, moves(), step), direction=way[0], is_from_peer=way[1])
     (again,) = heard(Listener("shm-0", REGIONS), Teller().job(told))
     assert (again.ticket, again.device, again.direction, again.urgency) == (
         1 << 40,
@@ -77,7 +80,7 @@ def test_a_job_is_heard_as_it_was_told_and_planned_alike(step: int | None) -> No
         told.direction,
         told.urgency,
     )
-    assert (again.layers_per_step, again.slot) == (step, told.slot)
+    assert (again.layers_per_step, again.slot, again.is_from_peer) == (step, told.slot, way[1])
     assert plan_of(again, {}) == plan_of(told, REGIONS)
 
 

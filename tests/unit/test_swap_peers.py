@@ -9,6 +9,8 @@ import pytest
 
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside, RankJob
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.swap_rig import (
     DEVICE_PAGES,
@@ -86,6 +88,30 @@ def test_ranks_run_on_the_load_streams_of_the_target(rig: Rig) -> None:
     rig.backend.fail_one("step-0", LOAD, RuntimeError("link"))
     assert str(rig.ended[-1][1]) == "link"
     assert (landed_bytes(rig.engine, "p2p"), rig.engine.transfers.failures["p2p"]) == (0, 1)
+
+
+def test_jobs_say_whether_they_come_from_another_replica() -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Told(Inside):
+        def submit(self, job: RankJob) -> None:
+            told.append((job.ticket, job.is_from_peer))
+            super().submit(job)
+
+    backend = SteppedBackend(2, 1 << 20, timeline_words=64)
+    backend.start()
+    rig = Rig(mixed_layout(2), backend)
+    rig.engine = SwapEngine(Told(backend), rig.done)
+    rig.engine.start()
+    rig.add_hosts()
+    for replica in (REPLICA, TARGET):
+        attach_replica(rig, replica)
+    rig.move(LOAD, (0, [1], [2]))
+    share(rig, (0, [0], [1]))
+    rig.move(STORE, (0, [1], [3]))
+    rig.settle(3)
+    assert told == [(0, False)] * 2 + [(1, True)] * 2 + [(2, False)] * 2
+    rig.close()
 
 
 def test_no_replica_is_detached_under_a_transfer(rig: Rig) -> None:
