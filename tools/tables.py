@@ -174,11 +174,23 @@ def replay() -> str:
 
 def swap_cuda() -> str:
     """Scattered swaps on a GPU beside one call of the driver that copies one way."""
-    found = _load("swap-cuda.json")
+    return _swaps("swap-cuda.json", at_least=GIB)
+
+
+def swap_tickets() -> str:
+    """The same of tickets of several sizes, in single pages."""
+    return _swaps("swap-tickets.json", at_least=0)
+
+
+def _swaps(name: str, at_least: int) -> str:
+    """``at_least``: bytes each way of what is told."""
+    found = _load(name)
     cells: dict[str, dict[int, str]] = {}
     for row in found["rows"]:
         ways = 2 if row["way"] == "both" else 1
         each_way = row["copy_bytes"] / ways
+        if each_way < at_least:
+            continue
         size = f"{each_way / GIB:g} GiB" if each_way >= GIB else f"{each_way / MIB:g} MiB"
         label = f"{row['way']}, {row['steps']}, {size}, runs of {row['run_blocks']}"
         ratio = f"{row['of_one_way']:.2f}x" if ways == 2 else f"{row['ratio']:.2f}"
@@ -330,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": tables_eviction.learning,
     "learning-sizes": tables_eviction.learning_sizes,
     "swap-cuda": swap_cuda,
+    "swap-tickets": swap_tickets,
     "fairness-cuda": fairness_cuda,
     "interference": interference,
     "attach": attach,

@@ -121,20 +121,23 @@ class Engine:
             request.num_in_flight_tokens += tokens
             scheduled.append((request, tokens, drafts))
         self._admit(scheduled)
+        self._manager.side.begin_step(computes=bool(scheduled))
         self._manager.side.take_loads()
         self._under_way.append(scheduled)
         if len(self._under_way) > rng.randrange(3):
             self._take(self._under_way.pop(0))
-        self._manager.side.end_step()
+            self._manager.side.end_step()
 
     def finish(self) -> None:
         """End what runs."""
         while self._under_way:
             self._take(self._under_way.pop(0))
+            self._manager.side.end_step()
         for request in list(self._running):
             self._end(request)
         for request in self._waiting:
             self._manager.side.finish(request)
+        self._manager.side.begin_step(computes=False)  # an iteration of nothing tells of what has ended
         self._manager.side.end_step()
 
     def _admit(self, scheduled: list[tuple[Request, int, int]]) -> None:
