@@ -123,6 +123,18 @@ def test_nobody_is_woken_early_for_anything_else(of: Slice, woken: list[int]) ->
     assert timeline.woken == woken
 
 
+def test_a_slice_that_lands_long_before_it_was_expected_is_not_slept_through() -> None:
+    """As wide rows do behind narrow ones, by whose speed they were expected."""
+    made, queue, timeline = runner()
+    started = made.submit(replace(piece(), size_bytes=1 << 60))
+    waiting = threading.Thread(target=made.wait, args=(started,), daemon=True)
+    waiting.start()
+    queue.marks[0].come.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert timeline.woken[-1] == WORD
+
+
 def test_what_breaks_at_the_end_is_raised_though_it_was_looked_for() -> None:
     made, queue, _ = runner()
     started = made.submit(piece())
