@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,19 +220,24 @@ def test_who_is_woken_before_the_word_has_moved_looks_without_sleeping(
     """Whoever sets it then need not wake anybody, or may do it late."""
     monkeypatch.setattr(futex, "EARLY_S", FOREVER_S)
     _, words = shared
-    came = threading.Event()
+    looks = threading.Semaphore(0)
 
-    def wait() -> None:
-        assert wait_reached(words, 5, 1, deadline())
-        came.set()
+    class Looked(np.ndarray[Any, np.dtype[np.uint32]]):
+        def __getitem__(self, index: Any) -> Any:
+            looks.release()
+            return super().__getitem__(index)
 
-    thread = threading.Thread(target=wait)
+    seen: list[bool] = []
+    watched = words.view(Looked)
+    thread = threading.Thread(target=lambda: seen.append(wait_reached(watched, 5, 1, deadline())), daemon=True)
     thread.start()
     while not futex.wake(words, 5):
         pass
+    for _ in range(1000):
+        assert looks.acquire(timeout=60)
     words[5] = 1  # and wakes nobody
-    came.wait()
-    thread.join()
+    thread.join(60)
+    assert seen == [True]
 
 
 def test_who_was_woken_too_early_sleeps_again(shared: tuple[int, Words], monkeypatch: pytest.MonkeyPatch) -> None:
