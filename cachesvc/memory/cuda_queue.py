@@ -122,7 +122,7 @@ class CudaRunner:
         health: GpuHealth,
         practice: PitchedCopies,
     ) -> None:
-        """``practice``: what is copied where a slice has nothing to copy, for it is a rehearsal."""
+        """``practice``: what is copied for a job that has neither copies nor a word, for it is a rehearsal."""
         self._practice = practice
         self._queue = queue
         self._timeline = timeline
@@ -138,7 +138,8 @@ class CudaRunner:
         """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
         nothing is on its way then."""
         self._health.check()
-        copies = self._regions().addressed(piece.copies) if len(piece.copies) else self._practice
+        is_rehearsal = piece.job.word is None and not len(piece.copies)
+        copies = self._practice if is_rehearsal else self._regions().addressed(piece.copies)
         word = piece.job.word if piece.word_value is not None else None
         words = [] if word is None or piece.word_value is None else [(self._timeline.place(word), piece.word_value)]
         is_awaited = piece.is_last and word is not None and piece.job.urgency is Urgency.AWAITED

@@ -145,10 +145,11 @@ def test_what_breaks_at_the_end_is_raised_though_it_was_looked_for() -> None:
     assert queue.marks[0].is_closed
 
 
-def test_a_slice_of_nothing_copies_what_is_there_for_practice() -> None:
+def test_a_rehearsal_copies_what_is_there_for_practice_and_a_word_alone_waits_for_no_copy() -> None:
     made, queue, _ = runner()
-    made.submit(replace(piece(), copies=np.empty((0, 8), np.int64), size_bytes=0))
-    assert queue.copies[0] is PRACTICE
+    for word in (None, WORD):
+        made.submit(replace(piece(word=word), copies=np.empty((0, 8), np.int64), size_bytes=0))
+    assert [len(copies) for copies in queue.copies] == [len(PRACTICE), 0]
 
 
 @pytest.mark.parametrize("way", Direction)
