@@ -278,8 +278,7 @@ class CudaBackend:
         for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues:
                 device.health.attempt(queue.close)
-            if not device.health.hangs:
-                device.health.attempt(device.practice.close)
+            device.health.attempt(device.practice.close)
         for slab in list(self._slabs.values()):
             slab.close()
         for region in list(self._peers):
@@ -314,7 +313,7 @@ class CudaBackend:
         health = self._health[uuid]
         with ExitStack() as undo:
             timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
-            practice = PracticeGround(gpu)
+            practice = PracticeGround(gpu, vmm=self._vmm)
             undo.callback(health.attempt, practice.close)
             queues: list[GpuQueue] = []
 

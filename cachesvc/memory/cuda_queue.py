@@ -73,12 +73,12 @@ PRACTICE_WIDTH, PRACTICE_ROWS = 1 << 10, 8
 class PracticeGround:
     """Memory on both sides that holds nothing: a rehearsal copies it, so that the driver's calls are rehearsed too."""
 
-    def __init__(self, gpu: GpuDevice) -> None:
-        """Takes the memory, of a started GPU. Raises RuntimeError, MemoryError."""
+    def __init__(self, gpu: GpuDevice, *, vmm: bool) -> None:
+        """Takes the memory, of a started GPU, as slabs are taken there. Raises RuntimeError, MemoryError."""
         size_bytes = PRACTICE_WIDTH * PRACTICE_ROWS
         self._host = memoryview(mmap.mmap(-1, size_bytes))
         with ExitStack() as undo:
-            self._device = gpu.allocate(size_bytes, vmm=False)
+            self._device = gpu.allocate(size_bytes, vmm=vmm)
             undo.callback(self._device.close)
             gpu.register_host(address_of(self._host), size_bytes)
             undo.callback(gpu.unregister_host, address_of(self._host))

@@ -136,6 +136,23 @@ def test_the_budget_comes_back_where_the_gpu_gives_no_memory() -> None:
         assert gpu.is_whole()
 
 
+def test_where_slabs_are_vmm_memory_nothing_asks_for_legacy_handles() -> None:
+    """Which some GPUs do not give: those that are why somebody chose VMM."""
+
+    class NoHandles(HostGpu):
+        def allocate(self, size_bytes: int, *, vmm: bool) -> HostMemory:
+            if not vmm:
+                raise RuntimeError("cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED")
+            return super().allocate(size_bytes, vmm=vmm)
+
+    gpu = NoHandles()
+    backend = CudaBackend((gpu,), DEVICE_BYTES, vmm=True)
+    backend.start()
+    backend.create_slab(gpu.uuid, DEVICE_BYTES).close()
+    backend.close()
+    assert gpu.is_whole()
+
+
 def test_a_chunk_that_cannot_be_pinned_leaves_those_before_it() -> None:
     gpu = HostGpu()
     bench = started(gpu)

@@ -156,7 +156,7 @@ def test_a_rehearsal_copies_what_is_there_for_practice_and_a_word_alone_waits_fo
 def test_practice_stays_in_its_own_memory_and_takes_both_calls(way: Direction) -> None:
     gpu = HostGpu()
     gpu.start()
-    ground = PracticeGround(gpu)
+    ground = PracticeGround(gpu, vmm=False)
     assert (gpu.pins(), gpu.held["memory"]) == (1, 1)
     copies = ground.copies(way)
     assert set(copies[:, 3].tolist()) == {1, 2}
