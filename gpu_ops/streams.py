@@ -62,7 +62,9 @@ SLICE_COPIES = 2048
 
 
 class CopyQueue:
-    """One stream of a context. Everything on it happens in order; nothing here runs a kernel. One thread at a time."""
+    """Copies, and words and marks behind them: each of these comes after all that was queued before it. Copies may pass
+    one another, on a stream of their own or the one of the second thread, so none may need what another brings unless
+    somebody has waited between them. Nothing here runs a kernel. One thread at a time."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -207,23 +209,27 @@ def _copy_rows(cuda: Driver, copies: PitchedCopies, stream: int) -> None:
 
 
 class _SecondThread:
-    """Submits rows beside a queue's own thread. Both are there from the first ``begin`` on. What it queues waits for
-    nothing that the queue has queued, and nothing there needs that: copies of a queue never touch the same bytes unless
-    somebody has waited between them."""
+    """Submits rows beside a queue's own thread, on a stream of its own; both are there from the first ``begin`` on.
+    What it queues waits for nothing that the queue has queued."""
 
     def __init__(self, context: int) -> None:
         self._context = context
         self._stream = self._reached = 0
+        self._thread: Thread | None = None
         self._wanted: SimpleQueue[PitchedCopies | None] = SimpleQueue()
         self._done: SimpleQueue[Exception | None] = SimpleQueue()
 
     def begin(self, copies: PitchedCopies) -> None:
-        """Have rows submitted; ``end`` comes next. Raises CudaError."""
+        """Have rows submitted; ``end`` comes next. Raises CudaError, and RuntimeError where no thread can be started:
+        then nothing was begun."""
         if not self._stream:
             with current(self._context) as cuda:
                 self._reached = self._reached or _new_event(cuda)
                 self._stream = cuda.number("cuStreamCreateWithPriority", c_void_p, NON_BLOCKING, LOWEST_PRIORITY)
-            Thread(target=self._serve, name="copy-rows", daemon=True).start()
+        if self._thread is None:
+            thread = Thread(target=self._serve, name="copy-rows", daemon=True)
+            thread.start()
+            self._thread = thread
         self._wanted.put(copies)
 
     def end(self) -> int:
@@ -239,10 +245,13 @@ class _SecondThread:
 
     def close(self) -> None:
         """Nothing is under way any more: end the thread, and give the stream back. Idempotent. Raises CudaError."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._wanted.put(None)
+            thread.join()
         stream, self._stream = self._stream, 0
         event, self._reached = self._reached, 0
         if stream:
-            self._wanted.put(None)
             with current(self._context) as cuda:
                 cuda.call("cuStreamDestroy_v2", stream)
                 cuda.call("cuEventDestroy_v2", event)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -231,6 +233,28 @@ def test_a_word_behind_rows_of_two_threads_tells_of_both(gpu: Gpu, rng: np.rando
             np.testing.assert_array_equal(host.get().reshape(rows, width)[there], given[here])
             mark.wait()
             mark.close()
+
+
+def test_a_second_thread_that_cannot_be_started_breaks_that_submission_alone(
+    gpu: Gpu, rng: np.random.Generator
+) -> None:
+    width, rows = 4096, 2 * SPLIT_COPIES
+    given = rng.integers(0, 256, rows * width, np.uint8)
+    with sides(gpu, given.size, given.size) as (host, device), queue_of(gpu) as queue:
+        host.put(given)
+        copies = np.empty((rows, len(PITCHED_FIELDS)), np.int64)
+        places = np.arange(rows) * width
+        copies[:, 0], copies[:, 1] = host.address + places, device.address + places
+        copies[:, 2:] = (width, 1, width, width)
+        usual = threading.stack_size(1 << 46)  # more than there are addresses
+        try:
+            with pytest.raises(RuntimeError, match="new thread"):
+                queue.submit(copies, [])
+        finally:
+            threading.stack_size(usual)
+        queue.submit(copies, []).close()
+        queue.synchronize()
+        np.testing.assert_array_equal(device.get(), given)
 
 
 @pytest.mark.parametrize("at", [0, -1])
