@@ -51,7 +51,8 @@ class GpuMark(Protocol):
 
 
 class GpuQueue(Protocol):
-    """Copies and words in order, by copy engines alone. Failures raise RuntimeError."""
+    """Copies by copy engines alone, and words and marks behind them. Copies may pass one another: none may need what
+    another brings unless somebody has waited between them. Failures raise RuntimeError."""
 
     def start(self) -> None:
         """Make it."""
