@@ -9,10 +9,11 @@ import pytest
 
 from gpu_ops.errors import CudaError
 from gpu_ops.gpu import Gpu
-from gpu_ops.streams import PITCHED_FIELDS, SPLIT_COPIES, WIDEST_SPLIT, CopyQueue
+from gpu_ops.streams import PITCHED_FIELDS, SPLIT_COPIES, WIDEST_SPLIT, CopyQueue, PitchedCopies
 from tests.gpu.frameworks import cupy
 from tests.gpu.rig import (
     LoopQueue,
+    Side,
     allocated,
     in_rows,
     load_copies,
@@ -235,6 +236,14 @@ def test_a_word_behind_rows_of_two_threads_tells_of_both(gpu: Gpu, rng: np.rando
             mark.close()
 
 
+def rows_in_order(source: Side, target: Side, rows: int, width: int) -> PitchedCopies:
+    copies = np.empty((rows, len(PITCHED_FIELDS)), np.int64)
+    places = np.arange(rows) * width
+    copies[:, 0], copies[:, 1] = source.address + places, target.address + places
+    copies[:, 2:] = (width, 1, width, width)
+    return copies
+
+
 def test_a_second_thread_that_cannot_be_started_breaks_that_submission_alone(
     gpu: Gpu, rng: np.random.Generator
 ) -> None:
@@ -242,10 +251,7 @@ def test_a_second_thread_that_cannot_be_started_breaks_that_submission_alone(
     given = rng.integers(0, 256, rows * width, np.uint8)
     with sides(gpu, given.size, given.size) as (host, device), queue_of(gpu) as queue:
         host.put(given)
-        copies = np.empty((rows, len(PITCHED_FIELDS)), np.int64)
-        places = np.arange(rows) * width
-        copies[:, 0], copies[:, 1] = host.address + places, device.address + places
-        copies[:, 2:] = (width, 1, width, width)
+        copies = rows_in_order(host, device, rows, width)
         usual = threading.stack_size(1 << 46)  # more than there are addresses
         try:
             with pytest.raises(RuntimeError, match="new thread"):
@@ -265,10 +271,7 @@ def test_a_row_that_either_thread_cannot_submit_is_an_error_and_no_end(
     given = rng.integers(0, 256, rows * width, np.uint8)
     with sides(gpu, given.size, given.size) as (host, device), queue_of(gpu) as queue:
         host.put(given)
-        copies = np.empty((rows, len(PITCHED_FIELDS)), np.int64)
-        places = np.arange(rows) * width
-        copies[:, 0], copies[:, 1] = host.address + places, device.address + places
-        copies[:, 2:] = (width, 1, width, width)
+        copies = rows_in_order(host, device, rows, width)
         wrong = copies.copy()
         wrong[at, 1] = 0
         with pytest.raises(CudaError):
