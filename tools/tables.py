@@ -359,13 +359,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "storage-calls": tables_storage.storage_calls,
     "storage-engines": tables_storage.storage_engines,
     "storage-ttft": tables_storage.storage_ttft,
+    "gpus": tables_running.gpus,
+    "gpus-peers": tables_running.gpus_peers,
+    "gpus-beside": tables_running.gpus_beside,
 }
-if (RESULTS / "gpus.json").exists():  # a machine with several GPUs has measured it
-    TABLES |= {
-        "gpus": tables_running.gpus,
-        "gpus-peers": tables_running.gpus_peers,
-        "gpus-beside": tables_running.gpus_beside,
-    }
+
 
 if __name__ == "__main__":
     main()

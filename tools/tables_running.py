@@ -174,7 +174,7 @@ def gpus_peers() -> str:
         ]
         for row in found["peers"]["rows"]
     ]
-    head = ["GB/s", "from the other GPU", "one plain copy", "beside a load", "a load from the host", "beside the other"]
+    head = ["GB/s", "from the other GPU", "one plain copy", "beside a host load", "host load", "beside the other GPU's"]
     return rows(head, body, found["machine"])
 
 

@@ -3,7 +3,7 @@
 The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
 waiter sleeps in the kernel, and whoever sets a word wakes it from any process, container or namespace that
 maps the same file. A processor that sleeps takes 50 us and more to wake up: who knows that a word is about to move
-wakes its waiter before it does, and that one then looks without sleeping for a moment.
+wakes its waiter before it does, and that one then looks again and again for a moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOREVER_S = 1e6
 LATE_PART = 1 / 16
 """Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
 EARLY_S = 500e-6
-"""For so long somebody looks without sleeping who was woken before the word has moved."""
+"""For so long somebody looks almost without sleeping who was woken before the word has moved."""
 Words = npt.NDArray[np.uint32]
 
 
@@ -127,7 +127,7 @@ def wait_reached(
         if now >= deadline_s:
             return False
         if now < awake_until:
-            time.sleep(0)  # whoever else of this process wants to, runs
+            time.sleep(0)  # some 70 us: whoever sets the word may need this very processor
         elif _sleep_while(address, value, min(deadline_s - now, pause_s(looks_s, now - began))):
             awake_until = time.monotonic() + EARLY_S * (load(words, index) == value)
 

@@ -16,8 +16,8 @@ LEAST_LOST_US = 0.02
 """Where it was, and less than can be measured was lost: they reach 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
 PROCESSOR_US = 0.7
 """What the processor takes for one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
-PEER_BYTES_PER_US = 300_000.0
-"""Between two H100s by NVLink."""
+PEER_BYTES_PER_US = 375_000.0
+"""Of one copy between two H100s by NVLink (2026-11)."""
 KEPT_FIGURES = 1 << 12
 ByWidth = tuple[tuple[int, float], ...]
 """A figure for rows of each of some widths in bytes."""

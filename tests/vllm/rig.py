@@ -127,7 +127,10 @@ class Engine:
     def collect_unless_ended(self) -> list[Answer] | None:
         """The same; None of an engine that has ended by itself instead."""
         line = self._answers.readline()
-        return _answers(json.loads(line)) if line else None
+        if not line:
+            self.process.wait()
+            return None
+        return _answers(json.loads(line))
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
         """All in one batch."""
