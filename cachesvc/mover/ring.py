@@ -111,9 +111,10 @@ class Writer:
                 self._is_pumped = True
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
 
-    def rouse(self) -> None:
-        """A record comes in a moment: wake the reader, who needs as long for that as the record takes to be made."""
-        wake(self._ring.words, WRITTEN)
+    def rouse(self) -> bool:
+        """A record comes in a moment: wake the reader, who needs as long for that as the record takes to be made. True
+        where it slept."""
+        return wake(self._ring.words, WRITTEN) > 0
 
     def close(self) -> None:
         """Forget what found no room. Idempotent."""

@@ -119,7 +119,8 @@ def test_a_roused_reader_waits_for_its_record_all_the_same(ring: Ring) -> None:
     thread = threading.Thread(target=lambda: found.extend(take(reader, 1)))
     thread.start()
     for _ in range(100):
-        writer.rouse()
+        while not writer.rouse():
+            assert thread.is_alive()
     assert not found
     writer.put([b"job"])
     thread.join()
