@@ -130,6 +130,7 @@ class CachedEngine:
                 hasher.extend([token])
             # Nobody has asked what follows the last token, so its keys and values were never computed.
             seal_blocks(sequence, hasher, len(prompt) + new_tokens - 1)
+            self._lease.make_sure(LOAD_SECONDS)  # a process that was stopped may have read what others wrote since
             return Answer(
                 answer,
                 first_token_seconds,
