@@ -283,7 +283,7 @@ def swap_and_kill(fleet: Fleet, blocks: int) -> tuple[list[Log], float, float, f
     with ThreadPoolExecutor(len(todo)) as threads:
         try:
             runs = [threads.submit(swap_until, stop, fleet, mine, log) for mine, log in zip(todo, logs, strict=True)]
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(SETTLE_SECONDS)  # what all swap in undisturbed is told too
             killed = time.perf_counter()
             os.kill(fleet.pid(victim), signal.SIGKILL)
             broken = runs[victim].exception(WAIT_SECONDS)
@@ -293,7 +293,7 @@ def swap_and_kill(fleet: Fleet, blocks: int) -> tuple[list[Log], float, float, f
             fleet.renew(victim)
             again = load(fleet, victim, blocks)
             runs[victim] = threads.submit(swap_until, stop, fleet, todo[victim], logs[victim])
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(SETTLE_SECONDS)  # and what they do once the killed one is back
         finally:
             stop.set()
         for run in runs:
