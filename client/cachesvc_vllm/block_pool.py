@@ -53,6 +53,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             for key, page in zip(hashes, request.pages[: request.hit_blocks], strict=False)
         }
 
+    def hits(self) -> list[KVCacheBlock]:
+        """Return the blocks of the current request's hit, in order."""
+        return list(self._hits.values())
+
     def hide_hits(self) -> None:
         """Let vLLM find none."""
         self._current, self._hits = None, {}

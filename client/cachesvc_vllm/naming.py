@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from cachesvc_vllm.checkpoint import checkpoint_digest
+from cachesvc_vllm.draft_keys import draft_lookahead
 from cachesvc_vllm.errors import ConnectorRefused
 
 DIGEST_CHARACTERS = 16
@@ -49,6 +50,7 @@ def model_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, run
         "parallel": _sizes(parallel),
         "hash": _hash(cache.prefix_caching_hash_algo, runtime),
         "speculative": "none" if speculative is None else str(speculative.method),
+        "draft_lookahead": str(draft_lookahead(vllm_config)),
         "lora": "none" if lora is None else _lora(lora),
         "vllm": ".".join(runtime.release.split(".")[:2]),
     }

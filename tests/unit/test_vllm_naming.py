@@ -52,7 +52,7 @@ def test_equal_engines_share_whatever_their_pool_is() -> None:
         lambda: name(changed("parallel_config", "pipeline_parallel_size", 2)),
         lambda: name(changed("parallel_config", "decode_context_parallel_size", 2)),
         lambda: name(changed("device_config", "device_type", "cuda")),
-        lambda: name(changed("", "speculative_config", SimpleNamespace(method="ngram"))),
+        lambda: name(changed("", "speculative_config", SimpleNamespace(method="ngram", use_eagle=lambda: False))),
         lambda: name(changed("", "lora_config", SimpleNamespace(max_loras=1, target_modules=None))),
         lambda: name(kv=replace(layers_outermost(), kv_cache_layout="BLHNC")),
         lambda: name(
