@@ -33,6 +33,11 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        """KV memory is the daemon's: sleeping does not free it."""
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """Nothing that is not published is missed by anybody."""

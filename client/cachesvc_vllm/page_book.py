@@ -9,7 +9,6 @@ waited for. Knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from typing import Any
 
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc_vllm.draft_keys import salted
 from cachesvc_vllm.giving_way import GivingWay
 from cachesvc_vllm.matches import Matches, refused
@@ -59,7 +57,7 @@ class PageBook:
         self._ended: list[RequestPages] = []
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
-        self._salt = b""
+        self.salt = b""
         self._short_until_s = 0.0
         self._way = GivingWay(clock)
         self.without_host: set[str] = set()
@@ -230,12 +228,12 @@ class PageBook:
         if self._way.is_due(is_idle=self.is_empty and not request.is_growing):
             self._drop_idle(request if self.is_adrift else None)
 
-    def change_namespace(self) -> None:
-        """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
+    def change_keys(self, salt: bytes) -> None:
+        """Mix keys with another salt from now on. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
         self._sealing.clear()  # it would be told under the new keys
-        self._salt = secrets.token_bytes(KEY_BYTES)
+        self.salt = salt
 
     def close(self) -> None:
         """Tell what is left to tell, and end the stream. Idempotent."""
@@ -259,7 +257,7 @@ class PageBook:
     # -- with the daemon ---------------------------------------------------------------------------------------------
 
     def _keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
-        return salted(hashes, self._salt, salt)
+        return salted(hashes, self.salt, salt)
 
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
         """Match a request, and those beside it that may run next."""

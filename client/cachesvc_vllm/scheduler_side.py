@@ -15,12 +15,13 @@ from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
 from cachesvc_vllm.draft_keys import LookaheadKeys
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
+from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.vouching import Vouching
+from cachesvc_vllm.weights_version import WeightsVersion
 
 STUCK = (
     "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
@@ -58,6 +59,10 @@ class SchedulerSide:
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
         block_tokens = registration.layout.block_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
+        self._weights = WeightsVersion(
+            settings.weights_version, node.lease.registration.weights_version, node.announced_weights
+        )
+        self._book.salt = self._weights.salt
         self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
@@ -76,7 +81,7 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book)
+        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights)
         manager.block_pool = manager.coordinator.block_pool = pool
         for group in manager.coordinator.single_type_managers:
             group.block_pool = pool
@@ -274,6 +279,7 @@ class SchedulerSide:
     def take_stats(self) -> CacheStats:
         """What was seen since the last call."""
         taken, self._stats = self._stats, CacheStats()
+        taken.data[SHARES] = int(self._weights.is_shared and not self._book.is_adrift)
         return taken
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ class Settings:
     """``socket``: of the daemon; None: as every client, by CACHESVC_SOCKET. ``required``: without a daemon at the start
     the engine does not start; False: it goes on with vLLM's own memory and pool, and shares nothing.
 
+    ``weights_version``: of the weights that the engine starts with; they change only with an announcement.
     ``model``: names the weights instead of a digest of their files. ``tenant_salt``: a tenant's secret. ``token_file``:
     where the daemon wants tokens. ``host_blocks``: the host pool asked for by the first engine of the model, in blocks;
     None: all that is left, 0: none. ``stock_blocks``: pages kept at hand for decode, and what an engine can go on with
@@ -32,6 +33,7 @@ class Settings:
     token_file: str | None = None
     host_blocks: int | None = None
     stock_blocks: int = 64
+    weights_version: str = ""
     draft_blocks: str = "lookahead"
     verify_steps: int = 0
     allow_untested_vllm: bool = False
@@ -60,6 +62,7 @@ _KINDS: dict[str, type] = {
     "token_file": str,
     "host_blocks": int,
     "stock_blocks": int,
+    "weights_version": str,
     "draft_blocks": str,
     "verify_steps": int,
     "allow_untested_vllm": bool,
