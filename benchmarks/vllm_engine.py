@@ -193,6 +193,11 @@ class Server:
         self._loads.clear()
         return taken
 
+    def take_drafts(self) -> dict[str, float]:
+        """Draft tokens that were proposed and accepted since the start."""
+        told = {each.name: float(each.value) for each in self._llm.get_metrics() if hasattr(each, "value")}
+        return {name: told[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
+
     def reset(self) -> bool:
         """Forget the engine's own prefixes."""
         return bool(self._llm.reset_prefix_cache())

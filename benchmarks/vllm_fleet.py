@@ -36,7 +36,8 @@ class EngineFailed(Exception):
 class Shape:
     """What all engines of a run have in common. ``pool_bytes``: of KV, an engine's own or the daemon's; ``host_bytes``:
     of the host tier. ``python``: that has vLLM. ``backend``: of attention; ``runner``: "1", "2", or empty for vLLM's
-    own choice. ``split``: engine cores in processes of their own."""
+    own choice. ``split``: engine cores in processes of their own. ``options``: what ``LLM`` is told beside that;
+    ``latent_values``: a token's KV in a layer, where that is no key and value; ``ranks``: of tensor parallelism."""
 
     folder: Path
     pool_bytes: int
@@ -51,6 +52,9 @@ class Shape:
     runner: str = ""
     split: bool = False
     on_gpu: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    latent_values: int = 0
+    ranks: int = 1
 
     @property
     def longest(self) -> int:
@@ -61,8 +65,8 @@ class Shape:
     def pool_tokens(self) -> int:
         """Whose KV fits on the device."""
         model = self.model
-        values = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
-        return int(self.pool_bytes // (2 * values))
+        values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
+        return int(self.pool_bytes // (2 * values * model["num_hidden_layers"]))
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
         """What an engine is told."""
@@ -74,6 +78,9 @@ class Shape:
             options["compilation_config"] = dict(self.compilation)
         if self.backend:
             options["attention_backend"] = self.backend
+        if self.ranks > 1:
+            options["tensor_parallel_size"] = self.ranks
+        options |= self.options
         return {
             "kind": kind,
             "address": address,

@@ -73,7 +73,7 @@ class Vault(HasHeadroom, Protocol):
 @dataclass(frozen=True, slots=True)
 class RegisterRequest:
     """Pools for a model's layout on a set of devices (none: the daemon's first), of the tenant of ``budget``. The first
-    ``reserved_pages`` of every device pool are never granted."""
+    ``reserved_pages`` of every device pool are never granted. ``display_name``: for operators."""
 
     name: str
     layout: Layout
@@ -83,6 +83,7 @@ class RegisterRequest:
     host_pool: PoolRequest = field(default_factory=PoolRequest)
     budget: Budget = field(default_factory=Budget)
     reserved_pages: int = 0
+    display_name: str = ""
 
     @property
     def namespace(self) -> bytes:
@@ -176,6 +177,7 @@ class Registration:
             tenant=request.budget.tenant,
             reserved_pages=request.reserved_pages,
             is_salted=bool(request.salt),
+            display_name=request.display_name,
         )
         for group, run in vault.announce(self._model_id):
             host_pages_arrived(core, self._model_id, group, run)
@@ -208,6 +210,7 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
     if model is None:
         return None
     model.require_trusted()
+    model.display_name = model.display_name or request.display_name
     if model.reserved_pages != request.reserved_pages:
         raise Conflict(
             f"model {request.name} is there with {model.reserved_pages} reserved pages, not {request.reserved_pages}; "

@@ -61,7 +61,8 @@ class Model:
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
     no name. ``reserved_pages``: so many first ones of every device pool are the engines' own. ``is_salted``: its
     namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
-    served of it until it was verified. ``defects``: how often that happened.
+    served of it until it was verified. ``defects``: how often that happened. ``display_name``: for operators;
+    ``weights_version``: which weights its engines load next, as an operator announced.
     """
 
     id: int
@@ -74,6 +75,8 @@ class Model:
     tenant: str = ""
     reserved_pages: int = 0
     is_salted: bool = False
+    display_name: str = ""
+    weights_version: str = ""
     replicas: list[Replica] = field(default_factory=list)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})

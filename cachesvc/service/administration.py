@@ -9,6 +9,7 @@ from kvcache.v1 import admin_pb2
 
 from cachesvc.flows import admin
 from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.questions.view import View
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.node import Node
@@ -44,6 +45,17 @@ class Administration:
             if not view.live_leases:
                 return
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
+
+    async def set_weights_version(
+        self, view: View, request: admin_pb2.SetWeightsVersionRequest
+    ) -> admin_pb2.SetWeightsVersionResponse:
+        """Announce which weights a model's engines load next. Raises NotFound, InvalidRequest."""
+        if not request.version:
+            raise InvalidRequest("a version of weights is a text of 1 to 128 bytes, such as step-17")
+        model = view.model(request.model_id)
+        previous, model.weights_version = model.weights_version, request.version
+        events.event("weights_announced", model=model.id, version=request.version, previous=previous)
+        return admin_pb2.SetWeightsVersionResponse(previous=previous)
 
     async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Drop blocks, some at a time. A request_id that came before gets its answer again.

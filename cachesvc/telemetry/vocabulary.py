@@ -167,6 +167,9 @@ VOCABULARY: dict[str, Event] = {
     "subscriber_cut_off": Event("warning", "A subscriber fell behind what is kept.", ("behind", "kept")),
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
+    "weights_announced": Event(
+        "info", "An operator announced which weights a model's engines load next.", ("model", "version", "previous")
+    ),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
     "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),

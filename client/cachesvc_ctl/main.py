@@ -26,7 +26,7 @@ from cachesvc_ctl.lab.trace import TraceError
 from cachesvc_ctl.layout import LayoutOfModel
 from cachesvc_ctl.offline.commands import Dump, Load
 from cachesvc_ctl.offline.index_file import IndexFileError
-from cachesvc_ctl.questions.actions import Drain, Evict, Reload
+from cachesvc_ctl.questions.actions import Drain, Evict, Reload, Weights
 from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
 from cachesvc_ctl.questions.index import Blocks, Tree
 from cachesvc_ctl.questions.models import Models, UnknownModel
@@ -48,7 +48,7 @@ INTERRUPTED = 130
 COMMANDS: tuple[type[Command], ...] = (
     *(Status, Top, Wait),
     *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Storage, Verify),
-    *(Evict, Drain, Reload),
+    *(Evict, Weights, Drain, Reload),
     *(Dump, Load, Describe),
     *(LayoutOfModel, Calibrate, Replay, Simulate, Synth),
 )

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages
+from cachesvc_vllm.weights_version import WeightsVersion
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]
@@ -33,9 +34,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     a request takes pages that it has already, when no others need to be counted.
     """
 
-    def __init__(self, replaced: BlockPool, book: PageBook) -> None:
+    def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion) -> None:
         self.__dict__.update(replaced.__dict__)
         self.book = book
+        self.weights = weights
         self.filling: dict[str, tuple[Any, int]] = {}
         self._current: RequestPages | None = None
         self.counts_own = False
@@ -52,6 +54,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             key: RequestBlock(page, request, self)
             for key, page in zip(hashes, request.pages[: request.hit_blocks], strict=False)
         }
+
+    def hits(self) -> list[KVCacheBlock]:
+        """Return the blocks of the current request's hit, in order."""
+        return list(self._hits.values())
 
     def hide_hits(self) -> None:
         """Let vLLM find none."""
@@ -116,10 +122,11 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Nothing to do: what vLLM did not compute well was never sealed, and what is sealed is everybody's."""
 
     def reset_prefix_cache(self) -> bool:
-        """Find nothing that is older than this. False while requests have blocks."""
+        """Go on under the keys of the weights that the engine has now. False while requests have blocks."""
         if not self.book.is_empty:
             return False
-        self.book.change_namespace()
+        self.weights.reset()
+        self.book.change_keys(self.weights.salt)
         return True
 
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:

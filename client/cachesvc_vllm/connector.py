@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from cachesvc_vllm.draft_keys import draft_lookahead
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
@@ -31,6 +32,11 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        """KV memory is the daemon's: sleeping does not free it."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -106,7 +112,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         try:
             node.start()
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            self._scheduler = SchedulerSide(node, self._settings, step_tokens)
+            self._scheduler = SchedulerSide(node, self._settings, step_tokens, draft_lookahead(self._vllm_config))
         except BaseException:
             node.close()
             raise
@@ -119,13 +125,13 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load from the host; None: ask again later."""
-        tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request)
+        tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its pages."""
-        if self._scheduler is not None and num_external_tokens:
-            self._scheduler.note_load(request)
+        if self._scheduler is not None:
+            self._scheduler.note_load(request, num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads that have ended on every rank, where these are, and whether one found its step void."""

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTS = ("asked_tokens", "device_tokens", "host_tokens", "loads", "failed_loads")
@@ -22,6 +22,9 @@ STEP_SECONDS = "step_seconds"
 LOAD_SECONDS = "load_seconds"
 """Of each load: from the request's having its pages until the scheduler has heard of its end."""
 
+SHARES = "shares"
+"""1 while the engine shares with others, 0 while its weights are known to no other or it has no daemon."""
+
 TIMES = (STEP_SECONDS, LOAD_SECONDS)
 BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
 LOAD_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -29,7 +32,7 @@ LOAD_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 def _nothing() -> dict[str, Any]:
     counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-    return counts | {name: [] for name in TIMES}
+    return counts | {name: [] for name in TIMES} | {SHARES: 1}
 
 
 @dataclass
@@ -48,6 +51,7 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
             self.data[name] += other.data[name]
         for name in TIMES:
             self.data[name] = [*self.data[name], *other.data[name]]
+        self.data[SHARES] = other.data[SHARES]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -61,8 +65,8 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         return told
 
     def is_empty(self) -> bool:
-        """True where nothing was seen."""
-        return not any(self.data.values())
+        """True where there is nothing to tell."""
+        return not any(value for name, value in self.data.items() if name != SHARES) and bool(self.data[SHARES])
 
 
 class Stopwatch:
@@ -126,6 +130,9 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             buckets=LOAD_BUCKETS_S,
             labelnames=labelnames,
         )
+        self._shares = metric_types[Gauge](
+            "vllm:cachesvc_shares", "1 while the engine shares its cache with others.", labelnames=labelnames
+        )
         self._tiers, self._loads, self._asked, self._steps, self._waits = tiers, loads, asked, steps, waits
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -136,6 +143,7 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._loads.labels(*labels, "came").inc(told["loads"] - told["failed_loads"])
         self._loads.labels(*labels, "failed").inc(told["failed_loads"])
         self._asked.labels(*labels).inc(told["asked_tokens"])
+        self._shares.labels(*labels).set(told[SHARES])
         for name, histogram in ((STEP_SECONDS, self._steps), (LOAD_SECONDS, self._waits)):
             for seconds in told[name]:
                 histogram.labels(*labels).observe(seconds)

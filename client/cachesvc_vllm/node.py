@@ -44,12 +44,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Share:
     """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of each
-    rank's GPU; none for the daemon's first devices."""
+    rank's GPU; none for the daemon's first devices. ``display_name``: for operators."""
 
     model: str
     layout: Layout
     pages: int
     devices: tuple[str, ...] = ()
+    display_name: str = ""
 
 
 class Node:
@@ -123,6 +124,11 @@ class Node:
         client.on_lost(self._wake.set)
         self._thread.start()
 
+    def announced_weights(self) -> str:
+        """Return the version of weights that an operator announced last; empty without one. Raises what ``register``
+        raises."""
+        return self._register().weights_version
+
     def keep_address(self) -> None:
         """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
         memory = self.pool.memory(GROUP)
@@ -194,6 +200,7 @@ class Node:
             device_pages=[share.pages],
             host_pages=None if settings.host_blocks is None else [settings.host_blocks],
             reserved_pages=RESERVED_PAGES,
+            display_name=share.display_name,
         )
         if registration.device_pages != (share.pages,):
             raise ConnectorRefused(

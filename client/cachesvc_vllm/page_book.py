@@ -9,16 +9,14 @@ waited for. Knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.draft_keys import salted
 from cachesvc_vllm.giving_way import GivingWay
 from cachesvc_vllm.matches import Matches, refused
 from cachesvc_vllm.private_pages import PrivatePages
@@ -42,7 +40,8 @@ log = logging.getLogger(__name__)
 class PageBook:
     """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: of requests
     that wait, so many are matched and reserved together. ``without_host``: requests that have what is in place alone,
-    because a load of theirs has failed and might do so for ever."""
+    because a load of theirs has failed and might fail each time. ``drops_last``: leave out the last block of each hit,
+    whose drafter's KV is right for another continuation."""
 
     def __init__(
         self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
@@ -58,10 +57,11 @@ class PageBook:
         self._ended: list[RequestPages] = []
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
-        self._salt = b""
+        self.salt = b""
         self._short_until_s = 0.0
         self._way = GivingWay(clock)
         self.without_host: set[str] = set()
+        self.drops_last = False
         self.held_blocks = 0
         self.is_adrift = False
         self.is_moving = False
@@ -87,8 +87,7 @@ class PageBook:
         return not self.is_adrift
 
     def expect(self, request_id: str, wish: Wish) -> None:
-        """A request has come. A lone one is matched while vLLM does other things; of many, all that may run next once
-        the first of them is to."""
+        """Note a request. A lone one is matched at once, many together when the first of them is scheduled."""
         self._matches.expect(request_id, wish)
         if not self._matches.are_under_way and self.is_with_daemon():
             self._send_matches({request_id: wish})
@@ -98,15 +97,22 @@ class PageBook:
         known = self._requests.get(request_id)
         if known is not None and known.is_matching:
             self._take_matches()
-        if known is not None and (known.is_matching or self._is_fresh(known, wish)):
-            return known
-        begun = self._match(request_id, wish)
+        is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
+        begun = known if known is not None and is_usable else self._match(request_id, wish)
         while begun.host_blocks and request_id in self.without_host:
-            begun = self._match(request_id, replace(wish, most_blocks=begun.hit_blocks))
+            begun = self.shorten(request_id, wish, begun.hit_blocks)
+        if self.drops_last and not begun.is_shortened and (found := begun.hit_blocks + begun.host_blocks):
+            begun = self.shorten(request_id, wish, found - 1)
+            begun.is_shortened = True
         return begun
 
+    def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
+        """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: vLLM computes
+        those blocks, so their cells must be private pages."""
+        return self._match(request_id, replace(wish, most_blocks=blocks))
+
     def forget(self, request_id: str) -> None:
-        """The request's pages are no longer its own: given back at once, or when vLLM has freed the last of them."""
+        """Give the request's pages back, at once or when vLLM has freed the last of them."""
         self._matches.forget(request_id)
         request = self._requests.pop(request_id, None)
         if request is None or request.held:
@@ -122,14 +128,11 @@ class PageBook:
 
     def reserve(self, request: RequestPages, blocks: int) -> bool:
         """Make the request's table ``blocks`` long; False where there is no room now."""
-        is_with_daemon = self.is_with_daemon()
-        if self.is_moving:
-            return False
-        if not is_with_daemon:
+        if not self.is_with_daemon() and not self.is_moving:
             self._private.take_ended(self._ended)
             self._ended.clear()
             return self._private.lengthen(request, blocks)
-        if request.sequence is None or request.is_growing:
+        if self.is_moving or request.sequence is None or request.is_growing:
             return False
         request.take_cells()
         if len(request.pages) >= blocks or self._grow(request, blocks):
@@ -178,8 +181,7 @@ class PageBook:
             self._sealing[request] = hashes
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
-        """How many blocks vLLM may count on, ``request``'s own reservation included. Hits that it has not touched yet
-        are free for vLLM, which counts them among those that it takes."""
+        """Count the blocks that vLLM may take, ``request``'s reservation and its untouched hits included."""
         spare = 0 if request is None else len(request.pages) - request.taken
         if self.is_adrift:
             return len(self._private) + spare
@@ -194,9 +196,7 @@ class PageBook:
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""
-        if not self.is_with_daemon():
-            return
-        if not (self._sealing or self._ended or self._lease.record.growing):
+        if not self.is_with_daemon() or not (self._sealing or self._ended or self._lease.record.growing):
             return
         try:
             self._collect()
@@ -223,17 +223,17 @@ class PageBook:
             refused("step", "", error)
 
     def give_way(self, request: RequestPages) -> None:
-        """A request found no room. Where nothing of this engine runs, what those that wait got goes back now and then:
-        another engine may wait for it; without the daemon, all but its own, for nobody else will ever need it."""
+        """A request found no room. Where nothing of this engine runs, give back now and then what waiting requests got:
+        another engine may wait for it. Without the daemon, keep ``request``'s own."""
         if self._way.is_due(is_idle=self.is_empty and not request.is_growing):
             self._drop_idle(request if self.is_adrift else None)
 
-    def change_namespace(self) -> None:
-        """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
+    def change_keys(self, salt: bytes) -> None:
+        """Mix keys with another salt from now on. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
         self._sealing.clear()  # it would be told under the new keys
-        self._salt = secrets.token_bytes(KEY_BYTES)
+        self.salt = salt
 
     def close(self) -> None:
         """Tell what is left to tell, and end the stream. Idempotent."""
@@ -257,10 +257,7 @@ class PageBook:
     # -- with the daemon ---------------------------------------------------------------------------------------------
 
     def _keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
-        keys = b"".join(hashes)
-        for each in filter(None, (self._salt, salt)):
-            keys = (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(each, np.uint8)).tobytes()
-        return keys
+        return salted(hashes, self.salt, salt)
 
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
         """Match a request, and those beside it that may run next."""

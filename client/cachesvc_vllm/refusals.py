@@ -56,9 +56,6 @@ def _of_caching(vllm_config: Any) -> list[str]:
         found.append(
             "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        found.append(f"speculative decoding by {speculative.method} is not supported: ngram is")
     return found
 
 

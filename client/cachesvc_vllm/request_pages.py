@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 from cachesvc_client import Sequence as DaemonSequence
 
 
-def computed_blocks(*, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int) -> int:
-    """How many leading blocks of a request may be sealed, at most one for each of its ``keys``: vLLM counts tokens as
-    computed that steps under way still write."""
-    return min(max(0, computed_tokens - in_flight_tokens) // block_tokens, keys)
+def computed_blocks(
+    *, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int, redrafted_tokens: int = 0
+) -> int:
+    """Return how many leading blocks of a request may be sealed, at most one for each of its ``keys``.
+
+    vLLM counts tokens as computed that steps under way still write, and a drafter of several modules writes its KV of
+    the last ``redrafted_tokens`` of them again.
+    """
+    return min(max(0, computed_tokens - in_flight_tokens - redrafted_tokens) // block_tokens, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class RequestPages:
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
     blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
     what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
     the wish had it.
     """
@@ -50,6 +56,8 @@ class RequestPages:
     full_blocks: int = 0
     output_tokens: int = 0
     first_blocks: int = 0
+    is_shortened: bool = False
+    is_loading: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
     salt: bytes = b""

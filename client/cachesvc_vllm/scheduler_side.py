@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,19 +13,26 @@ from vllm.lora.utils import get_adapter_absolute_path
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
+from cachesvc_vllm.draft_keys import LookaheadKeys
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
+from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.vouching import Vouching
+from cachesvc_vllm.weights_version import WeightsVersion
 
 STUCK = (
     "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
     "its memory cannot be replaced: start it again; with --device-memory vmm the daemon's next memory takes its place"
 )
 """An engine that can serve nothing any more ends, so that whoever watches it starts it again."""
+
+NOT_FIRST = (
+    "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "
+    "CachesvcConnector first among its connectors"
+)
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 """States of a request that waits for its turn; with the last one it may be that it need not know yet."""
@@ -37,15 +44,25 @@ AHEAD_DIVISOR = 8
 class SchedulerSide:
     """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
-    def __init__(self, node: Node, settings: Settings, step_tokens: int) -> None:
-        """``step_tokens``: the most that vLLM schedules in an iteration."""
+    def __init__(self, node: Node, settings: Settings, step_tokens: int, lookahead_tokens: int = 0) -> None:
+        """``step_tokens``: the most that vLLM schedules in an iteration. ``lookahead_tokens``: those that a drafter
+        reads ahead (``draft_lookahead``)."""
         self._node = node
+        self._has_lookahead = settings.draft_blocks == "lookahead"
+        self._lookahead_tokens = lookahead_tokens
         self._step_tokens = step_tokens
         registration = node.lease.registration
         ahead_blocks = min(
             step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
         )
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
+        block_tokens = registration.layout.block_tokens
+        self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
+        self._weights = WeightsVersion(
+            settings.weights_version, node.lease.registration.weights_version, node.announced_weights
+        )
+        self._book.salt = self._weights.salt
         self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
@@ -64,13 +81,15 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book)
+        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights)
         manager.block_pool = manager.coordinator.block_pool = pool
         for group in manager.coordinator.single_type_managers:
             group.block_pool = pool
             group._null_block = pool.null_block  # noqa: SLF001 - there is no other way to it
         self._manager = manager
         self._block_tokens = pool.hash_block_size
+        if self._lookahead_tokens:
+            keep_last_blocks(manager.coordinator)
         self._find_hits, self._allocate = manager.get_computed_blocks, manager.allocate_slots
         manager.get_computed_blocks, manager.allocate_slots = self.get_computed_blocks, self.allocate_slots
 
@@ -110,6 +129,13 @@ class SchedulerSide:
         self._look()
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
+        if pages is not None and not pages.taken:
+            taken_blocks = (num_new_computed_tokens + num_external_computed_tokens) // self._block_tokens
+            if taken_blocks < pages.hit_blocks + pages.host_blocks:
+                pages = self._take_less(request, num_new_computed_tokens // self._block_tokens, taken_blocks)
+                if pages is None:
+                    return None
+                new_computed_blocks = self._manager.create_kv_cache_blocks((pool.hits(),))
         asked = (
             request,
             num_new_tokens,
@@ -121,7 +147,7 @@ class SchedulerSide:
         )
         tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
         if num_external_computed_tokens:  # it holds them while it waits, so it gets all that it needs to run
-            tokens = max(tokens, request.num_tokens + self._block_tokens)
+            tokens = max(tokens, request.num_tokens + max(self._block_tokens, num_lookahead_tokens))
         tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
         blocks_wanted = -(-tokens // self._block_tokens)
         if pages is not None and self._book.has(pages, blocks_wanted):
@@ -165,15 +191,23 @@ class SchedulerSide:
             with suppress(DaemonUnavailable, LeaseLost):  # then they move again
                 self._book.adopt(self._node.lease)
 
-    def host_tokens(self, request: Any) -> int | None:
-        """Tokens of the request's hit that have to be loaded from the host; None where it was not matched yet."""
+    def host_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens to load from the host behind ``local_tokens`` that vLLM has in place; None where the request was not
+        matched yet. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
         pages = self._book.find(request.request_id)
-        return None if pages is None else pages.host_blocks * self._block_tokens
+        if pages is None:
+            return None
+        return pages.host_blocks * self._block_tokens if local_tokens == pages.hit_blocks * self._block_tokens else 0
 
-    def note_load(self, request: Any) -> None:
-        """vLLM has the pages that the request's host blocks are loaded into."""
+    def note_load(self, request: Any, external_tokens: int) -> None:
+        """vLLM has the request's pages, ``external_tokens`` of which this connector loads. Raises ConnectorRefused
+        where another connector loads into the pages that the daemon fills."""
         pages = self._book.find(request.request_id)
-        assert pages is not None
+        if pages is None or not pages.host_blocks or pages.is_loading:
+            return
+        pages.is_loading = True
+        if external_tokens != pages.host_blocks * self._block_tokens:
+            raise ConnectorRefused(NOT_FIRST)
         assert pages.sequence is not None
         self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
         self._loads[request.request_id] = pages.sequence.tickets
@@ -215,11 +249,13 @@ class SchedulerSide:
             self._unfinished.pop(request.request_id, None)
             self._book.without_host.discard(request.request_id)
             self._loading_since_s.pop(request.request_id, None)
+            keys = self._keys.of(request)
+            self._keys.forget(request.request_id)
             pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
                 return
-            self._seal(request)
+            self._seal(request, keys)
             self._book.finish(pages, request.num_output_tokens)
 
     def end_step(self) -> None:
@@ -243,6 +279,7 @@ class SchedulerSide:
     def take_stats(self) -> CacheStats:
         """What was seen since the last call."""
         taken, self._stats = self._stats, CacheStats()
+        taken.data[SHARES] = int(self._weights.is_shared and not self._book.is_adrift)
         return taken
 
     def close(self) -> None:
@@ -263,9 +300,23 @@ class SchedulerSide:
             return None
         tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
         may_hit = self._manager.prefix_cache_lookup_enabled(request)
-        most = min(tokens // self._block_tokens, len(request.block_hashes)) if may_hit else 0
+        keys = self._keys.of(request)
+        most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
-        return Wish(request.block_hashes, most, first, salt)
+        return Wish(keys, most, first, salt)
+
+    def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
+        """vLLM takes ``blocks`` blocks of a longer hit, ``device_blocks`` of them in place: let go of the others, whose
+        pages it would write. None where the daemon does not have exactly these: vLLM asks again."""
+        assert self._pool is not None
+        with self._watch:
+            wish = self._wish(request, blocks * self._block_tokens)
+            if wish is None:
+                return None
+            pages = self._book.shorten(request.request_id, wish, blocks)
+            self._pool.show_hits(pages, request.block_hashes)
+        is_exact = (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks)
+        return pages if is_exact else None
 
     def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
         """Have a request's table be so many blocks long; None where there is no room. Raises ConnectorRefused where
@@ -300,19 +351,32 @@ class SchedulerSide:
         tokens = request.num_computed_tokens + num_new_tokens
         return num_new_tokens > 0 and min(tokens // self._block_tokens, len(request.block_hashes)) <= pages.full_blocks
 
-    def _seal(self, request: Any) -> int:
+    def _seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:
+        if keys is None:
+            keys = self._keys.of(request)
         full_blocks = computed_blocks(
             computed_tokens=request.num_computed_tokens,
             in_flight_tokens=request.num_in_flight_tokens,
             block_tokens=self._block_tokens,
-            keys=len(request.block_hashes),
+            keys=len(keys),
+            redrafted_tokens=max(0, self._lookahead_tokens - 1),
         )
         pages = self._book.find(request.request_id)
         if pages is not None:
-            self._book.seal(pages, min(full_blocks, pages.taken), request.block_hashes)
+            self._book.seal(pages, min(full_blocks, pages.taken), keys)
         return full_blocks
 
     def _leave_if_back(self) -> None:
         """After a loss: once there is a new lease, preempt everything; then the workers are asked to move."""
         if self._node.back_id:
             self._book.is_moving = True
+
+
+def keep_last_blocks(coordinator: Any) -> None:
+    """Have vLLM take whole hits: the connector's keys cover the next tokens, or it leaves out the last block itself."""
+    if hasattr(coordinator, "drop_eagle_group_ids"):  # 0.33
+        coordinator.drop_eagle_group_ids = set()
+    else:
+        coordinator.eagle_group_ids = set()
+    for manager in coordinator.single_type_managers:
+        manager.use_eagle = False

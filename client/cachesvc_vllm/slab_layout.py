@@ -39,6 +39,12 @@ def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
     geometry = device_geometry(layout, 0, pages)
     placed = [(span.offset, span.page_stride) for span in geometry.spans]
     wanted = [(0, size // pages)] if len(planes) == 1 else sorted(starts)
+    if [width for _, width in placed] != [width for _, width in wanted]:
+        raise ConnectorRefused(
+            f"vLLM lays layers of {', '.join(map(str, dict.fromkeys(width for _, width in wanted)))} bytes a block one "
+            "after another, and a slab has the widest first: a drafter whose KV is wider than its target's is not "
+            "supported; take another drafter, or leave the connector out"
+        )
     if placed != wanted or size > geometry.total_bytes:
         raise ConnectorRefused(
             f"vLLM lays {len(starts)} layers over {size} bytes in a way that a slab of {pages} pages cannot have "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import torch
 import vllm
+import vllm.envs as envs
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.memory.pool import LoadOutcome
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -21,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.memory import SlabMode, require_on_slab
-from cachesvc_vllm.naming import Runtime, model_facts, model_name
+from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
 from cachesvc_vllm.node import Node, Share
 from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
@@ -33,6 +36,9 @@ from cachesvc_vllm.vouching import LOOK_S
 from cachesvc_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "deep-gemm", "flash-mla", "sgl-kernel")
+"""What attention and matrix products come from, beside vLLM's own extensions."""
 
 EMPTY_STEP_S = 0.005
 """So long a step that computes nothing waits for a load, or for the daemon. A request that comes meanwhile is scheduled
@@ -165,11 +171,13 @@ class WorkerSide:
     def _start(self, devices: tuple[str, ...]) -> Node | None:
         """Have this rank's slab; None where no daemon is there, and none is required."""
         config, ranks = self._kv_cache_config, get_tp_group()
-        facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
-        name = model_name(self._vllm_config.model_config.model, facts)
-        share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices)
+        settings, runtime = self._settings, _runtime(self._vllm_config)
+        facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
+        name = model_name(facts)
+        shown = display_name(self._vllm_config.model_config.model)
+        share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices, shown)
         if ranks.is_first_rank:
-            log.info("shares_as model=%s facts=%s", name, facts)
+            log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
         node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True, rank=ranks.rank_in_group)
         try:
             node.start()
@@ -213,10 +221,30 @@ def _uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
+def _releases() -> dict[str, str]:
+    """Of the packages that compute, those that are there."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _processor() -> str:
+    """The kind of GPU, or of processor, that kernels are chosen for."""
+    if not torch.cuda.is_available():
+        return platform.machine()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name}, sm_{properties.major}{properties.minor}"
+
+
 def _runtime(vllm_config: Any) -> Runtime:
     return Runtime(
         release=vllm.__version__,
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         hash_root=resolve_none_hash_seed(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)),
         backends=tuple(sorted(each.get_name() for each in get_current_attn_backends(vllm_config))),
+        packages=_releases(),
+        processor=_processor(),
+        environment=envs.compile_factors(),
     )

@@ -27,7 +27,6 @@ def test_a_plain_engine_is_served() -> None:
         ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash is not collision-free.*take one of sha256"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "xxhash_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
     ],
 )
 def test_a_configuration_is_refused_with_what_works(part: str, name: str, value: Any, words: str) -> None:

@@ -52,7 +52,10 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
     if asked.get("metrics"):
         from prometheus_client import REGISTRY
 
-        samples = [each for metric in REGISTRY.collect() for each in metric.samples if "cachesvc" in each.name]
+        words = ("cachesvc", "spec_decode")
+        samples = [
+            each for metric in REGISTRY.collect() for each in metric.samples if any(word in each.name for word in words)
+        ]
         marks = ("tier", "outcome")
         return {
             ".".join([each.name, *(each.labels[key] for key in marks if key in each.labels)]): each.value

@@ -143,7 +143,7 @@ class Engine:
         return bool(self._read())
 
     def metrics(self) -> dict[str, float]:
-        """Of the connector, as vLLM's own metrics have them. Wants ``disable_log_stats`` false."""
+        """Of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats`` false."""
         self._write({"metrics": True})
         return dict(self._read())
 

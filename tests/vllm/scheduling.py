@@ -1,6 +1,7 @@
 """vLLM's own scheduler and both sides of the connector on a real daemon, without a model: what runs instead writes into
 each token's slot a digest of the tokens up to there, and before that looks whether all slots behind it hold theirs. So
-a page that is lost, another's, or of other weights is found in the step that reads it."""
+a page that is lost, another's, or of other weights is found in the step that reads it. A drafter has a second slot for
+each token, with a digest of the next token too, as EAGLE-like drafters have."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is started. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``:
+    """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
+    by n-grams. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``:
     what was not loaded; else its request ends with an error."""
 
     pages: int = 96
@@ -49,8 +51,9 @@ class Shape:
     step_tokens: int = 64
     stock: int = 4
     drafts: int = 0
+    draft_blocks: str = ""
     is_async: bool = False
-    page_bytes: int = BLOCK_TOKENS * DIGEST_BYTES
+    page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
 
 
@@ -108,7 +111,7 @@ class Engine:
     def __init__(self, name: str, socket: str, seed: int, shape: Shape) -> None:
         self.name, self.shape, self.model = name, shape, Model()
         self._rng = random.Random(seed)
-        settings = Settings(socket=socket, stock_blocks=shape.stock)
+        settings = Settings(socket=socket, stock_blocks=shape.stock, draft_blocks=shape.draft_blocks or "lookahead")
         plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
         share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
         self.worker = Worker(Node(settings, name, share, attaches=True), shape.page_bytes)
@@ -269,14 +272,36 @@ class Engine:
                 wrong = 1
         self.misread += wrong
         digests = [digest + wrong for digest in digests]
-        if computed + count < len(tokens):
+        sampled = self._sample(tokens, row, digests, is_whole=computed + count >= len(tokens))
+        tokens += sampled
+        if self.shape.draft_blocks:
+            self._write_drafter(name, table, computed, len(row), digests)
+        return sampled
+
+    def _write_drafter(self, name: str, table: list[int], computed: int, end: int, digests: Sequence[int]) -> None:
+        """The drafter's pass behind the target's: it reads its slots of what was computed before, and writes those of
+        this step, each with the token behind it; those of drafts that were refused are left wrong. Keys without
+        lookahead do not tell apart what follows a block, as in vLLM alone: its last slot may be for another token."""
+        tokens, slots = self._tokens[name], self.worker.slots
+        for at in range(end):
+            page, slot = table[at // BLOCK_TOKENS], BLOCK_TOKENS + at % BLOCK_TOKENS
+            if at + 1 >= len(tokens):
+                slots[page, slot] = 1
+                continue
+            expected = self.model.follow(digests[at], tokens[at + 1])
+            if at >= computed:
+                slots[page, slot] = expected
+            elif self.shape.draft_blocks == "lookahead" or (at + 1) % BLOCK_TOKENS:
+                assert slots[page, slot] == expected, f"{name}: the drafter's token {at} of {computed} is another's"
+
+    def _sample(self, tokens: list[int], row: list[int], digests: list[int], *, is_whole: bool) -> list[int]:
+        if not is_whole:
             return []
         sampled = [digests[len(tokens) - 1] % VOCABULARY]
         for at in range(len(tokens), len(row)):
             if row[at] != sampled[-1]:
                 break
             sampled.append(digests[at] % VOCABULARY)
-        tokens += sampled
         return sampled
 
     def _draft(self) -> None:
@@ -302,7 +327,12 @@ def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
     """vLLM's own, with our connector."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        drafting = {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 3}
+        drafting: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 3}
+        if shape.draft_blocks:
+            drafter = Path(folder, "drafter")
+            drafter.mkdir()
+            Path(drafter, "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 1}), encoding="utf-8")
+            drafting = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": shape.drafts}
         config = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -323,7 +353,11 @@ def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute" if shape.recomputes else "fail",
                 "engine_id": name,
-                "kv_connector_extra_config": {"socket": settings.socket, "stock_blocks": settings.stock_blocks},
+                "kv_connector_extra_config": {
+                    "socket": settings.socket,
+                    "stock_blocks": settings.stock_blocks,
+                    "draft_blocks": settings.draft_blocks,
+                },
             },
         ).create_engine_config()
     config.cache_config.num_gpu_blocks = shape.pages

@@ -19,7 +19,7 @@ from tests.e2e.rig import Node, running_node, short_folder, wait_until
 from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
 
 PAGES = 96
-LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (32,), "uint8"),))
+LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (64,), "uint8"),))
 """As engines of ``scheduling`` have it, whose module wants vLLM."""
 
 LARGE_PAGES = ("--device-pool", "1GiB", "--host-pool", "2GiB")
@@ -76,7 +76,7 @@ def stop(process: subprocess.Popen[str], node: Node) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "drafts", "resets"])
+@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", "drop", "resets"])
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
@@ -90,7 +90,7 @@ def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str
         assert run(name, node, 2)["failed_loads"] >= 10
 
 
-@pytest.mark.parametrize("name", ["tight", "tight-async"])
+@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead"])
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 200

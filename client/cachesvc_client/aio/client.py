@@ -117,6 +117,7 @@ class ClientCalls:
         host_pages: Seq[int] | None = None,
         host_share: float | None = None,
         reserved_pages: int = 0,
+        display_name: str = "",
     ) -> Registration:
         """Make or find the pools of a model.
 
@@ -125,6 +126,7 @@ class ClientCalls:
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
         pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
         device are the engines' own and never granted; all engines of a model share them, and name the same number.
+        ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
         Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
         pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
@@ -138,6 +140,7 @@ class ClientCalls:
             host_pages=host_pages,
             host_share=host_share,
             reserved_pages=reserved_pages,
+            display_name=display_name,
         )
         return await self._register(request, layout)
 

@@ -49,6 +49,28 @@ class Evict(Question[admin_pb2.EvictResponse]):
         return f"evicted {answer.evicted:,} blocks" if answer.evicted else "evicted none"
 
 
+class Weights(Question[admin_pb2.SetWeightsVersionResponse]):
+    """SetWeightsVersion."""
+
+    name = "weights"
+    about = "announce which weights a model's engines load next"
+    epilog = "Announce, have each engine load them, then reset its prefix cache: those that did share from then on."
+    flags = (
+        flag("of", metavar="MODEL", help="its name or number"),
+        flag("version", metavar="VERSION", help="any text, such as step-17; 1 to 128 bytes"),
+    )
+
+    def ask(self, admin: Admin) -> admin_pb2.SetWeightsVersionResponse:
+        """Idempotent."""
+        model = require_model(admin, self.arguments.of)
+        request = admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=self.arguments.version)
+        return admin.SetWeightsVersion(request, timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: admin_pb2.SetWeightsVersionResponse) -> str:
+        """What it was before."""
+        return f"announced {self.arguments.version}; it was {answer.previous or 'none'} before"
+
+
 class Drain(Question[admin_pb2.DrainResponse]):
     """Drain."""
 

@@ -37,7 +37,9 @@ class Models(Question[admin_pb2.ListModelsResponse]):
         rows = [
             (
                 m.model_id,
-                m.model,
+                m.display_name or m.model,
+                m.model if m.display_name else "",
+                m.weights_version,
                 m.namespace_hex[:12],
                 m.layout.block_tokens,
                 m.layout.ranks,
@@ -50,7 +52,10 @@ class Models(Question[admin_pb2.ListModelsResponse]):
             )
             for m in answer.models
         ]
-        head = ("id", "model", "namespace", "tokens", "ranks", "planes", "groups", "blocks", "device", "host", "leases")
+        head = (
+            *("id", "model", "identity", "weights", "namespace", "tokens", "ranks", "planes", "groups", "blocks"),
+            *("device", "host", "leases"),
+        )
         return table(head, rows)
 
 
@@ -73,11 +78,12 @@ def pick_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus | None
     if wanted is not None:
         found = [each for each in models if str(each.model_id) == wanted]
         found = found or [each for each in models if each.model == wanted]
+        found = found or [each for each in models if each.display_name == wanted]
         if not found:
             raise UnknownModel(wanted)
         models = found
     if len(models) > 1:
-        named = ", ".join(f"{each.model_id} ({each.model})" for each in models[:8])
+        named = ", ".join(f"{each.model_id} ({each.display_name or each.model})" for each in models[:8])
         raise InvalidRequest(f"which of {len(models)} models? say --model with a number: {named}")
     return models[0] if models else None
 
