@@ -6,7 +6,7 @@ Blocks are objects of one request each, also where requests share a page: who fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -30,7 +30,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
     ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where. ``counts_own``: set while
-    a request takes pages that it has already, when no others need to be counted.
+    a request takes pages that it has already, when no others need to be counted. ``on_reset``: called when
+    nothing older is found any more.
     """
 
     def __init__(self, replaced: BlockPool, book: PageBook) -> None:
@@ -40,6 +41,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         self._current: RequestPages | None = None
         self.counts_own = False
         self._hits: dict[bytes, RequestBlock] = {}
+        self.on_reset: Callable[[], None] = lambda: None
 
     def schedule(self, request: RequestPages) -> None:
         """What is asked for next is for this request."""
@@ -120,6 +122,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         if not self.book.is_empty:
             return False
         self.book.change_namespace()
+        self.on_reset()
         return True
 
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:

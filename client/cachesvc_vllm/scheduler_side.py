@@ -14,6 +14,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
@@ -37,8 +38,8 @@ AHEAD_DIVISOR = 8
 class SchedulerSide:
     """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
-    def __init__(self, node: Node, settings: Settings, step_tokens: int) -> None:
-        """``step_tokens``: the most that vLLM schedules in an iteration."""
+    def __init__(self, node: Node, settings: Settings, step_tokens: int, publisher: Any = None) -> None:
+        """``step_tokens``: the most that vLLM schedules in an iteration. ``publisher``: of KV events; None: none."""
         self._node = node
         self._step_tokens = step_tokens
         registration = node.lease.registration
@@ -46,6 +47,10 @@ class SchedulerSide:
             step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
         )
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._announcer: Announcer | None = None
+        if publisher is not None:
+            keys = self._book._keys  # noqa: SLF001 - routers are sent what the daemon is sent
+            self._announcer = Announcer(node, settings.token_file, publisher, keys)
         self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
@@ -65,6 +70,9 @@ class SchedulerSide:
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
         pool = self._pool = DaemonBlockPool(manager.block_pool, self._book)
+        if self._announcer is not None:
+            pool.on_reset = self._announcer.reset
+            self._announcer.start()
         manager.block_pool = manager.coordinator.block_pool = pool
         for group in manager.coordinator.single_type_managers:
             group.block_pool = pool
@@ -164,6 +172,8 @@ class SchedulerSide:
             self._check = self._node.page_check()  # the model may have another number
             with suppress(DaemonUnavailable, LeaseLost):  # then they move again
                 self._book.adopt(self._node.lease)
+            if self._announcer is not None:
+                self._announcer.restart()
 
     def host_tokens(self, request: Any) -> int | None:
         """Tokens of the request's hit that have to be loaded from the host; None where it was not matched yet."""
@@ -218,9 +228,11 @@ class SchedulerSide:
             pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
-                return
-            self._seal(request)
-            self._book.finish(pages, request.num_output_tokens)
+            else:
+                self._seal(request)
+                self._book.finish(pages, request.num_output_tokens)
+            if self._announcer is not None:
+                self._announcer.drop(request.request_id)
 
     def end_step(self) -> None:
         """A step's output has come: seal what it has computed, and tell the daemon. Raises PagesLapsed."""
@@ -247,6 +259,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Tell what is left to tell, and end the lease. Idempotent."""
+        if self._announcer is not None:
+            self._announcer.close()
         self._book.close()
         self._adapters.close()
         self._node.close()
@@ -261,6 +275,8 @@ class SchedulerSide:
         salt = self._adapters.salt(request.lora_request)
         if salt is None:
             return None
+        if self._announcer is not None:
+            self._announcer.note(request, salt)
         tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
         may_hit = self._manager.prefix_cache_lookup_enabled(request)
         most = min(tokens // self._block_tokens, len(request.block_hashes)) if may_hit else 0
@@ -309,6 +325,8 @@ class SchedulerSide:
         )
         pages = self._book.find(request.request_id)
         if pages is not None:
+            if self._announcer is not None:
+                self._announcer.note(request, pages.salt)
             self._book.seal(pages, min(full_blocks, pages.taken), request.block_hashes)
         return full_blocks
 
