@@ -99,7 +99,8 @@ class KnownTokens:
             )
         if not mine:
             return
-        copied = tokens[:wanted].copy() if isinstance(tokens, np.ndarray) else list(tokens[:wanted])
+        part = tokens[:wanted]
+        copied = part.copy() if isinstance(part, np.ndarray) else part if isinstance(tokens, list) else list(part)
         self._waiting.append(_Prompt(mine, copied, block_tokens, adapter, extra_keys))
         if len(self._waiting) > WAITING_PROMPTS:
             with self._lock:
@@ -121,6 +122,12 @@ class KnownTokens:
             self._take_in()
             news, self._news = self._news, Learned([], [], is_forgotten=False)
         return news
+
+    def keys(self) -> list[bytes]:
+        """Keys of all blocks that are known."""
+        with self._lock:
+            self._take_in()
+            return list(self._blocks)
 
     def find(self, key: bytes) -> KnownBlock | None:
         """One block, where it is known."""

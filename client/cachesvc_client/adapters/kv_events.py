@@ -59,7 +59,8 @@ class KvEventMapper:
         self.mirror.apply(batch)
         if batch.part is Part.LAST:
             self._clear()
-            return [CLEARED, *self._announce(self._places(self.mirror.root_first()))]
+            known = None if self.tokens is None else self.tokens.keys()
+            return [CLEARED, *self._announce(self._places(self.mirror.root_first(known)))]
         if batch.part is not Part.NONE:
             return []
         out: list[Event] = []

@@ -159,11 +159,11 @@ class BlockMirror:
             self.parents[key] = parent
             parent = key
 
-    def root_first(self) -> list[bytes]:
-        """All keys, each behind its parent."""
+    def root_first(self, keys: Iterable[bytes] | None = None) -> list[bytes]:
+        """``keys`` (None: all) and their ancestors, as far as they are here: each behind its parent."""
         out: list[bytes] = []
         placed: set[bytes] = set()
-        for key in self.parents:
+        for key in self.parents if keys is None else keys:
             path = []
             while key and key not in placed and key in self.parents:
                 placed.add(key)
