@@ -1,10 +1,11 @@
 """Random loads whose KV events are held against what a match finds.
 
-    python -m tests.vllm.event_runs SOCKET SEED FOLDER RESETS
+    python -m tests.vllm.event_runs SOCKET SEED FOLDER RESETS DEATHS
 
 Two engines share a pool. Each publishes by vLLM's own publisher; an index for each, as routers have it, is built from
 that alone and asked by tokens. Of every request that an engine has had, the index must then say, block by block, what a
-match finds on the device and on the host. RESETS: how likely new weights are in an iteration.
+match finds on the device and on the host. RESETS: how likely new weights are in an iteration. DEATHS: how
+often the daemon dies and comes back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ from cachesvc_vllm.slab_layout import GROUP
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.vllm.scheduling import BLOCK_TOKENS, DIGEST_BYTES, Engine, Shape
-from tests.vllm.scheduling_runs import STUCK_S, serve
+from tests.vllm.scheduling_runs import STUCK_S, serve, tell
 
 Chain = tuple[tuple[int, ...], ...]
 """Tokens of a block and of all before it, block by block."""
@@ -40,6 +42,11 @@ class Index:
         self._at: dict[str, set[Chain]] = {}
         self._number = -1
         self.events = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """True where the engine has nothing."""
+        return not any(self._at.values())
 
     def listen(self, timeout_ms: int) -> None:
         """Take what has come."""
@@ -97,31 +104,55 @@ def unlike(engine: Engine, index: Index, lease: Lease) -> list[Any]:
     return found
 
 
+@contextmanager
+def asking(socket: str, pages: int) -> Iterator[Lease]:
+    """A lease of the engines' model, to match with."""
+    plane = Plane("kv", 0, GROUP, (BLOCK_TOKENS * DIGEST_BYTES,), "uint8")
+    layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,))
+    with CacheClient(socket) as client:
+        registration = client.register("m", layout, device_pages=[pages], reserved_pages=1)
+        with client.open_lease(registration) as lease:
+            yield lease
+
+
+def die(engines: Sequence[Engine], indexes: Sequence[Index], rng: random.Random) -> None:
+    """The daemon dies, and routers know; it comes back, and engines go on with it."""
+    tell("kill")
+    serve(engines, rng, 5)
+    for index in indexes:
+        while not index.is_empty:
+            index.listen(20)
+    tell("start")
+    while any(engine.is_adrift for engine in engines):
+        serve(engines, rng, 2)
+
+
 def main() -> None:
     """Run, compare, and tell."""
-    socket, seed, folder, resets = sys.argv[1:]
+    socket, seed, folder, resets, deaths = sys.argv[1:]
     shape = Shape(events=folder)
     context = zmq.Context()
     indexes = [Index(context, f"ipc://{folder}/e{each}") for each in range(2)]
     engines = [Engine(f"e{each}", socket, int(seed) + each, shape) for each in range(2)]
-    plane = Plane("kv", 0, GROUP, (BLOCK_TOKENS * DIGEST_BYTES,), "uint8")
-    layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,))
-    told = {"requests": 0, "device": 0, "host": 0, "events": 0}
-    with CacheClient(socket) as client:
-        registration = client.register("m", layout, device_pages=[shape.pages], reserved_pages=1)
-        with client.open_lease(registration) as lease:
-            for round_ in range(5):
-                serve(engines, random.Random(int(seed) + round_), 200, resets=float(resets))
-                for engine, index in zip(engines, indexes, strict=True):
-                    since_s = time.monotonic()
-                    while wrong := unlike(engine, index, lease):
-                        index.listen(20)
-                        assert time.monotonic() - since_s < STUCK_S, wrong[:5]
-            for engine in engines:
-                finds = [matched(engine, lease, request.block_hashes) for request in engine.requests.values()]
-                told["requests"] += len(finds)
-                told["device"] += sum(device for device, _ in finds)
-                told["host"] += sum(host for _, host in finds)
+    told = {"requests": 0, "device": 0, "host": 0}
+    for round_ in range(5):
+        rng = random.Random(int(seed) + round_)
+        serve(engines, rng, 200, resets=float(resets))
+        if round_ < int(deaths):
+            die(engines, indexes, rng)
+            serve(engines, rng, 100)
+        with asking(socket, shape.pages) as lease:
+            for engine, index in zip(engines, indexes, strict=True):
+                since_s = time.monotonic()
+                while wrong := unlike(engine, index, lease):
+                    index.listen(20)
+                    assert time.monotonic() - since_s < STUCK_S, wrong[:5]
+    with asking(socket, shape.pages) as lease:
+        for engine in engines:
+            finds = [matched(engine, lease, request.block_hashes) for request in engine.requests.values()]
+            told["requests"] += len(finds)
+            told["device"] += sum(device for device, _ in finds)
+            told["host"] += sum(host for _, host in finds)
     told["events"] = sum(index.events for index in indexes)
     for engine in engines:
         assert engine.leftovers() == {}, engine.leftovers()

@@ -15,27 +15,33 @@ from tests.e2e.rig import Node, running_node, short_folder
 from tests.vllm.rig import PYTHON_VARIABLE, ROOT, Engine, Fleet, engine_environment, engines, random_prompt
 
 
-def run(node: Node, seed: int, *, resets: float = 0) -> dict[str, int]:
-    """What became of a run."""
+def run(node: Node, seed: int, *, resets: float = 0, deaths: int = 0) -> dict[str, int]:
+    """What became of a run. The daemon dies and comes back as it asks for."""
     with short_folder() as folder:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [
                 os.environ[PYTHON_VARIABLE],
-                "-m",
-                "tests.vllm.event_runs",
-                node.socket,
-                str(seed),
-                str(folder),
-                str(resets),
+                *("-m", "tests.vllm.event_runs", node.socket, str(seed), str(folder), str(resets), str(deaths)),
             ],
             cwd=ROOT,
             env=engine_environment(),
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-            check=False,
         )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told = ""
+        with process:
+            for line in process.stdout:
+                if line.strip() in ("@kill", "@start"):
+                    (node.daemon.kill if line.strip() == "@kill" else node.daemon.start)()
+                    process.stdin.write("done\n")
+                    process.stdin.flush()
+                else:
+                    told = line
+        assert process.returncode == 0
+    found: dict[str, int] = json.loads(told)
     return found
 
 
@@ -49,6 +55,11 @@ def test_an_index_of_vllms_events_is_what_a_match_finds() -> None:
 def test_after_new_weights_nothing_older_is_announced() -> None:
     with running_node() as node:
         assert run(node, 2, resets=0.01)["requests"] == 1000
+
+
+def test_an_index_is_right_again_after_the_daemon_died() -> None:
+    with short_folder() as folder, running_node(folder=folder) as node:
+        assert run(node, 3, deaths=2)["host"] > 50
 
 
 WAIT_MS = 120_000
