@@ -126,7 +126,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         return True
 
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the daemon tells routers of blocks, for all engines."""
+        """Nothing to do: ``kv_events`` announces what the daemon has."""
 
     def cache_partial_block(self, *args: Any, **kwargs: Any) -> None:
         """Of models with several groups alone, which are refused."""

@@ -151,6 +151,15 @@ def test_tokens_that_do_not_fill_their_blocks_are_refused() -> None:
         KnownTokens().learn(KEYS[0][:5], TOKENS, BLOCK_TOKENS)
 
 
+def test_news_that_are_not_taken_stay_bounded() -> None:
+    tokens = KnownTokens(limit=2)
+    for block in range(6):
+        learn(tokens, block, block + 1)
+        assert tokens.of(KEYS[block]) is not None
+    news = tokens.take()
+    assert (news.fresh, news.dropped) == (list(KEYS[4:6]), list(KEYS[2:4]))
+
+
 def test_a_caller_may_use_its_list_again() -> None:
     tokens, mine = KnownTokens(), TOKENS[:4]
     tokens.learn(KEYS[0], mine, BLOCK_TOKENS)

@@ -47,7 +47,15 @@ INHERITED = {"get_usage", "is_block_writable", "take_events"}
 """Right as they are: they ask the others."""
 
 TEXTS = {
-    "v1/request.py": ("self.num_in_flight_tokens", "self.num_computed_tokens", "def block_hashes|self.block_hashes"),
+    "v1/request.py": (
+        "self.all_token_ids",
+        "self.cache_salt",
+        "self.mm_features",
+        "self.prompt_embeds",
+        "self.num_in_flight_tokens",
+        "self.num_computed_tokens",
+        "def block_hashes|self.block_hashes",
+    ),
     "v1/core/block_pool.py": ("self.hash_block_size", "self.null_block", "self.num_gpu_blocks"),
     "v1/core/kv_cache_manager.py": ("self.empty_kv_cache_blocks",),
     "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),

@@ -161,3 +161,5 @@ class KnownTokens:
                 self._blocks.move_to_end(keys[at])
         while len(self._blocks) > self._limit:
             self._news.dropped.append(self._blocks.popitem(last=False)[0])
+        for news in (self._news.fresh, self._news.dropped):  # whether or not they are ever taken
+            del news[: -self._limit]
