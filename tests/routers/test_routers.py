@@ -88,6 +88,9 @@ def test_dynamo_has_of_storage_what_a_match_finds() -> None:
             serve(nodes, prompts, 6)
             blocks = [len(prompt) // BLOCK_TOKENS for prompt in prompts]
             wait_until(lambda: node.kept == len(node.served), "all is written")
+            node.kept = 0
+            node.bridge.restart()
+            wait_until(lambda: node.kept == len(node.served), "the next snapshot has it, too")
             for tier in ("device", "host"):
                 node.node.admin.Evict(admin_pb2.EvictRequest(model_id=1, tier=tier))
             wait_until(

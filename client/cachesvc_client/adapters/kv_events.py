@@ -57,6 +57,9 @@ class KvEventMapper:
     def events_of(self, batch: Batch) -> list[Event]:
         """Events for a batch, in order. Raises EventsMissed where one is missing before it."""
         self.mirror.apply(batch)
+        for run in batch.runs:
+            if run.present and run.spot.tier == "storage":
+                self._forget_unknown(run.spot, run.keys)
         if batch.part is Part.LAST:
             self._clear()
             known = None if self.tokens is None else self.tokens.keys()
@@ -72,8 +75,6 @@ class KvEventMapper:
             if not run.present:
                 out += self._removed(run.spot, keys)
                 continue
-            if run.spot.tier == "storage":
-                self._forget_unknown(run.spot, keys)
             out += self._announce([(run.spot, keys)])
         return out
 
