@@ -79,7 +79,7 @@ class Case:
             (folder / "drafter").mkdir(parents=True, exist_ok=True)
             (folder / "drafter" / "config.json").write_text(json.dumps(dict(self.drafter)), encoding="utf-8")
             speculative["model"] = str(folder / "drafter")
-        return {"speculative_config": speculative}
+        return {"speculative_config": speculative, "disable_log_stats": False}
 
 
 CASES = {

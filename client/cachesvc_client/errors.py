@@ -4,8 +4,9 @@ CacheClientError              the same class as CacheError
 ├── InvalidRequest            the request itself is wrong: fix it, do not retry
 │   ├── LayoutRejected        a layout that cannot be built
 │   ├── KeyReused             (the daemon's own: here it is an InvalidRequest)
-│   └── AlreadyClosed         a handle was used after its end, or ended twice
-│       └── UsedAfterFork     a handle was used in a child of the process that made it
+│   ├── AlreadyClosed         a handle was used after its end, or ended twice
+│   │   └── UsedAfterFork     a handle was used in a child of the process that made it
+│   └── TokenFileUnreadable   the token file is missing, empty or torn: it may be whole a moment later
 ├── NotFound                  model, lease, sequence or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
 ├── LeaseLost                 all that the lease held is gone: recompute, open a new lease
@@ -89,6 +90,7 @@ __all__ = [
     "QuotaExceeded",
     "StockEmpty",
     "SubscriberTooSlow",
+    "TokenFileUnreadable",
     "Unauthenticated",
     "UntrustedDaemon",
     "UsedAfterFork",
@@ -106,6 +108,10 @@ class AlreadyClosed(InvalidRequest):
 
 class UsedAfterFork(AlreadyClosed):
     """A handle was used in a child of the process that made it: connect after the fork."""
+
+
+class TokenFileUnreadable(InvalidRequest):
+    """The token file is missing, empty or torn. Where it is being replaced, it is whole a moment later."""
 
 
 class StockEmpty(PoolExhausted):

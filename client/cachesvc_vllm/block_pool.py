@@ -6,7 +6,7 @@ Blocks are objects of one request each, also where requests share a page: who fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -31,7 +31,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
     ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where. ``counts_own``: set while
-    a request takes pages that it has already, when no others need to be counted.
+    a request takes pages that it has already, when no others need to be counted. ``on_reset``: called when
+    nothing older is found any more.
     """
 
     def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion) -> None:
@@ -42,6 +43,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         self._current: RequestPages | None = None
         self.counts_own = False
         self._hits: dict[bytes, RequestBlock] = {}
+        self.on_reset: Callable[[], None] = lambda: None
 
     def schedule(self, request: RequestPages) -> None:
         """What is asked for next is for this request."""
@@ -127,10 +129,11 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             return False
         self.weights.reset()
         self.book.change_keys(self.weights.salt)
+        self.on_reset()
         return True
 
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the daemon tells routers of blocks, for all engines."""
+        """Nothing to do: ``kv_events`` announces what the daemon has."""
 
     def cache_partial_block(self, *args: Any, **kwargs: Any) -> None:
         """Of models with several groups alone, which are refused."""

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachesvc_vllm.draft_keys import draft_lookahead
+from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
@@ -30,6 +31,9 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
+        self._tap: PublisherTap | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._tap = tap_publisher(vllm_config)
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
 
@@ -112,7 +116,9 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         try:
             node.start()
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            self._scheduler = SchedulerSide(node, self._settings, step_tokens, draft_lookahead(self._vllm_config))
+            publisher = None if self._tap is None else self._tap.publisher
+            lookahead = draft_lookahead(self._vllm_config)
+            self._scheduler = SchedulerSide(node, self._settings, step_tokens, lookahead, publisher)
         except BaseException:
             node.close()
             raise
@@ -158,7 +164,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def take_events(self) -> tuple[()]:
-        """Comes last in each step."""
+        """Comes last in each step. Events are published without vLLM's steps (``kv_events``)."""
         if self._scheduler is not None:
             self._scheduler.end_step()
         return ()

@@ -105,3 +105,13 @@ class LookaheadKeys:
         if extra is not None:
             digest.update(repr(extra).encode())
         return digest.digest()
+
+
+def keep_last_blocks(coordinator: Any) -> None:
+    """Have vLLM take whole hits: the connector's keys cover the next tokens, or it leaves out the last block itself."""
+    if hasattr(coordinator, "drop_eagle_group_ids"):  # 0.33
+        coordinator.drop_eagle_group_ids = set()
+    else:
+        coordinator.eagle_group_ids = set()
+    for manager in coordinator.single_type_managers:
+        manager.use_eagle = False

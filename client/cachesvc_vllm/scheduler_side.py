@@ -13,8 +13,9 @@ from vllm.lora.utils import get_adapter_absolute_path
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
-from cachesvc_vllm.draft_keys import LookaheadKeys
+from cachesvc_vllm.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
@@ -44,9 +45,11 @@ AHEAD_DIVISOR = 8
 class SchedulerSide:
     """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
-    def __init__(self, node: Node, settings: Settings, step_tokens: int, lookahead_tokens: int = 0) -> None:
+    def __init__(
+        self, node: Node, settings: Settings, step_tokens: int, lookahead_tokens: int = 0, publisher: Any = None
+    ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration. ``lookahead_tokens``: those that a drafter
-        reads ahead (``draft_lookahead``)."""
+        reads ahead (``draft_lookahead``). ``publisher``: of KV events; None: none."""
         self._node = node
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
@@ -63,6 +66,10 @@ class SchedulerSide:
             settings.weights_version, node.lease.registration.weights_version, node.announced_weights
         )
         self._book.salt = self._weights.salt
+        self._announcer: Announcer | None = None
+        if publisher is not None:
+            keys = self._book._keys  # noqa: SLF001 - routers are sent what the daemon is sent
+            self._announcer = Announcer(node, settings.token_file, publisher, keys)
         self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
@@ -82,6 +89,9 @@ class SchedulerSide:
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
         pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights)
+        if self._announcer is not None:
+            pool.on_reset = self._announcer.reset
+            self._announcer.start()
         manager.block_pool = manager.coordinator.block_pool = pool
         for group in manager.coordinator.single_type_managers:
             group.block_pool = pool
@@ -190,6 +200,8 @@ class SchedulerSide:
             self._check = self._node.page_check()  # the model may have another number
             with suppress(DaemonUnavailable, LeaseLost):  # then they move again
                 self._book.adopt(self._node.lease)
+            if self._announcer is not None:
+                self._announcer.restart()
 
     def host_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens to load from the host behind ``local_tokens`` that vLLM has in place; None where the request was not
@@ -254,9 +266,11 @@ class SchedulerSide:
             pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
-                return
-            self._seal(request, keys)
-            self._book.finish(pages, request.num_output_tokens)
+            else:
+                self._seal(request, keys)
+                self._book.finish(pages, request.num_output_tokens)
+            if self._announcer is not None:
+                self._announcer.drop(request.request_id)
 
     def end_step(self) -> None:
         """A step's output has come: seal what it has computed, and tell the daemon. Raises PagesLapsed."""
@@ -284,6 +298,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Tell what is left to tell, and end the lease. Idempotent."""
+        if self._announcer is not None:
+            self._announcer.close()
         self._book.close()
         self._adapters.close()
         self._node.close()
@@ -298,9 +314,11 @@ class SchedulerSide:
         salt = self._adapters.salt(request.lora_request)
         if salt is None:
             return None
+        keys = self._keys.of(request)
+        if self._announcer is not None:
+            self._announcer.note(request, keys, salt)
         tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
         may_hit = self._manager.prefix_cache_lookup_enabled(request)
-        keys = self._keys.of(request)
         most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
         return Wish(keys, most, first, salt)
@@ -363,6 +381,8 @@ class SchedulerSide:
         )
         pages = self._book.find(request.request_id)
         if pages is not None:
+            if self._announcer is not None:
+                self._announcer.note(request, keys, pages.salt)
             self._book.seal(pages, min(full_blocks, pages.taken), keys)
         return full_blocks
 
@@ -370,13 +390,3 @@ class SchedulerSide:
         """After a loss: once there is a new lease, preempt everything; then the workers are asked to move."""
         if self._node.back_id:
             self._book.is_moving = True
-
-
-def keep_last_blocks(coordinator: Any) -> None:
-    """Have vLLM take whole hits: the connector's keys cover the next tokens, or it leaves out the last block itself."""
-    if hasattr(coordinator, "drop_eagle_group_ids"):  # 0.33
-        coordinator.drop_eagle_group_ids = set()
-    else:
-        coordinator.eagle_group_ids = set()
-    for manager in coordinator.single_type_managers:
-        manager.use_eagle = False

@@ -26,6 +26,10 @@ def make(wish: dict[str, Any]) -> Any:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": wish["extra"],
         }
+    if wish.get("events"):
+        from vllm.config.kv_events import KVEventsConfig
+
+        options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, endpoint=wish["events"])
     plain: dict[str, Any] = {
         "model": wish["model"],
         "load_format": wish["load_format"],

@@ -22,6 +22,7 @@ from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
 from cachesvc_vllm.transfers import WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide
+from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -43,8 +44,9 @@ DIGEST_BYTES = 8
 @dataclass(frozen=True)
 class Shape:
     """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
-    by n-grams. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``:
-    what was not loaded; else its request ends with an error."""
+    by n-grams. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not
+    loaded; else its request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events,
+    one for each engine; empty: it publishes none."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -55,6 +57,7 @@ class Shape:
     is_async: bool = False
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
+    events: str = ""
 
 
 class Worker(WorkerSide):
@@ -347,6 +350,9 @@ def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
             speculative_config=drafting if shape.drafts else None,
             disable_hybrid_kv_cache_manager=True,
             prefix_caching_hash_algo="sha256_cbor",
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=bool(shape.events), endpoint=f"ipc://{shape.events}/{name}"
+            ),
             kv_transfer_config={
                 "kv_connector": "CachesvcConnector",
                 "kv_connector_module_path": "cachesvc_vllm",

@@ -47,12 +47,32 @@ INHERITED = {"get_usage", "is_block_writable", "take_events"}
 """Right as they are: they ask the others."""
 
 TEXTS = {
-    "v1/request.py": ("self.num_in_flight_tokens", "self.num_computed_tokens", "def block_hashes|self.block_hashes"),
+    "v1/request.py": (
+        "self.all_token_ids",
+        "self.cache_salt",
+        "self.mm_features",
+        "self.prompt_embeds",
+        "self.num_in_flight_tokens",
+        "self.num_computed_tokens",
+        "def block_hashes|self.block_hashes",
+    ),
     "v1/core/block_pool.py": ("self.hash_block_size", "self.null_block", "self.num_gpu_blocks"),
     "v1/core/kv_cache_manager.py": ("self.empty_kv_cache_blocks",),
     "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),
     "v1/worker/gpu/block_table.py": ("if self.redirect_writes_to_null_block:",),
-    "v1/core/kv_cache_utils.py": ("def resolve_none_hash_seed(",),
+    "v1/core/kv_cache_utils.py": (
+        "def resolve_none_hash_seed(",
+        "def generate_block_hash_extra_keys(",
+        "def maybe_convert_block_hash(",
+        "def to_event_extra_keys(",
+    ),
+    "distributed/kv_events.py": (
+        "def register_publisher(cls, name",
+        "    def create(",
+        "lora_name:",
+        "extra_keys:",
+        "group_idx:",
+    ),
     "v1/kv_cache_interface.py": (
         "kv_cache_layout:",
         "hash_block_size:",
@@ -75,6 +95,8 @@ IN_ORDER = {
         "self.batch_queue_size",
     ),
     "v1/core/sched/scheduler.py": (
+        "KVConnectorFactory.create_connector(",
+        "EventPublisherFactory.create(",
         "def update_from_output(",
         "if kv_connector_output and kv_connector_output.invalid_block_ids:",
         "self._update_from_kv_xfer_finished(kv_connector_output)",
