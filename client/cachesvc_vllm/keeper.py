@@ -34,7 +34,7 @@ def start_keeper(
     socket_path: str, lease_id: str, beat_seconds: float, token_file: str | None
 ) -> subprocess.Popen[bytes]:
     """Start one for a lease of this process, and wait until it beats; terminate it with the lease."""
-    command = [sys.executable, "-m", __name__, socket_path, lease_id, str(beat_seconds)]
+    command = [sys.executable, "-P", "-m", __name__, socket_path, lease_id, str(beat_seconds)]
     keeper = subprocess.Popen(  # noqa: S603 - ourselves
         [*command, *([token_file] if token_file else [])], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )

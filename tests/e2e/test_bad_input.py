@@ -239,6 +239,8 @@ WORKING = [
          "5 bytes"),
     Case("publish other keys than Match had", lambda s: s.publish(keys=b"k" * 32), InvalidRequest,
          StatusCode.INVALID_ARGUMENT, "contradict those of Match"),
+    Case("publish other keys than Match had, by the client", lambda s: s.sequence.publish(4, b"k" * 32 * 4),
+         InvalidRequest, StatusCode.INVALID_ARGUMENT, "contradict those of Match"),
     Case("publish keys for another count", lambda s: s.publish(keys=s.keys[64:128], blocks=1), InvalidRequest,
          StatusCode.INVALID_ARGUMENT, "2 keys were sent for 1 blocks"),
     Case("publish without a sequence", lambda s: s.publish(sequence_id=HUGE), NotFound, StatusCode.NOT_FOUND,

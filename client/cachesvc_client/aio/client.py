@@ -77,8 +77,8 @@ class ClientCalls:
 
     @property
     def connected(self) -> bool:
-        """True while the daemon is there."""
-        return self._connection is not None and not self._connection.lost.is_set()
+        """True while the daemon is there. False in a child of the process that connected."""
+        return self._connection is not None and self._connection.is_here and not self._connection.lost.is_set()
 
     @property
     def epoch(self) -> int:
