@@ -10,7 +10,7 @@ import pytest
 from cachesvc.model.interpreter import module_command
 
 ROOT = Path(__file__).parents[2]
-DECOY = "import pathlib; pathlib.Path('was_imported').touch()"
+DECOY = "open('was_imported', 'w').close()"
 
 
 @pytest.mark.parametrize(
