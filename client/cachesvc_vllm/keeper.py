@@ -21,6 +21,7 @@ import grpc
 from cachesvc_client.wire.credentials import credentials_from
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
+from cachesvc.model.addresses import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 
 STOPPED = ("T", "t", "Z", "X")
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     while os.getppid() == engine:
         token = credentials_from(None, arguments[3] if len(arguments) > 3 else None).read_token()
         proof = ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else ()
-        with grpc.insecure_channel(f"unix:{Path(socket_path).absolute()}") as channel:
+        with grpc.insecure_channel(unix_target(str(Path(socket_path).absolute()))) as channel:
             try:
                 for _ in lease_pb2_grpc.LeaseServiceStub(channel).KeepAlive(
                     _beats(engine, lease_id, beat_seconds), metadata=proof

@@ -33,6 +33,7 @@ from cachesvc_client.wire.settings import (
     Retries,
     Timeouts,
     Transport,
+    as_path,
     default_socket,
     default_transport,
 )
@@ -58,7 +59,7 @@ class ClientCalls:
         make_port: Callable[[], Port],
         connecting: AbstractAsyncContextManager[None],
     ) -> None:
-        self.socket_path = default_socket() if socket_path is None else socket_path
+        self.socket_path = default_socket() if socket_path is None else as_path(socket_path)
         self.engine = engine
         self._timeouts = timeouts
         self._retries = retries
