@@ -58,7 +58,7 @@ class CacheClient:
 
     @property
     def connected(self) -> bool:
-        """True while the daemon is there."""
+        """True while the daemon is there. False in a child of the process that connected."""
         return self._calls.connected
 
     @property

@@ -35,6 +35,7 @@ from cachesvc_ctl.questions.storage import Storage
 from cachesvc_ctl.questions.verify import Verify
 from cachesvc_ctl.questions.why import Why
 from cachesvc_ctl.target import no_answer
+from cachesvc_ctl.text import for_terminal
 from cachesvc_ctl.top.command import Top
 from cachesvc_ctl.wait import Wait
 
@@ -121,7 +122,7 @@ def _said(failure: BaseException | None, mapped: CacheClientError, arguments: ar
 
 
 def _fail(message: str) -> None:
-    print(f"cachesvc: {message}", file=sys.stderr)
+    print(for_terminal(f"cachesvc: {message}"), file=sys.stderr)
     sys.exit(2)
 
 

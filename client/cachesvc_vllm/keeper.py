@@ -21,6 +21,7 @@ import grpc
 from cachesvc_client.wire.credentials import credentials_from
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
+from cachesvc.model.addresses import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 
 STOPPED = ("T", "t", "Z", "X")
@@ -34,7 +35,7 @@ def start_keeper(
     socket_path: str, lease_id: str, beat_seconds: float, token_file: str | None
 ) -> subprocess.Popen[bytes]:
     """Start one for a lease of this process, and wait until it beats; terminate it with the lease."""
-    command = [sys.executable, "-m", __name__, socket_path, lease_id, str(beat_seconds)]
+    command = [sys.executable, "-P", "-m", __name__, socket_path, lease_id, str(beat_seconds)]
     keeper = subprocess.Popen(  # noqa: S603 - ourselves
         [*command, *([token_file] if token_file else [])], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     while os.getppid() == engine:
         token = credentials_from(None, arguments[3] if len(arguments) > 3 else None).read_token()
         proof = ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else ()
-        with grpc.insecure_channel(f"unix:{Path(socket_path).absolute()}") as channel:
+        with grpc.insecure_channel(unix_target(str(Path(socket_path).absolute()))) as channel:
             try:
                 for _ in lease_pb2_grpc.LeaseServiceStub(channel).KeepAlive(
                     _beats(engine, lease_id, beat_seconds), metadata=proof

@@ -176,11 +176,12 @@ def test_an_operator_is_told_once_why_an_engine_does_not_come_back(
         return [each for each in said if each.startswith("daemon_not_back why=device pool")]
 
     with running_node(folder=folder) as large:
-        engine = Node(Settings(socket=large.socket), "engine", SHARE, attaches=True)
+        share = Share("m", slab_layout(layers_outermost(64, page_bytes=1 << 14)), 64)
+        engine = Node(Settings(socket=large.socket), "engine", share, attaches=True)
         engine.start()
         try:
             large.daemon.kill()
-            with running_node(["--device-pool", "4KiB"], folder=folder):
+            with running_node(["--device-pool", "1MiB"], folder=folder):
                 wait_until(lambda: len(refusals(logging.DEBUG)) > 2, "it tries again and again")
                 assert len(refusals(logging.WARNING)) == 1
         finally:

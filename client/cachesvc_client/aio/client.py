@@ -33,6 +33,7 @@ from cachesvc_client.wire.settings import (
     Retries,
     Timeouts,
     Transport,
+    as_path,
     default_socket,
     default_transport,
 )
@@ -58,7 +59,7 @@ class ClientCalls:
         make_port: Callable[[], Port],
         connecting: AbstractAsyncContextManager[None],
     ) -> None:
-        self.socket_path = default_socket() if socket_path is None else socket_path
+        self.socket_path = default_socket() if socket_path is None else as_path(socket_path)
         self.engine = engine
         self._timeouts = timeouts
         self._retries = retries
@@ -77,8 +78,8 @@ class ClientCalls:
 
     @property
     def connected(self) -> bool:
-        """True while the daemon is there."""
-        return self._connection is not None and not self._connection.lost.is_set()
+        """True while the daemon is there. False in a child of the process that connected."""
+        return self._connection is not None and self._connection.is_here and not self._connection.lost.is_set()
 
     @property
     def epoch(self) -> int:

@@ -57,13 +57,11 @@ class StepBatch(Generic[H]):
         """As ``Sequence.publish``; the result is a Published."""
         record = sequence.record
         self._sealed.add(record.id)
-        sends_keys = upto_blocks > record.known_keys
-        if self.sends_keys is not None and sends_keys != self.sends_keys:
-            sends_keys = bool(keys)  # a column has the keys of all its entries, or of none
-        fits = self.sends_keys is None or sends_keys == self.sends_keys
+        sends_keys = upto_blocks > record.known_keys or bool(keys)
+        fits = self.sends_keys in (None, sends_keys)  # a column has the keys of all its entries, or of none
         if not fits or upto_blocks <= record.asked_blocks or not self._fits(record, PUBLISH):
             return self._add(record.publish(upto_blocks, keys))
-        first, wanted = record.begin_publish(upto_blocks, keys, all_keys=sends_keys)
+        first, wanted = record.begin_publish(upto_blocks, keys)
         self.sends_keys = sends_keys
         return self._enter(Publish(record, first, upto_blocks, wanted))
 

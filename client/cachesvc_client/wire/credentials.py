@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from cachesvc.model.addresses import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
 from cachesvc_client.errors import InvalidRequest, TokenFileUnreadable
 from cachesvc_client.wire.settings import ChannelOptions, default_target
@@ -194,7 +195,7 @@ def open_remote(
     credentials = credentials_from(None, None) if credentials is None else credentials
     metadata = credentials.metadata()
     if address.startswith(("/", ".")):
-        channel = grpc.insecure_channel(f"unix:{address}", options=options.as_grpc())
+        channel = grpc.insecure_channel(unix_target(address), options=options.as_grpc())
     elif credentials.root_ca or credentials.certificate:
         channel = grpc.secure_channel(address, _tls(credentials), options=options.as_grpc())
     else:
