@@ -86,6 +86,7 @@ def pair(run: Run) -> None:
     if run.wants("a"):
         run.own["ours"] = parts.own_hits(owner, options.sizes, options.repeats, SHARED)
         run.note("a", "ours", parts.shared_hits(other, run.own["ours"], options.repeats, SHARED))
+        run.note("a", "places", fleet.places())
         run.note("a", "verify", fleet.verify(checksums="checksums all" in options.daemon))
     if run.wants("h"):
         run.drafted["computed"] = _drafts(owner)
@@ -178,6 +179,7 @@ def main() -> int:
         on_gpu=not options.tiny,
         options=case.options(options.folder.resolve()),
         latent_values=case.latent_values,
+        draft_layers=case.draft_layers,
         ranks=options.ranks,
     )
     backend = "shm" if options.tiny else "cuda"

@@ -37,7 +37,8 @@ class Shape:
     """What all engines of a run have in common. ``pool_bytes``: of KV, an engine's own or the daemon's; ``host_bytes``:
     of the host tier. ``python``: that has vLLM. ``backend``: of attention; ``runner``: "1", "2", or empty for vLLM's
     own choice. ``split``: engine cores in processes of their own. ``options``: what ``LLM`` is told beside that;
-    ``latent_values``: a token's KV in a layer, where that is no key and value; ``ranks``: of tensor parallelism."""
+    ``latent_values``: a token's KV in a layer, where that is no key and value; ``draft_layers``: of the drafter, which
+    have KV too; ``ranks``: of tensor parallelism."""
 
     folder: Path
     pool_bytes: int
@@ -54,6 +55,7 @@ class Shape:
     on_gpu: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     latent_values: int = 0
+    draft_layers: int = 0
     ranks: int = 1
 
     @property
@@ -66,7 +68,7 @@ class Shape:
         """Whose KV fits on the device."""
         model = self.model
         values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
-        return int(self.pool_bytes // (2 * values * model["num_hidden_layers"]))
+        return int(self.pool_bytes // (2 * values * (model["num_hidden_layers"] + self.draft_layers)))
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
         """What an engine is told."""
@@ -322,6 +324,13 @@ class Fleet:
         with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
             answer = admin_pb2_grpc.AdminServiceStub(channel).Verify(admin_pb2.VerifyRequest(checksums=checksums))
         return list(answer.problems)
+
+    def places(self) -> list[dict[str, Any]]:
+        """Pages on each device and on the host, a rank's bytes of each, and what the daemon copied, in bytes."""
+        with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
+            told = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+        pools = [{"place": each.place, "sealed": each.sealed, "page_bytes": each.page_bytes} for each in told.pools]
+        return [*pools, {name: count for name, count in sorted(told.counters.items()) if name.endswith("_bytes")}]
 
     def counters(self) -> dict[str, int]:
         """The daemon's, by name."""
