@@ -326,11 +326,15 @@ class Fleet:
         return list(answer.problems)
 
     def places(self) -> list[dict[str, Any]]:
-        """Pages on each device and on the host, a rank's bytes of each, and what the daemon copied, in bytes."""
+        """Pages on each device and on the host, and one rank's bytes of each: what the host keeps once for all ranks
+        has as many pages as fit of these in its pool."""
         with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
             told = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
-        pools = [{"place": each.place, "sealed": each.sealed, "page_bytes": each.page_bytes} for each in told.pools]
-        return [*pools, {name: count for name, count in sorted(told.counters.items()) if name.endswith("_bytes")}]
+        fields = ("place", "capacity", "sealed", "page_bytes")
+        return [
+            {"host_pool_bytes": told.host_pool_bytes},
+            *({name: getattr(each, name) for name in fields} for each in told.pools),
+        ]
 
     def counters(self) -> dict[str, int]:
         """The daemon's, by name."""
