@@ -326,13 +326,13 @@ class Fleet:
         return list(answer.problems)
 
     def places(self) -> list[dict[str, Any]]:
-        """Pages on each device and on the host, and one rank's bytes of each: what the host keeps once for all ranks
-        has as many pages as fit of these in its pool."""
+        """Pages on each device and on the host, and one rank's bytes of each. What the host keeps once for all ranks
+        has as many pages as fit of these in its pool, and costs as many bytes to store."""
         with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
             told = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
         fields = ("place", "capacity", "sealed", "page_bytes")
         return [
-            {"host_pool_bytes": told.host_pool_bytes},
+            {"host_pool_bytes": told.host_pool_bytes, "d2h_bytes": told.counters["d2h_bytes"]},
             *({name: getattr(each, name) for name in fields} for each in told.pools),
         ]
 
