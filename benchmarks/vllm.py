@@ -6,7 +6,7 @@ an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, 
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
-started again: with ``--daemon "--device-memory vmm"``, or it does not come back; (h), of models with a drafter, that
+started again; (h), of models with a drafter, that
 another process's hits are drafted on as an engine's own, and as without the daemon.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
