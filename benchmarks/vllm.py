@@ -6,7 +6,7 @@ an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, 
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
-started again: with ``--daemon "--device-memory vmm"``, or it does not come back; (h), of models with a drafter, that
+started again; (h), of models with a drafter, that
 another process's hits are drafted on as an engine's own, and as without the daemon.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
@@ -86,6 +86,7 @@ def pair(run: Run) -> None:
     if run.wants("a"):
         run.own["ours"] = parts.own_hits(owner, options.sizes, options.repeats, SHARED)
         run.note("a", "ours", parts.shared_hits(other, run.own["ours"], options.repeats, SHARED))
+        run.note("a", "places", fleet.places())
         run.note("a", "verify", fleet.verify(checksums="checksums all" in options.daemon))
     if run.wants("h"):
         run.drafted["computed"] = _drafts(owner)
@@ -178,6 +179,7 @@ def main() -> int:
         on_gpu=not options.tiny,
         options=case.options(options.folder.resolve()),
         latent_values=case.latent_values,
+        draft_layers=case.draft_layers,
         ranks=options.ranks,
     )
     backend = "shm" if options.tiny else "cuda"

@@ -59,6 +59,10 @@ EAGLE3: dict[str, Any] = {
 """A drafter of one layer for ``MODEL``."""
 
 
+SPARSE = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+"""What DeepSeek's V3.2 has beside V3: an indexer with keys of its own, which chooses the latents that are attended."""
+
+
 @dataclass(frozen=True)
 class Case:
     """``drafter``: its ``config.json``, where it has one of its own; ``speculative``: vLLM's configuration of it.
@@ -69,6 +73,11 @@ class Case:
     drafter: Mapping[str, Any] = field(default_factory=dict)
     speculative: Mapping[str, Any] = field(default_factory=dict)
     latent_values: int = 0
+
+    @property
+    def draft_layers(self) -> int:
+        """Layers of the drafter, which have KV too."""
+        return int(self.drafter.get("num_hidden_layers", 1)) if self.speculative else 0
 
     def options(self, folder: Path) -> dict[str, Any]:
         """What ``LLM`` is told beside its model, whose drafter is written below ``folder``."""
@@ -82,11 +91,22 @@ class Case:
         return {"speculative_config": speculative, "disable_log_stats": False}
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
+
+HALF = {**MODEL, "num_hidden_layers": 16}
+
 CASES = {
     "llama": Case(MODEL, "FLASH_ATTN"),
     "tiny": Case(TINY, ""),
     "tiny-eagle": Case(TINY, "", {**TINY, "num_hidden_layers": 1}, {"method": "eagle", "num_speculative_tokens": 2}),
     "llama-eagle3": Case(MODEL, "FLASH_ATTN", EAGLE3, {"method": "eagle3", "num_speculative_tokens": 3}),
+    "tiny-draft": Case(TINY, "", {**TINY, "num_hidden_layers": 1}, DRAFT_MODEL),
+    "llama-draft": Case(HALF, "FLASH_ATTN", {**MODEL, "num_hidden_layers": 8}, DRAFT_MODEL),
     "mla": Case({**DEEPSEEK, "num_nextn_predict_layers": 0}, "FLASH_ATTN_MLA", latent_values=576),
-    "mla-mtp": Case(DEEPSEEK, "FLASH_ATTN_MLA", {}, {"method": "mtp", "num_speculative_tokens": 1}, latent_values=576),
+    "mla-mtp": Case(DEEPSEEK, "FLASH_ATTN_MLA", {}, MTP, latent_values=576),
+    "dsa": Case({**DEEPSEEK, **SPARSE, "num_nextn_predict_layers": 0}, "FLASHMLA_SPARSE", latent_values=642),
+    "dsa-mtp": Case({**DEEPSEEK, **SPARSE}, "FLASHMLA_SPARSE", {}, MTP, latent_values=642),
 }
+"""``*-draft``: the drafter is the target's first layers, so that it is right now and then. ``dsa``: 576 values of 16
+bits, and 132 bytes of the indexer."""

@@ -17,7 +17,7 @@ from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import WritePolicy
 
 BACKENDS = ("auto", "shm", "cuda")
-DEVICE_MEMORY = ("ipc", "vmm")
+DEVICE_MEMORY = ("auto", "ipc", "vmm")
 CALIBRATION = ("start", "never")
 MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
@@ -85,7 +85,7 @@ class Config:
     load_limit: int = 0
     store_limit: int = 0
     slice_bytes: int = 32 << 20
-    device_memory: str = "ipc"
+    device_memory: str = "auto"
     movers: str = "process"
     mover: tuple[str, ...] = ()
     calibration: str = "start"

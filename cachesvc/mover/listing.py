@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import Any
+from typing import Any, TypedDict
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.interpreter import module_command
 
 LIST_SECONDS = 60.0
 """The longest that the driver may take."""
+
+
+class ListedGpu(TypedDict):
+    """A GPU as the process names it. ``has_vmm``: see ``GpuFacts``; ``reaches``: GPUs that it can read from."""
+
+    uuid: str
+    name: str
+    pci: str
+    has_vmm: bool
+    reaches: list[str]
 
 
 class Listing:

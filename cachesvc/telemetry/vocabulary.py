@@ -44,6 +44,12 @@ VOCABULARY: dict[str, Event] = {
         "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
     ),
     "device_back": Event("info", "A device that was broken works again, with a new mover.", ("device",)),
+    "device_memory_by_handles": Event(
+        "warning",
+        "The driver of these GPUs has no VMM memory: pools are mapped by IPC handles, and engines on them do not come "
+        "back by themselves after a restart of the daemon.",
+        ("devices",),
+    ),
     "device_memory_lost": Event(
         "warning",
         "The slabs of a device went with its mover: so many leases are lost, and what replicas had there.",
