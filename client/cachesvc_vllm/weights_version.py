@@ -30,30 +30,32 @@ class Announced(NamedTuple):
 
 
 class WeightsVersion:
-    """``initial``: the version that the engine starts with; empty: its checkpoint's weights. ``seen``: the announcement
-    at that moment. ``announced``: asks the daemon, and may raise CacheClientError and ConnectorRefused. ``version``:
-    empty while the weights have none. ``salt``: keys are mixed with it."""
+    """``initial``: the setting ``weights_version``, by which weights change with announcements alone; empty: the engine
+    starts with its checkpoint's weights, and each reset may mean other ones. ``seen``: the announcement at the start.
+    ``announced``: asks the daemon, and may raise CacheClientError and ConnectorRefused. ``version``: empty while the
+    weights have none. ``salt``: keys are mixed with it."""
 
     def __init__(self, initial: str, seen: Announced, announced: Callable[[], Announced]) -> None:
         self.version = initial
         self.salt = _salt_of(initial)
         self.is_shared = True
+        self._changes_announced = bool(initial)
         self._seen = seen
         self._announced = announced
 
     def reset(self) -> None:
         """Choose the keys after a reset of the prefix cache, while the engine runs nothing.
 
-        A new announcement is adopted. Without one an engine of a version keeps it: ``sleep`` and ``pause_generation``
-        reset too. Everything else leaves the weights unknown, and the engine shares with no other: no version yet, no
-        answer, a daemon that forgot announcements, or an older announcement of another version than the engine's.
+        A new announcement is adopted. Without one, an engine with the setting keeps its version: ``sleep`` and
+        ``pause_generation`` reset too. Everything else leaves the weights unknown, and the engine shares with no other:
+        no setting, no answer, a daemon that forgot announcements, or one of another version before the start.
         """
         found = self._ask()
         is_known = found is not None and found == self._seen
         if found is not None and found.version and not is_known:
             self.version, self.salt, self.is_shared = found.version, _salt_of(found.version), True
             log.info("weights_adopted version=%s", found.version)
-        elif is_known and self.version and self._seen.version in ("", self.version):
+        elif is_known and self._changes_announced and self.version and self._seen.version in ("", self.version):
             log.info("weights_kept version=%s", self.version)
         else:
             self.version, self.salt, self.is_shared = "", secrets.token_bytes(KEY_BYTES), False

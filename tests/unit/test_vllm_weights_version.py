@@ -64,7 +64,7 @@ def test_an_engine_whose_weights_are_unknown_shares_with_no_other_until_the_next
     assert one.salt == two.salt
 
 
-def test_a_reset_without_a_new_announcement_keeps_the_version() -> None:
+def test_a_reset_without_a_new_announcement_keeps_the_version_of_engines_with_the_setting() -> None:
     daemon = Daemon()
     one, started = engine(daemon), engine(daemon, "step-1")
     started.reset()
@@ -72,11 +72,15 @@ def test_a_reset_without_a_new_announcement_keeps_the_version() -> None:
     daemon.version = "step-1"
     one.reset()
     salt = one.salt
-    one.reset()
     started.reset()
     started.reset()
-    assert salt == one.salt == started.salt
-    assert one.is_shared
+    assert (salt, started.is_shared) == (started.salt, True)
+    daemon.version = "step-2"
+    for each in (one, started, started):
+        each.reset()
+    assert one.salt == started.salt != salt
+    one.reset()  # it may have loaded other weights
+    assert (one.is_shared, started.is_shared) == (False, True)
 
 
 def test_what_was_announced_before_an_engine_started_is_not_what_it_has() -> None:
