@@ -128,7 +128,7 @@ class Node:
     def announced_weights(self) -> Announced:
         """Ask for the version of weights that an operator announced last. Raises ConnectorRefused (sizes), and what
         ``register`` raises."""
-        return announced_in(self._register())
+        return announced_in(self._register(TIMEOUTS.call_s))
 
     def keep_address(self) -> None:
         """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
@@ -190,8 +190,9 @@ class Node:
         self._end_keeper()
         self._client.close()
 
-    def _register(self) -> Registration:
-        """The pools, made or found. Raises ConnectorRefused (sizes), and what ``register`` raises."""
+    def _register(self, timeout_s: float | None = None) -> Registration:
+        """The pools, made or found. ``timeout_s``: for pools that are there. Raises ConnectorRefused (sizes), and what
+        ``register`` raises."""
         settings, share = self._settings, self.share
         registration = self._client.register(
             share.model,
@@ -202,6 +203,7 @@ class Node:
             host_pages=None if settings.host_blocks is None else [settings.host_blocks],
             reserved_pages=RESERVED_PAGES,
             display_name=share.display_name,
+            timeout_s=timeout_s,
         )
         if registration.device_pages != (share.pages,):
             raise ConnectorRefused(

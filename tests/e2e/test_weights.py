@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import grpc
 import pytest
-from cachesvc_client import CacheClient, InvalidRequest, Registration
+from cachesvc_client import CacheClient, DeadlineExceeded, InvalidRequest, Registration
 from cachesvc_client.errors import error_of
 from kvcache.v1 import admin_pb2
 
@@ -39,6 +40,20 @@ def test_an_announced_version_reaches_engines_with_their_registration(run: Run, 
         found = register(client, "vllm-1", "llama")
         assert (found.existed, found.weights_version) == (True, "step-1")
         assert register(client, "vllm-2", "other").weights_version == "", "another model's"
+
+
+def test_an_engine_waits_no_longer_for_a_daemon_that_hangs_than_it_says(node: Node) -> None:
+    process = node.daemon.process
+    assert process is not None
+    with CacheClient(node.socket) as client:
+        register(client, "vllm-1")
+        process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded):
+                client.register("vllm-1", PLAIN, device_pages=[4], host_pages=[0], timeout_s=0.2)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert register(client, "vllm-1").existed
 
 
 @pytest.mark.parametrize("version", ["", "x" * 129, "\u00e9" * 65, "step\n1", "\x1b[2J"])
