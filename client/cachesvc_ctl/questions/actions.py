@@ -54,7 +54,7 @@ class Weights(Question[Message]):
     """SetWeightsVersion, or the announced version of a model in ListModels."""
 
     name = "weights"
-    about = "announce the version of weights that a model's engines load next, or show it"
+    about = "announce which weights a model's engines load, or show it"
     epilog = (
         "Announce a version, have each engine load it, and reset the engine's prefix cache: it shares from then on."
     )
