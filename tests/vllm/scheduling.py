@@ -43,8 +43,8 @@ DIGEST_BYTES = 8
 @dataclass(frozen=True)
 class Shape:
     """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
-    by n-grams. ``weights_version``: the connector's setting. ``page_bytes``: more than digests need, so that loads take
-    their time. ``recomputes``: what was not loaded; else its request ends with an error."""
+    by n-grams. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``:
+    what was not loaded; else its request ends with an error."""
 
     pages: int = 96
     at_a_time: int = 8
