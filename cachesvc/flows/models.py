@@ -34,6 +34,7 @@ from cachesvc.model.words import Run
 
 MAX_SALT_BYTES = 256
 MAX_MODEL_NAME_BYTES = 512
+MAX_DISPLAY_NAME_BYTES = 128
 MAX_RESERVED_PAGES = 1024
 
 
@@ -263,6 +264,11 @@ def _check(request: RegisterRequest) -> None:
     layout = request.layout
     if not request.name or len(request.name.encode()) > MAX_MODEL_NAME_BYTES:
         raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
+    if len(request.display_name.encode()) > MAX_DISPLAY_NAME_BYTES or not request.display_name.isprintable():
+        raise InvalidRequest(
+            f"display_name must be at most {MAX_DISPLAY_NAME_BYTES} bytes of printable text, got "
+            f"{request.display_name[:MAX_DISPLAY_NAME_BYTES]!r}"
+        )
     if len(request.salt) > MAX_SALT_BYTES:
         raise LimitExceeded("tenant_salt bytes", len(request.salt), MAX_SALT_BYTES)
     if request.reserved_pages > MAX_RESERVED_PAGES:

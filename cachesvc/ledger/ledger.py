@@ -61,8 +61,8 @@ class Model:
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
     no name. ``reserved_pages``: so many first ones of every device pool are the engines' own. ``is_salted``: its
     namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
-    served of it until it was verified. ``defects``: how often that happened. ``display_name``: for operators;
-    ``weights_version``: which weights its engines load next, as an operator announced.
+    served of it until it was verified. ``defects``: how often that happened. ``display_name``: for operators, the first
+    one that an engine gave. ``weights_version``: the last announcement of an operator.
     """
 
     id: int
@@ -87,6 +87,11 @@ class Model:
     last_used: float = 0.0
     suspect: str = ""
     defects: int = 0
+
+    @property
+    def shown(self) -> str:
+        """The name for operators: the display name, or the model's own without one."""
+        return self.display_name or self.name
 
     @property
     def computing(self) -> dict[bytes, int]:

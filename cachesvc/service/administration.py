@@ -21,6 +21,8 @@ EVICTED_AT_ONCE = 32
 
 DRAIN_LOOK_SECONDS = 0.05
 
+MAX_VERSION_BYTES = 128
+
 
 class Administration:
     """Runs the flows of operators. ``drain_seconds``: how long an ending daemon waits for its engines."""
@@ -49,12 +51,17 @@ class Administration:
     async def set_weights_version(
         self, view: View, request: admin_pb2.SetWeightsVersionRequest
     ) -> admin_pb2.SetWeightsVersionResponse:
-        """Announce which weights a model's engines load next. Raises NotFound, InvalidRequest."""
-        if not request.version:
-            raise InvalidRequest("a version of weights is a text of 1 to 128 bytes, such as step-17")
+        """Announce the version of weights that a model's engines load next. Raises NotFound, InvalidRequest."""
+        version = request.version
+        if not 0 < len(version.encode()) <= MAX_VERSION_BYTES or not version.isprintable():
+            raise InvalidRequest(
+                f"a version of weights is 1 to {MAX_VERSION_BYTES} bytes of printable text, such as step-17; got "
+                f"{version[:MAX_VERSION_BYTES]!r}"
+            )
         model = view.model(request.model_id)
-        previous, model.weights_version = model.weights_version, request.version
-        events.event("weights_announced", model=model.id, version=request.version, previous=previous)
+        previous, model.weights_version = model.weights_version, version
+        if previous != version:
+            events.event("weights_announced", model=model.id, version=version, previous=previous)
         return admin_pb2.SetWeightsVersionResponse(previous=previous)
 
     async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:

@@ -121,7 +121,7 @@ VOCABULARY: dict[str, Event] = {
     "model_registered": Event(
         "info",
         "A model, or a further replica of one.",
-        ("model", "model_name", "devices", "device_pages", "host_pages"),
+        ("model", "model_name", "display_name", "devices", "device_pages", "host_pages"),
     ),
     "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
@@ -174,7 +174,9 @@ VOCABULARY: dict[str, Event] = {
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
     "weights_announced": Event(
-        "info", "An operator announced which weights a model's engines load next.", ("model", "version", "previous")
+        "info",
+        "An operator announced the version of weights that a model's engines load next.",
+        ("model", "version", "previous"),
     ),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),

@@ -94,6 +94,7 @@ class CacheClient:
         host_share: float | None = None,
         reserved_pages: int = 0,
         display_name: str = "",
+        timeout_s: float | None = None,
     ) -> Registration:
         """Make or find the pools of a model.
 
@@ -103,6 +104,7 @@ class CacheClient:
         pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
         device are the engines' own and never granted; all engines of a model share them, and name the same number.
         ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
+        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there.
         Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
         pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
@@ -117,6 +119,7 @@ class CacheClient:
             host_share=host_share,
             reserved_pages=reserved_pages,
             display_name=display_name,
+            timeout_s=timeout_s,
         )
         return drive(registering)
 

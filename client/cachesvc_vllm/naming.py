@@ -18,6 +18,8 @@ from cachesvc_vllm.draft_keys import draft_lookahead
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.identity import config_facts, digest_of, environment_fact, length_fact
 
+DISPLAY_BYTES = 128
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -66,8 +68,10 @@ def model_name(facts: Mapping[str, str]) -> str:
 
 
 def display_name(model: str) -> str:
-    """Return what operators see beside the identity: the last part of the model's path or name."""
-    return PurePath(model).name
+    """Return what operators see beside the identity: the last part of the model's path or name, as far as the daemon
+    takes it: printable, at most ``DISPLAY_BYTES``."""
+    text = "".join(each if each.isprintable() else "?" for each in PurePath(model).name)
+    return text.encode(errors="replace")[:DISPLAY_BYTES].decode(errors="ignore")
 
 
 def _sizes(parallel: Any) -> str:

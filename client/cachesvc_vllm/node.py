@@ -20,6 +20,7 @@ from cachesvc_vllm.keeper import start_keeper
 from cachesvc_vllm.page_check import PageCheck
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
+from cachesvc_vllm.weights_version import Announced
 
 RESERVED_PAGES = 1
 """vLLM's kernels read and write block 0 for rows that are padding."""
@@ -124,10 +125,10 @@ class Node:
         client.on_lost(self._wake.set)
         self._thread.start()
 
-    def announced_weights(self) -> str:
-        """Return the version of weights that an operator announced last; empty without one. Raises what ``register``
-        raises."""
-        return self._register().weights_version
+    def announced_weights(self) -> Announced:
+        """Ask for the version of weights that an operator announced last. Raises ConnectorRefused (sizes), and what
+        ``register`` raises."""
+        return announced_in(self._register(TIMEOUTS.call_s))
 
     def keep_address(self) -> None:
         """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
@@ -189,8 +190,9 @@ class Node:
         self._end_keeper()
         self._client.close()
 
-    def _register(self) -> Registration:
-        """The pools, made or found. Raises ConnectorRefused (sizes), and what ``register`` raises."""
+    def _register(self, timeout_s: float | None = None) -> Registration:
+        """The pools, made or found. ``timeout_s``: for pools that are there. Raises ConnectorRefused (sizes), and what
+        ``register`` raises."""
         settings, share = self._settings, self.share
         registration = self._client.register(
             share.model,
@@ -201,6 +203,7 @@ class Node:
             host_pages=None if settings.host_blocks is None else [settings.host_blocks],
             reserved_pages=RESERVED_PAGES,
             display_name=share.display_name,
+            timeout_s=timeout_s,
         )
         if registration.device_pages != (share.pages,):
             raise ConnectorRefused(
@@ -282,6 +285,11 @@ class Node:
             self._came.set()
         log.warning("daemon_back blocks=%s", pages)
         return True
+
+
+def announced_in(registration: Registration) -> Announced:
+    """Return the announcement that a registration was answered with."""
+    return Announced((registration.epoch, registration.model_id), registration.weights_version)
 
 
 def _give_up(lease: Lease) -> None:

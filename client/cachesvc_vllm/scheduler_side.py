@@ -17,7 +17,7 @@ from cachesvc_vllm.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
-from cachesvc_vllm.node import Node
+from cachesvc_vllm.node import Node, announced_in
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
 from cachesvc_vllm.settings import Settings
@@ -63,7 +63,7 @@ class SchedulerSide:
         block_tokens = registration.layout.block_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(
-            settings.weights_version, node.lease.registration.weights_version, node.announced_weights
+            settings.weights_version, announced_in(node.lease.registration), node.announced_weights
         )
         self._book.salt = self._weights.salt
         self._announcer: Announcer | None = None

@@ -106,6 +106,7 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
             for call in (
                 lambda: admin.Drain(admin_pb2.DrainRequest()),
                 lambda: admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device")),
+                lambda: admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=1, version="step-1")),
             ):
                 assert isinstance(refusal(call), PermissionDenied)
         with operator(daemon.socket, OPERATOR) as admin:

@@ -58,6 +58,8 @@ def test_the_identity_is_a_digest_alone_and_the_name_is_for_operators() -> None:
     assert "tiny" not in name()
     assert display_name("/models/tiny") == "tiny"
     assert display_name("org/tiny") == "tiny"
+    assert display_name("/models/ti\x1b[2J\nny") == "ti?[2J?ny"
+    assert display_name("/models/" + "\u00e9" * 100) == "\u00e9" * 64
 
 
 @pytest.mark.parametrize(

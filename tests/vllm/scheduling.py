@@ -54,6 +54,7 @@ class Shape:
     stock: int = 4
     drafts: int = 0
     draft_blocks: str = ""
+    weights_version: str = ""
     is_async: bool = False
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
@@ -107,14 +108,20 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``loads``, and the ``failed_loads`` of these, have ended.
+    """``answers``: by request, as far as they have come. ``hits``: tokens that were there when it was first scheduled.
+    ``loads``, and the ``failed_loads`` of these, have ended.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``."""
 
     def __init__(self, name: str, socket: str, seed: int, shape: Shape) -> None:
         self.name, self.shape, self.model = name, shape, Model()
         self._rng = random.Random(seed)
-        settings = Settings(socket=socket, stock_blocks=shape.stock, draft_blocks=shape.draft_blocks or "lookahead")
+        settings = Settings(
+            socket=socket,
+            stock_blocks=shape.stock,
+            draft_blocks=shape.draft_blocks or "lookahead",
+            weights_version=shape.weights_version,
+        )
         plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
         share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
         self.worker = Worker(Node(settings, name, share, attaches=True), shape.page_bytes)
@@ -126,6 +133,7 @@ class Engine:
         self._under_way: deque[_Step] = deque()
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
+        self.hits: dict[str, int] = {}
         self.loads = self.failed_loads = self.misread = 0
         self.interrupt: Callable[[], None] | None = None
         self._was_interrupted = False
@@ -147,6 +155,11 @@ class Engine:
     def abort(self, name: str) -> None:
         """Its client has gone."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def load(self, root: int) -> None:
+        """Load other weights, while nothing runs, and reset."""
+        self.model.root = root
+        assert self.scheduler.reset_prefix_cache()
 
     def reset(self) -> None:
         """There are new weights, unless vLLM cannot take them now."""
@@ -224,6 +237,7 @@ class Engine:
         for name, count in said.num_scheduled_tokens.items():
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             places[name] = list(table), self.requests[name].num_computed_tokens - count
+            self.hits.setdefault(name, places[name][1])
         return _Step(said, places)
 
     def _run(self, steps: int) -> None:
@@ -363,6 +377,7 @@ def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
                     "socket": settings.socket,
                     "stock_blocks": settings.stock_blocks,
                     "draft_blocks": settings.draft_blocks,
+                    "weights_version": settings.weights_version,
                 },
             },
         ).create_engine_config()

@@ -166,6 +166,63 @@ def stopped_async(socket: str, seed: int) -> list[Engine]:
     return []
 
 
+def weights(socket: str, seed: int) -> list[Engine]:
+    """Three versions of weights over two engines, and a third one that starts with the last of them. Within a version
+    the second engine has the first one's blocks from its first request on; across versions there is no hit."""
+    one, two = Engine("e0", socket, seed, Shape()), Engine("e1", socket, seed + 1, Shape(weights_version="step-0"))
+    prompt = [random.Random(seed).randrange(VOCABULARY) for _ in range(40)]
+    assert [cached(each, prompt) for each in (one, two)] == [0, 0], "the checkpoint's weights are not step-0 by name"
+    for root in (1, 2, 3):
+        tell(f"announce step-{root}")
+        one.load(root)
+        assert cached(one, prompt) == 0, "it has other weights"
+        assert cached(two, prompt) == 36, "it has the old ones, and what was computed with them"
+        two.load(root)
+        assert cached(two, prompt) == 36, "the first request"
+        two.load(root)  # as after a pause without new weights
+        assert cached(two, prompt) == 36
+    three = Engine("e2", socket, seed + 2, Shape(weights_version="step-3"))
+    three.model.root = 3
+    assert cached(three, prompt) == 36
+    one.load(4)
+    assert cached(one, prompt) == 0, "not announced, so of no name"
+    assert cached(one, prompt) == 36, "its own"
+    assert [cached(each, prompt) for each in (two, three)] == [36, 36], "step-3"
+    _forget_an_announcement([one, two, three], prompt)
+    return [one, two, three]
+
+
+def _forget_an_announcement(engines: Sequence[Engine], prompt: Sequence[int]) -> None:
+    """A version is announced, and the daemon is replaced before the engines load it. They share again with the next."""
+    tell("announce step-5")
+    for each in engines:
+        each.load(5)
+    tell("announce step-6")
+    tell("kill")
+    tell("start")
+    while any(each.is_adrift for each in engines):
+        for each in engines:
+            cached(each, [1, 2, 3])
+    assert [cached(each, prompt) for each in engines] == [0, 36, 36], "still of step-5"
+    engines[0].load(6)
+    assert cached(engines[0], prompt) == 0, "step-6, of which the daemon knows nothing"
+    engines[1].load(6)
+    assert cached(engines[1], prompt) == 0, "nor of this one's"
+    assert cached(engines[2], prompt) == 36, "step-5"
+    tell("announce step-6")
+    for each in engines:
+        each.load(6)
+    assert [cached(each, prompt) for each in engines] == [0, 36, 36]
+
+
+def cached(engine: Engine, prompt: Sequence[int]) -> int:
+    """Serve a prompt; how many of its tokens were there. The answer is that of the engine's weights."""
+    name = engine.add(prompt, 3)
+    run_out(engine)
+    assert engine.answers[name] == engine.model.answer(prompt, 3)
+    return engine.hits[name]
+
+
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
     """Requests that have hits, and run."""
     prompts = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(4)]
@@ -204,6 +261,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
+    "weights": weights,
     "stopped": stopped,
     "stopped-async": stopped_async,
     "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
@@ -220,7 +278,7 @@ def main() -> None:
         told["loads"] += engine.loads
         told["failed_loads"] += engine.failed_loads
         told["preempted"] += sum(each.num_preemptions for each in engine.requests.values())
-        if run != "resets":  # else answers are of several weights
+        if run not in ("resets", "weights"):  # else answers are of several weights
             told["whole"] += engine.check_answers()
         assert engine.leftovers() == {}, engine.leftovers()
         engine.close()

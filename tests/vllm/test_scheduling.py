@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from cachesvc_client import CacheClient, PoolExhausted
 from cachesvc_vllm.slab_layout import GROUP
+from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
@@ -37,7 +38,8 @@ def run(name: str, node: Node, seed: int) -> Mapping[str, int]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    suffer: Mapping[str, Callable[[], object]] = {
+    suffer: Mapping[str, Callable[..., object]] = {
+        "@announce": lambda version: announce(node, version),
         "@kill": node.daemon.kill,
         "@start": node.daemon.start,
         "@stop": lambda: stop(process, node),
@@ -45,8 +47,9 @@ def run(name: str, node: Node, seed: int) -> Mapping[str, int]:
     told = ""
     with process:
         for line in process.stdout:
-            if line.strip() in suffer:
-                suffer[line.strip()]()
+            if line.startswith("@"):
+                what, _, version = line.strip().partition(" ")
+                suffer[what](*filter(None, [version]))
                 process.stdin.write("done\n")
                 process.stdin.flush()
             else:
@@ -54,6 +57,12 @@ def run(name: str, node: Node, seed: int) -> Mapping[str, int]:
     assert process.returncode == 0
     found: Mapping[str, int] = json.loads(told)
     return found
+
+
+def announce(node: Node, version: str) -> None:
+    """Name the weights that engines load next."""
+    (model,) = node.admin.ListModels(admin_pb2.ListModelsRequest()).models
+    node.admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
 
 
 def stop(process: subprocess.Popen[str], node: Node) -> None:
@@ -105,6 +114,11 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50
+
+
+def test_engines_share_within_an_announced_version_of_weights_and_never_across() -> None:
+    with short_folder() as folder, running_node(folder=folder) as node:
+        assert run("weights", node, 1)["failed_loads"] == 0
 
 
 @pytest.mark.parametrize(("name", "whole"), [("stopped", 24), ("stopped-async", 0)])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from cachesvc_ctl.daemon_process import DaemonProcess
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import FLAGS, short_folder
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, random_prompt
@@ -133,3 +135,17 @@ def test_after_a_reset_nothing_older_is_found_and_nothing_newer_by_others(two: l
     answers.append(two[1].ask(prompt)[0])
     assert answers[-1].cached == 0
     assert {answer.said for answer in answers} == {expected}
+
+
+def test_engines_that_are_reset_after_an_announcement_share_again(node: Node, two: list[Engine], plain: Engine) -> None:
+    prompt = random_prompt(91, 4.5)
+    expected = plain.ask(prompt)[0].said
+    with grpc.insecure_channel(f"unix:{node.daemon.socket}") as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        (model,) = admin.ListModels(admin_pb2.ListModelsRequest()).models
+        for version in ("step-1", "step-2"):
+            admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
+            assert [engine.reset() for engine in two] == [True, True]
+            answers = [engine.ask(prompt)[0] for engine in two]
+            assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS]
+            assert {answer.said for answer in answers} == {expected}

@@ -119,6 +119,7 @@ class ClientCalls:
         host_share: float | None = None,
         reserved_pages: int = 0,
         display_name: str = "",
+        timeout_s: float | None = None,
     ) -> Registration:
         """Make or find the pools of a model.
 
@@ -128,6 +129,7 @@ class ClientCalls:
         pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
         device are the engines' own and never granted; all engines of a model share them, and name the same number.
         ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
+        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there.
         Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
         pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
@@ -143,7 +145,7 @@ class ClientCalls:
             reserved_pages=reserved_pages,
             display_name=display_name,
         )
-        return await self._register(request, layout)
+        return await self._register(request, layout, timeout_s)
 
     def open_lease(self, registration: Registration, *, instance: str = "") -> Opening[AsyncLease]:
         """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
@@ -239,8 +241,10 @@ class ClientCalls:
         self._pools.append(pool)
         return pool
 
-    async def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
-        answer = await self._require_connection().ask(REGISTER, request, self._timeouts.register_s)
+    async def _register(
+        self, request: engine_pb2.RegisterRequest, layout: Layout, timeout_s: float | None = None
+    ) -> Registration:
+        answer = await self._require_connection().ask(REGISTER, request, timeout_s or self._timeouts.register_s)
         registration = parse_registration(answer, layout, request.reserved_pages)
         self._registered[registration.key] = (request, layout)
         return registration
