@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from cachesvc_vllm.draft_keys import draft_lookahead
+from cachesvc_vllm.draft_keys import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
@@ -117,8 +117,11 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
             node.start()
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
             publisher = None if self._tap is None else self._tap.publisher
-            lookahead = draft_lookahead(self._vllm_config)
-            self._scheduler = SchedulerSide(node, self._settings, step_tokens, lookahead, publisher)
+            config = self._vllm_config
+            lookahead, drafts = draft_lookahead(config), drafts_with_kv(config)
+            self._scheduler = SchedulerSide(
+                node, self._settings, step_tokens, lookahead, drafts=drafts, publisher=publisher
+            )
         except BaseException:
             node.close()
             raise
@@ -156,6 +159,10 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_empty = not scheduler_output.total_num_scheduled_tokens
         self._scheduler.begin_step(computes=not is_empty)
         return StepTransfers(self._scheduler.take_loads(), self._scheduler.next_lease, is_empty)
+
+    def has_pending_block_frees(self) -> bool:
+        """Pages of requests that have ended come back without preempting others."""
+        return self._scheduler is not None and self._scheduler.has_late_pages
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks may be freed."""

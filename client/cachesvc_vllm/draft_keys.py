@@ -36,6 +36,12 @@ def draft_lookahead(vllm_config: Any) -> int:
     return int(vllm_config.num_prefill_lookahead_tokens)
 
 
+def drafts_with_kv(vllm_config: Any) -> bool:
+    """Return True where a drafter has KV of its own: its kernels may run on when a step's output has come."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.uses_draft_kv_cache())
+
+
 def extra_keys_of(request: Any, first: int, end: int) -> object:
     """Ask vLLM for what it hashes of tokens beside their ids. Requests without images and embeddings have nothing."""
     if not request.mm_features and request.prompt_embeds is None:

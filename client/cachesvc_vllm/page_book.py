@@ -21,6 +21,7 @@ from cachesvc_vllm.giving_way import GivingWay
 from cachesvc_vllm.matches import Matches, refused
 from cachesvc_vllm.private_pages import PrivatePages
 from cachesvc_vllm.request_pages import RequestPages, Wish
+from cachesvc_vllm.untold import Untold
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
@@ -53,8 +54,7 @@ class PageBook:
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
         self._matches = Matches(self._stream, self._keys)
-        self._sealing: dict[RequestPages, Sequence[bytes]] = {}
-        self._ended: list[RequestPages] = []
+        self.untold = Untold()
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
         self.salt = b""
@@ -119,7 +119,7 @@ class PageBook:
             return
         request.is_forgotten = request.is_matching
         if not request.is_matching:
-            self._ended.append(request)
+            self.untold.ready.ended.append(request)
 
     def has(self, request: RequestPages, blocks: int) -> bool:
         """True where a request that runs has ``blocks`` pages already, and may go on in them. A loss of the daemon is
@@ -129,15 +129,16 @@ class PageBook:
     def reserve(self, request: RequestPages, blocks: int) -> bool:
         """Make the request's table ``blocks`` long; False where there is no room now."""
         if not self.is_with_daemon() and not self.is_moving:
-            self._private.take_ended(self._ended)
-            self._ended.clear()
+            self.untold.settle()
+            self._private.take_ended(self.untold.ready.ended)
+            self.untold.clear()
             return self._private.lengthen(request, blocks)
         if self.is_moving or request.sequence is None or request.is_growing:
             return False
         request.take_cells()
         if len(request.pages) >= blocks or self._grow(request, blocks):
             return True
-        if self._ended:  # vLLM has preempted somebody for this
+        if self.untold.ready.ended:  # vLLM has preempted somebody for this
             self.flush()
         elif self._clock() < self._short_until_s:
             return False
@@ -172,13 +173,13 @@ class PageBook:
             return
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
-        self._ended.append(request)
+        self.untold.end(request)
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
         if blocks > request.wanted and request.sequence is not None and not self.is_adrift:
             request.wanted = blocks
-            self._sealing[request] = hashes
+            self.untold.seal(request, blocks, hashes)
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
         """Count the blocks that vLLM may take, ``request``'s reservation and its untouched hits included."""
@@ -196,17 +197,16 @@ class PageBook:
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""
-        if not self.is_with_daemon() or not (self._sealing or self._ended or self._lease.record.growing):
+        if not self.is_with_daemon() or not (self.untold or self._lease.record.growing):
             return
         try:
             self._collect()
             batch = self._stream.batch()
-            for request, hashes in self._sealing.items():
-                self._publish(batch, request, hashes)
-            self._sealing.clear()
-            ended, self._ended = self._ended, []
-            for request in ended:
+            for request, (blocks, hashes) in self.untold.ready.sealing.items():
+                self._publish(batch, request, blocks, hashes)
+            for request in self.untold.ready.ended:
                 self._release(batch, request)
+            self.untold.ready.clear()
             self._pending = self._stream.send(batch)
         except CacheClientError as error:
             refused("step", "", error)
@@ -232,7 +232,7 @@ class PageBook:
         """Mix keys with another salt from now on. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
-        self._sealing.clear()  # it would be told under the new keys
+        self.untold.forget_blocks()  # they would be told under the new keys
         self.salt = salt
 
     def close(self) -> None:
@@ -248,8 +248,7 @@ class PageBook:
         self._lease = lease
         self._requests.clear()
         self._matches.move(self._stream)
-        self._sealing.clear()
-        self._ended.clear()
+        self.untold.clear()
         self._private = PrivatePages()
         self._pending = None
         self.is_adrift = self.is_moving = False
@@ -289,16 +288,16 @@ class PageBook:
             self._requests[request.request_id] = request
 
     def _take_matches(self) -> None:
-        self._ended += self._matches.take(ANSWER_S)
+        self.untold.ready.ended += self._matches.take(ANSWER_S)
 
-    def _publish(self, batch: Any, request: RequestPages, hashes: Sequence[bytes]) -> None:
+    def _publish(self, batch: Any, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         assert request.sequence is not None
         record = request.sequence.record
-        if request.wanted <= record.asked_blocks:
+        if blocks <= record.asked_blocks:
             return
-        keys = b"" if request.wanted <= record.known_keys else self._keys(hashes[: request.wanted], request.salt)
+        keys = b"" if blocks <= record.known_keys else self._keys(hashes[:blocks], request.salt)
         try:
-            batch.publish(request.sequence, request.wanted, keys)
+            batch.publish(request.sequence, blocks, keys)
         except CacheClientError as error:
             refused("publish", request.request_id, error)
 
@@ -391,7 +390,7 @@ class PageBook:
         self.is_adrift = True
         self.is_moving = isinstance(self._lease.record.loss, LeaseLost) or not self._lease.is_sure
         self._take_matches()
-        self._sealing.clear()
+        self.untold.forget_blocks()
         self._pending = None
         self._private.take_stock(self._lease.record.stock)
         log.warning("daemon_gone private_pages=%s", len(self._private))

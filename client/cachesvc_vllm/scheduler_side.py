@@ -46,10 +46,18 @@ class SchedulerSide:
     """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
     def __init__(
-        self, node: Node, settings: Settings, step_tokens: int, lookahead_tokens: int = 0, publisher: Any = None
+        self,
+        node: Node,
+        settings: Settings,
+        step_tokens: int,
+        lookahead_tokens: int = 0,
+        *,
+        drafts: bool = False,
+        publisher: Any = None,
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration. ``lookahead_tokens``: those that a drafter
-        reads ahead (``draft_lookahead``). ``publisher``: of KV events; None: none."""
+        reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``). ``publisher``: of KV
+        events; None: none."""
         self._node = node
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
@@ -59,6 +67,7 @@ class SchedulerSide:
             step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
         )
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
         block_tokens = registration.layout.block_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
@@ -238,6 +247,7 @@ class SchedulerSide:
 
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""
+        self._book.untold.begin_step()
         self._vouching.begin_step(computes=computes)
 
     def drop_step(self) -> None:
@@ -276,12 +286,14 @@ class SchedulerSide:
         """A step's output has come: seal what it has computed, and tell the daemon. Raises PagesLapsed."""
         assert self._pool is not None
         is_dropped, self._is_dropped = self._is_dropped, False
-        self._vouching.end_step(is_dropped=is_dropped)
+        computes = self._vouching.end_step(is_dropped=is_dropped)
         with self._watch:
+            self._book.untold.begin_output()
             filling = self._pool.filling
             for request_id, (request, full_blocks) in list(filling.items()):
                 if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
                     del filling[request_id]
+            self._book.untold.end_output(computes=computes)
             if not self._unfinished:  # there may be no iteration after this; else answers to users come first
                 self._book.flush()
             self._leave_if_back()
@@ -289,6 +301,11 @@ class SchedulerSide:
             self._stats.data[STEP_SECONDS].append(seconds)
         if not self._book.is_adrift:
             self._check.step()
+
+    @property
+    def has_late_pages(self) -> bool:
+        """True where pages come back once the next output has: nothing need be preempted for them."""
+        return self._book.untold.has_late_pages
 
     def take_stats(self) -> CacheStats:
         """What was seen since the last call."""

@@ -22,6 +22,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
+from cachesvc_vllm.draft_keys import drafts_with_kv
 from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.memory import SlabMode, require_on_slab
 from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
@@ -66,6 +67,7 @@ class WorkerSide:
         self._warm_up = WarmUp()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._may_wait = False
+        self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
 
     def memory_context(self) -> SlabMode | None:
@@ -123,6 +125,8 @@ class WorkerSide:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""
         self._loads.update(loads)
         self._may_wait = may_wait
+        if may_wait and self._drafts and self._node is not None and self._node.pool.is_on_gpu:
+            torch.cuda.synchronize()  # the scheduler tells what drafters wrote once this step's output has come
 
     def take_results(self) -> KVConnectorTransferResults:
         """Loads that have ended since, well or not."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ DIGEST_BYTES = 8
 @dataclass(frozen=True)
 class Shape:
     """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
-    by n-grams. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not
-    loaded; else its request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events,
-    one for each engine; empty: it publishes none."""
+    by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
+    ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
+    request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
+    engine; empty: it publishes none."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -55,6 +57,7 @@ class Shape:
     drafts: int = 0
     draft_blocks: str = ""
     weights_version: str = ""
+    drafts_late: bool = False
     is_async: bool = False
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
@@ -67,7 +70,7 @@ class Worker(WorkerSide):
     def __init__(self, node: Node, page_bytes: int) -> None:
         self._node: Node = node
         self._loads: dict[str, Any] = {}
-        self._may_wait = False
+        self._may_wait = self._drafts = False
         self._told = None
         node.start()
         node.keep_address()
@@ -131,6 +134,7 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
+        self._late: list[Callable[[], None]] = []
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
@@ -221,7 +225,9 @@ class Engine:
         side = self.connector._scheduler  # noqa: SLF001 - it shall be empty
         book, record = side._book, side._book._lease.record  # noqa: SLF001
         kept: dict[str, Any] = {"loads": self.worker._loads, "scheduler": self.scheduler.requests}  # noqa: SLF001
-        for owner in (side, side._pool, book, book._matches, record):  # noqa: SLF001
+        parts = [getattr(book.untold, each) for each in ("ready", "_late", "_fresh")]
+        kept |= {"untold": [part for part in parts if part.sealing or part.ended]}
+        for owner in (side, side._pool, side._keys, book, book._matches, record):  # noqa: SLF001
             kept |= {each: value for each, value in vars(owner).items() if isinstance(value, dict | list | set)}
         ours = ("pools", "blocks", "kv_event_queue", "_callbacks", "_hits")
         return {each: value for each, value in kept.items() if value and each not in ours}
@@ -247,6 +253,7 @@ class Engine:
 
     def _execute(self, step: _Step) -> ModelRunnerOutput:
         told = step.said.kv_connector_metadata
+        self._finish_drafts()
         self.worker.begin_step(told.next_lease)
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
@@ -292,15 +299,24 @@ class Engine:
         sampled = self._sample(tokens, row, digests, is_whole=computed + count >= len(tokens))
         tokens += sampled
         if self.shape.draft_blocks:
-            self._write_drafter(name, table, computed, len(row), digests)
+            self._late.append(partial(self._write_drafter, name, table, computed, digests, list(tokens)))
+            if not self.shape.drafts_late:
+                self._finish_drafts()
         return sampled
 
-    def _write_drafter(self, name: str, table: list[int], computed: int, end: int, digests: Sequence[int]) -> None:
+    def _finish_drafts(self) -> None:
+        late, self._late = self._late, []
+        for draft in late:
+            draft()
+
+    def _write_drafter(
+        self, name: str, table: list[int], computed: int, digests: Sequence[int], tokens: Sequence[int]
+    ) -> None:
         """The drafter's pass behind the target's: it reads its slots of what was computed before, and writes those of
         this step, each with the token behind it; those of drafts that were refused are left wrong. Keys without
         lookahead do not tell apart what follows a block, as in vLLM alone: its last slot may be for another token."""
-        tokens, slots = self._tokens[name], self.worker.slots
-        for at in range(end):
+        slots = self.worker.slots
+        for at in range(len(digests)):
             page, slot = table[at // BLOCK_TOKENS], BLOCK_TOKENS + at % BLOCK_TOKENS
             if at + 1 >= len(tokens):
                 slots[page, slot] = 1

@@ -23,6 +23,9 @@ STUCK_S = 30.0
 TIGHT = Shape(pages=40, at_a_time=4, step_tokens=16, stock=1)
 """One request hardly fits beside another."""
 
+LATE: dict[str, Any] = {"drafts": 3, "draft_blocks": "lookahead", "drafts_late": True}
+"""As on a GPU."""
+
 SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
 
@@ -254,6 +257,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
     "lookahead": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="lookahead")),
+    "late": lambda socket, seed: two(socket, seed, Shape(**LATE)),
+    "tight-late": lambda socket, seed: tight(socket, seed, replace(TIGHT, **LATE)),
     "drop": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="drop")),
     "tight-lookahead": lambda socket, seed: tight(socket, seed, replace(TIGHT, drafts=2, draft_blocks="lookahead")),
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),

@@ -85,7 +85,7 @@ def stop(process: subprocess.Popen[str], node: Node) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", "drop", "resets"])
+@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", "late", "drop", "resets"])
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
@@ -99,7 +99,7 @@ def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str
         assert run(name, node, 2)["failed_loads"] >= 10
 
 
-@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead"])
+@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late"])
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 200
