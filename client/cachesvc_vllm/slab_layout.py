@@ -39,18 +39,34 @@ def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
     geometry = device_geometry(layout, 0, pages)
     placed = [(span.offset, span.page_stride) for span in geometry.spans]
     wanted = [(0, size // pages)] if len(planes) == 1 else sorted(starts)
-    if [width for _, width in placed] != [width for _, width in wanted]:
-        raise ConnectorRefused(
-            f"vLLM lays layers of {', '.join(map(str, dict.fromkeys(width for _, width in wanted)))} bytes a block one "
-            "after another, and a slab has the widest first: a drafter whose KV is wider than its target's is not "
-            "supported; take another drafter, or leave the connector out"
-        )
     if placed != wanted or size > geometry.total_bytes:
         raise ConnectorRefused(
             f"vLLM lays {len(starts)} layers over {size} bytes in a way that a slab of {pages} pages cannot have "
             f"(layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
         )
     return layout
+
+
+def place_wider_first(kv_cache_config: Any) -> None:
+    """Move vLLM's layers, before it allocates them, to where a slab has planes: wider ones lie first there.
+
+    vLLM places layers of one kind after another, and a drafter's behind its target's, also where they are wider. The
+    placement is data of its configuration alone, so each region moves as a whole. A placement of another form stays.
+    """
+    tensors, pages = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset != end or tensor.layer_stride != pages * tensor.block_stride:
+            return
+        end += _region_bytes(tensor)
+    offset = 0
+    for tensor in sorted(tensors, key=lambda tensor: (-tensor.block_stride, tensor.offset)):
+        tensor.offset = offset
+        offset += _region_bytes(tensor)
+
+
+def _region_bytes(tensor: Any) -> int:
+    return len(tensor.layers) * int(tensor.layer_stride)
 
 
 def _is_replicated(spec: Any) -> bool:

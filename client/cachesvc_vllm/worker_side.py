@@ -30,7 +30,7 @@ from cachesvc_vllm.node import Node, Share
 from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
-from cachesvc_vllm.slab_layout import GROUP, slab_layout
+from cachesvc_vllm.slab_layout import GROUP, place_wider_first, slab_layout
 from cachesvc_vllm.transfers import WorkerLease
 from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.vouching import LOOK_S
@@ -179,6 +179,7 @@ class WorkerSide:
         facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
         name = model_name(facts)
         shown = display_name(self._vllm_config.model_config.model)
+        place_wider_first(config)
         share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices, shown)
         if ranks.is_first_rank:
             log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)

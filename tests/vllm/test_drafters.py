@@ -111,18 +111,21 @@ def test_random_requests_over_two_drafting_engines_one_of_which_is_killed(
         assert node.problems() == []
 
 
-def test_a_drafter_that_is_wider_than_its_target_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_drafter_that_is_wider_than_its_target_shares_too(tmp_path: Path) -> None:
     target, drafter = tmp_path / "target", tmp_path / "drafter"
     for folder, config in ((target, MODEL), (drafter, {**MODEL, "num_hidden_layers": 1, "num_key_value_heads": 4})):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = {"speculative_config": {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 2}}
+    said = []
     with running_node() as node:
-        engine = Fleet(target).engine(node.socket, options=options)
-        try:
-            assert "a drafter whose KV is wider than its target's is not supported" in engine.refusal()
-        finally:
-            engine.kill_if_running()
+        for found in (0, 6):
+            with engines(Fleet(target).engine(node.socket, options=options)) as (mine,):
+                answers = [mine.ask(prompt)[0] for prompt in PROMPTS]
+            assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * 4
+            said.append([answer.said for answer in answers])
+        assert said[0] == said[1]
+        assert node.problems() == []
 
 
 def _requests(seed: int, count: int) -> list[Prompt]:
