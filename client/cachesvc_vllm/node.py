@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, 
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.keeper import start_keeper
+from cachesvc_vllm.keeper import Keeper
 from cachesvc_vllm.page_check import PageCheck
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
@@ -24,7 +24,8 @@ from cachesvc_vllm.slab_layout import GROUP
 RESERVED_PAGES = 1
 """vLLM's kernels read and write block 0 for rows that are padding."""
 
-INSTANCE_CHARACTERS = 64
+SHOWN_CHARACTERS = 31
+"""Of an engine's id; with what ``new_instance`` adds it is the most that an instance may have."""
 
 RETRY_S = 0.1
 """Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
@@ -52,8 +53,14 @@ class Share:
     devices: tuple[str, ...] = ()
 
 
+def new_instance(engine_id: str) -> str:
+    """The name under which the processes of one start of an engine share a lease. Its first worker makes it and tells
+    the others: an engine's id may be another engine's too, where it was set by hand."""
+    return f"{engine_id[:SHOWN_CHARACTERS]}-{secrets.token_hex(16)}"
+
+
 class Node:
-    """``instance``: the engine's id, under which its processes share a lease, and the name that operators see.
+    """``instance``: of ``new_instance``: the name under which the engine's processes share a lease.
     ``attaches``: this process uses the slab of ``rank``; one that uses none is the scheduler's, and has a ``keeper``
     for the lease.
     ``comes_back``: look for a lost daemon.
@@ -61,12 +68,12 @@ class Node:
 
     def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool, rank: int = 0) -> None:
         self._settings = settings
-        self._instance = instance[:INSTANCE_CHARACTERS]
+        self._instance = instance
         self.share = share
         self._attaches = attaches
         self._rank = rank
         self.comes_back = True
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._keeper: Keeper | None = None
         self._client = CacheClient(
             settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file, timeouts=TIMEOUTS
         )
@@ -119,7 +126,7 @@ class Node:
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
         else:
-            self._keep(self._lease)
+            self._keep(self._lease).wait_begun()
         client.on_lost(self._wake.set)
         self._thread.start()
 
@@ -217,14 +224,15 @@ class Node:
             raise
         return pool
 
-    def _keep(self, lease: Lease) -> None:
+    def _keep(self, lease: Lease) -> Keeper:
         self._end_keeper()
-        self._keeper = start_keeper(self.socket_path, lease.id, lease.record.beat_interval_s, self._settings.token_file)
+        self._keeper = Keeper(self.socket_path, lease.id, lease.record.beat_interval_s, self._settings.token_file)
+        self._keeper.start()
+        return self._keeper
 
     def _end_keeper(self) -> None:
         if self._keeper is not None:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._keeper.end()
             self._keeper = None
 
     def _watched(self, lease: Lease) -> Lease:

@@ -85,6 +85,9 @@ def vllm_config() -> Any:
             nnodes_within_dp=1,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="CachesvcConnector", kv_role="kv_both", kv_connector_extra_config={}
+        ),
         lora_config=None,
         speculative_config=None,
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.node import Node, Share, new_instance
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
 from cachesvc_vllm.transfers import WorkerShare
@@ -111,10 +111,11 @@ class Engine:
         settings = Settings(socket=socket, stock_blocks=shape.stock)
         plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
         share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
-        self.worker = Worker(Node(settings, name, share, attaches=True), shape.page_bytes)
+        instance = new_instance(name)
+        self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = _scheduler(name, settings, shape)
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back)})
+        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
