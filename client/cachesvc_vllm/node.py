@@ -45,12 +45,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Share:
     """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of each
-    rank's GPU; none for the daemon's first devices."""
+    rank's GPU; none for the daemon's first devices. ``longest_blocks``: of a request; 0 where it does not matter."""
 
     model: str
     layout: Layout
     pages: int
     devices: tuple[str, ...] = ()
+    longest_blocks: int = 0
 
 
 def new_instance(engine_id: str) -> str:
@@ -119,10 +120,12 @@ class Node:
         return PageCheck(self.socket_path, settings.token_file, model_id, settings.verify_steps)
 
     def start(self) -> None:
-        """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""
+        """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes, the longest request), and what
+        these calls raise."""
         client = self._client
         client.connect()
         self._lease = self._watched(client.open_lease(self._register(), instance=self._instance))
+        self._require_room(self._lease)
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
         else:
@@ -209,6 +212,16 @@ class Node:
             )
         return registration
 
+    def _require_room(self, lease: Lease) -> None:
+        """Raises ConnectorRefused where the engine's longest request has more blocks than the daemon lets one have."""
+        limit, longest = lease.record.blocks_per_sequence, self.share.longest_blocks
+        if 0 < limit < longest:
+            raise ConnectorRefused(
+                f"the longest request of this engine has {longest} blocks, and the daemon lets one have {limit}: start "
+                f"the daemon with --blocks-per-sequence {longest} or more, or the engine with a --max-model-len of at "
+                f"most {limit * self.share.layout.block_tokens}"
+            )
+
     def _map(self, lease: Lease) -> AttachedPool:
         """The slab of a new lease, where the tensors are."""
         pool = lease.attach(self._rank)
@@ -271,6 +284,7 @@ class Node:
                 raise ConnectorRefused(
                     f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"
                 )
+            self._require_room(lease)
         except (CacheClientError, ConnectorRefused) as error:
             is_news, self._refusal = type(error) is not self._refusal, type(error)
             log.log(logging.WARNING if is_news else logging.DEBUG, "daemon_not_back why=%s", error)

@@ -173,7 +173,7 @@ class PageBook:
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
-        if blocks > request.wanted and request.sequence is not None and not self.is_adrift:
+        if blocks > request.wanted and request.is_shared and not self.is_adrift:
             request.wanted = blocks
             self._sealing[request] = hashes
 
@@ -194,9 +194,7 @@ class PageBook:
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""
-        if not self.is_with_daemon():
-            return
-        if not (self._sealing or self._ended or self._lease.record.growing):
+        if not self.is_with_daemon() or not (self._sealing or self._ended or self._lease.record.growing):
             return
         try:
             self._collect()
@@ -299,9 +297,10 @@ class PageBook:
         record = request.sequence.record
         if request.wanted <= record.asked_blocks:
             return
-        keys = b"" if request.wanted <= record.known_keys else self._keys(hashes[: request.wanted], request.salt)
+        first, wanted = record.asked_blocks, request.wanted
+        keys = b"" if wanted <= record.known_keys else self._keys(hashes[first:wanted], request.salt)
         try:
-            batch.publish(request.sequence, request.wanted, keys)
+            batch.publish(request.sequence, wanted, keys, first_key=first)
         except CacheClientError as error:
             refused("publish", request.request_id, error)
 

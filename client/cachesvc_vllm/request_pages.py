@@ -34,6 +34,7 @@ class RequestPages:
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
     blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
     what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    ``is_foreign``: another connector loads a part of it, which is not vouched for: it is shared with nobody.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
     the wish had it.
     """
@@ -50,6 +51,7 @@ class RequestPages:
     full_blocks: int = 0
     output_tokens: int = 0
     first_blocks: int = 0
+    is_foreign: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
     salt: bytes = b""
@@ -58,6 +60,11 @@ class RequestPages:
     def is_ahead(self) -> bool:
         """True while vLLM has taken nothing of it."""
         return not self.held and not self.taken
+
+    @property
+    def is_shared(self) -> bool:
+        """True where others may get what it computes."""
+        return self.sequence is not None and not self.is_foreign
 
     @property
     def wants_pages(self) -> bool:

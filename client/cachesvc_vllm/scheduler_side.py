@@ -14,6 +14,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.media import Media
 from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.page_book import PageBook
@@ -46,6 +47,7 @@ class SchedulerSide:
             step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
         )
         self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._media = Media(is_shared=settings.share_media)
         self._adapters = Adapters(get_adapter_absolute_path)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
@@ -138,6 +140,7 @@ class SchedulerSide:
         if pages is None:
             return None
         pool.schedule(pages)
+        pages.is_foreign |= num_external_computed_tokens > pages.host_blocks * self._block_tokens
         is_admitted = bool(pages.taken)
         blocks = self._allocate(*asked, **kwargs)
         if blocks is None:
@@ -147,8 +150,8 @@ class SchedulerSide:
         elif not is_admitted:
             self._has_admitted = True
             self._unfinished[request.request_id] = request
-            self._stats.data["asked_tokens"] += request.num_tokens
-            self._stats.data["device_tokens"] += pages.hit_blocks * self._block_tokens
+            self._count(request, "asked_tokens", request.num_tokens)
+            self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
         return blocks
 
     @property
@@ -175,7 +178,7 @@ class SchedulerSide:
         pages = self._book.find(request.request_id)
         assert pages is not None
         assert pages.sequence is not None
-        self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
+        self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
         self._loads[request.request_id] = pages.sequence.tickets
         self._loading_since_s[request.request_id] = time.perf_counter()
 
@@ -251,6 +254,10 @@ class SchedulerSide:
         self._adapters.close()
         self._node.close()
 
+    def _count(self, request: Any, name: str, tokens: int) -> None:
+        """Tokens of an admission: what a preempted request finds again, its own answer included, is no prompt's hit."""
+        self._stats.data[f"preempted_{name}" if request.num_preemptions else name] += tokens
+
     def _look(self) -> None:
         """Once in an iteration, before it schedules anything: what is lost is used no more."""
         if self._vouching.look():
@@ -261,6 +268,7 @@ class SchedulerSide:
         salt = self._adapters.salt(request.lora_request)
         if salt is None:
             return None
+        salt = self._media.salt(request.mm_features, salt)
         tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
         may_hit = self._manager.prefix_cache_lookup_enabled(request)
         most = min(tokens // self._block_tokens, len(request.block_hashes)) if may_hit else 0

@@ -18,7 +18,8 @@ class Settings:
     where the daemon wants tokens. ``host_blocks``: the host pool asked for by the first engine of the model, in blocks;
     None: all that is left, 0: none. ``stock_blocks``: pages kept at hand for decode, and what an engine can go on with
     when the daemon has gone. ``verify_steps``: for debugging, how many iterations lie between two checks of all sealed
-    pages; 0: none. ``allow_untested_vllm``: see ``versions``.
+    pages; 0: none. ``allow_untested_vllm``: see ``versions``. ``share_media``: see
+    ``Media``.
     """
 
     socket: str | None = None
@@ -30,6 +31,7 @@ class Settings:
     stock_blocks: int = 64
     verify_steps: int = 0
     allow_untested_vllm: bool = False
+    share_media: bool = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -54,6 +56,7 @@ _KINDS: dict[str, type] = {
     "stock_blocks": int,
     "verify_steps": int,
     "allow_untested_vllm": bool,
+    "share_media": bool,
 }
 
 

@@ -171,7 +171,9 @@ class WorkerSide:
         config, ranks = self._kv_cache_config, get_tp_group()
         facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
         name = model_name(self._vllm_config.model_config.model, facts)
-        share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices)
+        layout = slab_layout(config, ranks.world_size)
+        longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens)
+        share = Share(name, layout, config.num_blocks, devices, longest)
         if ranks.is_first_rank:
             log.info("shares_as model=%s facts=%s", name, facts)
         node = Node(self._settings, self.instance, share, attaches=True, rank=ranks.rank_in_group)

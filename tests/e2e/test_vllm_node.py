@@ -352,3 +352,16 @@ def test_two_starts_of_an_engine_under_one_id_have_a_lease_each(node: Daemon) ->
     finally:
         for each in nodes:
             each.close()
+
+
+def test_a_daemon_whose_sequences_are_shorter_than_the_engine_s_requests_is_refused() -> None:
+    with running_node(["--blocks-per-sequence", "8"]) as node:
+        short = Node(Settings(socket=node.socket), "short", replace(SHARE, longest_blocks=8), attaches=True)
+        long = Node(Settings(socket=node.socket), "long", replace(SHARE, longest_blocks=9), attaches=True)
+        try:
+            short.start()
+            with pytest.raises(ConnectorRefused, match=r"has 9 blocks.*one have 8.*--max-model-len of at most 256"):
+                long.start()
+        finally:
+            long.close()
+            short.close()

@@ -110,7 +110,9 @@ class Engine:
         self._rng = random.Random(seed)
         settings = Settings(socket=socket, stock_blocks=shape.stock)
         plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
-        share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
+        share = Share(
+            "m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages, (), LONGEST // BLOCK_TOKENS
+        )
         instance = new_instance(name)
         self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = _scheduler(name, settings, shape)

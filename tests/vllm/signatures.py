@@ -64,6 +64,7 @@ TEXTS = {
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/utils.py": ("def get_adapter_absolute_path(",),
+    "v1/core/sched/scheduler.py": ("if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:",),
     "v1/outputs.py": ("finished_recving:", "failed_recving:", "invalid_block_ids:"),
 }
 """What is read, or stepped into, without being called by a signature; of alternatives one."""
