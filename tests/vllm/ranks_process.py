@@ -48,11 +48,9 @@ async def main(model: str, socket: str | None) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
     answers = []
     for turn, rank in enumerate(RANKS):
-        prompt = {"prompt_token_ids": [(at * 13 + 5) % 500 for at in range(1000 if turn < 3 else 500)]}
-        said: Any = None
+        prompt = {"prompt_token_ids": [(at * 13 + 5) % 500 for at in range(1008 if turn < 3 else 500)]}
         asked = {"data_parallel_rank": rank} if socket else {}
-        async for said in llm.generate(prompt, sampling, request_id=f"r{turn}", **asked):
-            pass
+        said = [each async for each in llm.generate(prompt, sampling, request_id=f"r{turn}", **asked)][-1]
         answers.append([said.num_cached_tokens, list(said.outputs[0].token_ids)])
     print(json.dumps(answers), flush=True)
     if socket:

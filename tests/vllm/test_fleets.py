@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvcache.v1 import admin_pb2
 
-from tests.e2e.rig import Node, running_node, short_folder, wait_until
-from tests.vllm.rig import BLOCK_TOKENS, PYTHON_VARIABLE, ROOT, Engine, Fleet, engine_environment, engines, random_prompt
+from tests.e2e.rig import Node, running_node, wait_until
+from tests.vllm.rig import (
+    BLOCK_TOKENS,
+    PYTHON_VARIABLE,
+    ROOT,
+    Engine,
+    Fleet,
+    engine_environment,
+    engines,
+    random_prompt,
+)
 
 
 def data_parallel(fleet: Fleet, *socket: str) -> subprocess.Popen[str]:
@@ -33,8 +43,7 @@ def test_data_parallel_ranks_hit_in_place_what_another_has_computed(fleet: Fleet
         answers = json.loads(_last_line(ranks))
         assert [tokens for _, tokens in answers] == expected
         assert [cached // BLOCK_TOKENS for cached, _ in answers] == [0, 31, 31, 15]
-        leases = list(node.admin.ListLeases(admin_pb2.ListLeasesRequest()).leases)
-        assert len({each.instance_id for each in leases}) == len(leases) == 2
+        assert list(node.lease_states().values()) == ["live", "live"], "a lease for each, though ids begin alike"
         assert len(list(node.admin.ListModels(admin_pb2.ListModelsRequest()).models)) == 1
         ranks.communicate("\n")
 
@@ -65,17 +74,18 @@ def test_beside_another_connector_processes_share_in_place_and_its_tokens_are_no
 def test_a_decoder_finds_by_key_what_a_prefiller_of_another_node_has_computed(fleet: Fleet, plain: Engine) -> None:
     prompt = random_prompt(60, 20.5)
     expected = plain.ask(prompt)[0].said
-    write = ("--write-policy", "write_through")
-    with short_folder() as one, running_node(["--peer-listen", "127.0.0.1:0", *write], folder=one) as prefill:
-        peer = f"{_peer_address(prefill)}?wait=5"
-        with short_folder() as two, running_node(["--peers", peer, *write], folder=two) as decode:
-            with engines(fleet.engine(prefill.socket), fleet.engine(decode.socket)) as (first, second):
-                first.ask(prompt)
-                wait_until(lambda: prefill.counters()["store_blocks"] >= 20, "the host has them")
-                (answer,) = second.ask(prompt)
-                assert answer.said == expected
-                assert answer.cached == 20 * BLOCK_TOKENS
-            assert decode.problems() == []
+    lending = ["--peer-listen", "127.0.0.1:0", "--write-policy", "write_through"]
+    with ExitStack() as nodes:
+        prefill = nodes.enter_context(running_node(lending))
+        decode = nodes.enter_context(running_node(["--peers", f"{_peer_address(prefill)}?wait=5s&deadline=20s"]))
+        with engines(fleet.engine(prefill.socket), fleet.engine(decode.socket)) as (first, second):
+            first.ask(prompt)
+            wait_until(lambda: not any(prefill.held().values()), "the host has them")
+            (answer,) = second.ask(prompt)
+            assert answer.said == expected
+            assert answer.cached == 20 * BLOCK_TOKENS
+            assert decode.counters()["hit_blocks_storage"] == 20
+        assert decode.problems() == []
 
 
 def multi_connector(socket: str, folder: Path) -> dict[str, Any]:
@@ -103,4 +113,5 @@ def _last_line(process: subprocess.Popen[str]) -> str:
 
 
 def _peer_address(node: Node) -> str:
-    return next(json.loads(line)["address"] for line in node.log().splitlines() if '"peer' in line and "address" in line)
+    events = map(json.loads, node.log().splitlines())
+    return f"127.0.0.1:{next(event['port'] for event in events if event['event'] == 'peers_ready')}"
