@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.node import Node, Share, new_instance
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
@@ -118,6 +119,8 @@ class Engine:
         self.scheduler = _scheduler(name, settings, shape)
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
+        self.connector.get_kv_connector_stats = self.take_stats
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
@@ -150,6 +153,13 @@ class Engine:
         with suppress(RuntimeError):  # what is loaded cannot be preempted
             if self.scheduler.reset_prefix_cache(reset_running_requests=True):
                 self.model.root += 1
+
+    def take_stats(self) -> CacheStats | None:
+        """As the connector's, which vLLM asks in each iteration; ``stats`` has the sum."""
+        told: CacheStats | None = self._tell_stats()
+        if told is not None:
+            self.stats.aggregate(told)
+        return told
 
     @property
     def is_adrift(self) -> bool:

@@ -52,7 +52,10 @@ TEXTS = {
     "v1/core/kv_cache_manager.py": ("self.empty_kv_cache_blocks",),
     "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),
     "v1/worker/gpu/block_table.py": ("if self.redirect_writes_to_null_block:",),
-    "v1/core/kv_cache_utils.py": ("def resolve_none_hash_seed(",),
+    "v1/core/kv_cache_utils.py": (
+        "def resolve_none_hash_seed(",
+        'extra_keys.append(("mm", mm_feature.identifier, offset - start_token_idx))',
+    ),
     "v1/kv_cache_interface.py": (
         "kv_cache_layout:",
         "hash_block_size:",
