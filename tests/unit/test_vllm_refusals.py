@@ -71,7 +71,7 @@ def test_a_producer_is_refused_also_as_the_role_of_a_multi_connector() -> None:
     config.kv_transfer_config = multi_connector("CachesvcConnector", "ExampleConnector")
     require_supported(child, layers_outermost(), config)
     config.kv_transfer_config.kv_role = "kv_producer"
-    with pytest.raises(ConnectorRefused, match='kv_role is kv_producer.*write "kv_role": "kv_both"'):
+    with pytest.raises(ConnectorRefused, match=r'kv_role is kv_producer.*write "kv_role": "kv_both"'):
         require_supported(child, layers_outermost(), config)
     child.kv_transfer_config.kv_role = "kv_producer"
     with pytest.raises(ConnectorRefused, match='write "kv_role": "kv_both"'):
