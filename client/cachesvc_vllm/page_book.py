@@ -177,7 +177,7 @@ class PageBook:
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
-        if blocks > request.wanted and request.sequence is not None and not self.is_adrift:
+        if blocks > request.wanted and request.is_shared and not self.is_adrift:
             request.wanted = blocks
             self.untold.seal(request, blocks, hashes)
 
@@ -295,9 +295,10 @@ class PageBook:
         record = request.sequence.record
         if blocks <= record.asked_blocks:
             return
-        keys = b"" if blocks <= record.known_keys else self._keys(hashes[:blocks], request.salt)
+        first = record.asked_blocks
+        keys = b"" if blocks <= record.known_keys else self._keys(hashes[first:blocks], request.salt)
         try:
-            batch.publish(request.sequence, blocks, keys)
+            batch.publish(request.sequence, blocks, keys, first_key=first)
         except CacheClientError as error:
             refused("publish", request.request_id, error)
 

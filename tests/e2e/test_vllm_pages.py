@@ -341,3 +341,37 @@ def test_only_blocks_that_no_step_under_way_writes_are_computed() -> None:
     assert computed_blocks(computed_tokens=100, in_flight_tokens=5, block_tokens=32, keys=9) == 2
     assert computed_blocks(computed_tokens=100, in_flight_tokens=0, block_tokens=32, keys=2) == 2
     assert computed_blocks(computed_tokens=0, in_flight_tokens=40, block_tokens=32, keys=2) == 0
+
+
+def test_only_the_keys_of_new_blocks_are_handed_over_to_be_published(engine: Engine, other: Engine) -> None:
+    """A publish in each iteration of a long answer costs what it adds."""
+    keys = hashes("long", 6)
+    request = engine.book.begin("a", Wish(keys[:1], 1, 0))
+    assert engine.book.reserve(request, 6)
+    engine.book.use_hits(request)
+    engine.book.take(request, 6)
+    handed: list[int] = []
+
+    class Hashes(list[bytes]):
+        def __getitem__(self, at: object) -> object:  # type: ignore[override]
+            part = super().__getitem__(at)  # type: ignore[call-overload]
+            handed.append(len(part))
+            return part
+
+    for blocks in range(2, 7):
+        engine.book.seal(request, blocks, Hashes(keys))
+        engine.book.flush()
+    assert handed == [2, 1, 1, 1, 1]
+    engine.end(request)
+    engine.book.flush()
+    assert other.book.begin("b", Wish(keys, 6, 0)).hit_blocks == 6
+
+
+def test_what_another_connector_has_loaded_is_published_by_nobody(engine: Engine, other: Engine) -> None:
+    keys = hashes("foreign", 3)
+    request = engine.admit("a", keys, 3)
+    request.is_foreign = True
+    engine.book.seal(request, 3, keys)
+    engine.end(request)
+    engine.book.flush()
+    assert other.book.begin("b", Wish(keys, 3, 0)).hit_blocks == 0

@@ -119,8 +119,10 @@ def vllm_config() -> Any:
             nnodes_within_dp=1,
             data_parallel_rank=0,
         ),
-        kv_transfer_config=SimpleNamespace(engine_id="one", kv_role="kv_both"),
         device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="one", kv_connector="CachesvcConnector", kv_role="kv_both", kv_connector_extra_config={}
+        ),
         lora_config=None,
         speculative_config=None,
     )

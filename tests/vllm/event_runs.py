@@ -24,8 +24,9 @@ from cachesvc_client import CacheClient, Lease
 from cachesvc_vllm.slab_layout import GROUP
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from tests.vllm.scheduling import BLOCK_TOKENS, DIGEST_BYTES, Engine, Shape
+from tests.vllm.scheduling import Engine
 from tests.vllm.scheduling_runs import STUCK_S, serve, tell
+from tests.vllm.shape import BLOCK_TOKENS, DIGEST_BYTES, Shape
 
 Chain = tuple[tuple[int, ...], ...]
 """Tokens of a block and of all before it, block by block."""

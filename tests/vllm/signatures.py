@@ -65,6 +65,7 @@ TEXTS = {
         "def generate_block_hash_extra_keys(",
         "def maybe_convert_block_hash(",
         "def to_event_extra_keys(",
+        'extra_keys.append(("mm", mm_feature.identifier, offset - start_token_idx))',
     ),
     "distributed/kv_events.py": (
         "def register_publisher(cls, name",
@@ -84,6 +85,7 @@ TEXTS = {
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/utils.py": ("def get_adapter_absolute_path(",),
+    "v1/core/sched/scheduler.py": ("if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:",),
     "v1/outputs.py": ("finished_recving:", "failed_recving:", "invalid_block_ids:"),
 }
 """What is read, or stepped into, without being called by a signature; of alternatives one."""

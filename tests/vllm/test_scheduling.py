@@ -89,7 +89,7 @@ def stop(process: subprocess.Popen[str], node: Node) -> None:
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
-        assert min(told["loads"], told["preempted"]) >= 10
+        assert min(told["loads"], told["preempted"], told["again"]) >= 10, "what is admitted again is counted apart"
         assert told["failed_loads"] == 0
 
 
