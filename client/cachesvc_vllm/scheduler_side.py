@@ -294,8 +294,9 @@ class SchedulerSide:
         self._node.close()
 
     def _count(self, request: Any, name: str, tokens: int) -> None:
-        """Tokens of an admission: what a preempted request finds again, its own answer included, is no prompt's hit."""
-        self._stats.data[f"preempted_{name}" if request.num_preemptions else name] += tokens
+        """Tokens of an admission. What a request finds again after a preemption or a failed load is no prompt's hit."""
+        again = request.num_preemptions or request.request_id in self._book.without_host
+        self._stats.data[f"preempted_{name}" if again else name] += tokens
 
     def _look(self) -> None:
         """Once in an iteration, before it schedules anything: what is lost is used no more."""

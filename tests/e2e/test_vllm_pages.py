@@ -172,10 +172,10 @@ def test_the_last_pages_come_from_the_engine_s_own_stock_and_from_hits_of_reques
 def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine: Engine, other: Engine) -> None:
     keys = hashes("a", 5)
     engine.compute("first", keys)
-    engine.book.change_namespace()
+    engine.book.change_keys(b"a" * 32)
     engine.compute("second", keys)
     assert engine.book.begin("third", Wish(keys, 5, 0)).hit_blocks == 5
-    other.book.change_namespace()
+    other.book.change_keys(b"b" * 32)
     assert other.book.begin("fourth", Wish(keys, 5, 0)).hit_blocks == 0
     engine.book.forget("third")
     other.book.forget("fourth")
@@ -189,7 +189,7 @@ def test_what_is_computed_and_not_told_when_the_namespace_changes_is_not_found_a
     engine.book.take(request, 5)
     engine.book.seal(request, 5, keys)
     engine.book.drop(request, request.held)
-    engine.book.change_namespace()
+    engine.book.change_keys(b"c" * 32)
     engine.book.flush()
     assert engine.book.begin("second", Wish(keys, 5, 0)).hit_blocks == 0
     engine.book.forget("second")
