@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.draft_keys import drafts_with_kv
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.identity import config_details
 from cachesvc_vllm.memory import SlabMode, require_on_slab
 from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
 from cachesvc_vllm.node import Node, Share, new_instance
@@ -189,6 +190,7 @@ class WorkerSide:
         share = Share(name, layout, config.num_blocks, devices, shown, longest)
         if ranks.is_first_rank:
             log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
+            log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
         node = Node(self._settings, self.instance, share, attaches=True, rank=ranks.rank_in_group)
         try:
             node.start()

@@ -86,6 +86,10 @@ class LoRAConfig(SimpleNamespace):
     """As vLLM's own, by name."""
 
 
+class SpeculativeConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
 class LoadConfig(SimpleNamespace):
     """As vLLM's own, by name."""
 
