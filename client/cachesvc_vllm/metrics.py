@@ -16,7 +16,8 @@ FOUND = ("asked_tokens", "device_tokens", "host_tokens")
 AGAIN = tuple(f"preempted_{name}" for name in FOUND)
 COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads")
 """Of matched requests: their prompts' tokens, and those found in place and in the host pool; the same of requests that
-were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose blocks did not come."""
+were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose blocks did
+not come."""
 
 STEP_SECONDS = "step_seconds"
 """Of each iteration in which it did something: time in vLLM's scheduler thread."""

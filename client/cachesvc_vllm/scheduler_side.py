@@ -323,8 +323,7 @@ class SchedulerSide:
     def _reserve_and_allocate(
         self, request: Any, wanted: int, allocate: Callable[[], Any], external_tokens: int
     ) -> Any:
-        """Have vLLM ``allocate`` once a request has the ``wanted`` blocks; None where there is no room.
-        ``external_tokens``: those that are loaded, by this connector or another one."""
+        """Have vLLM ``allocate`` once there are ``wanted`` blocks, else None. ``external_tokens``: loaded by any."""
         assert self._pool is not None
         with self._watch:
             pages = self._reserve(request, wanted)
