@@ -11,7 +11,7 @@ STUCK = (
     "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
     "its memory cannot be replaced: start it again; with --device-memory vmm the daemon's next memory takes its place"
 )
-"""An engine that can serve nothing any more ends, so that whoever watches it starts it again."""
+"""Process exit of an engine that cannot serve any more; its supervisor restarts it."""
 
 NOT_FIRST = (
     "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "

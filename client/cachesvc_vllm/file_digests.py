@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 PIECE_BYTES = 256 << 20
-"""So much is hashed between two looks at the clock; BLAKE3 uses all cores for it."""
+"""Bytes hashed between two looks at the clock; BLAKE3 uses all cores for each piece."""
 
 QUIET_S = 5.0
 """Hashing that takes longer tells how far it is, each time as much later."""
@@ -67,7 +67,7 @@ class Progress:
         self._done_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        """So many bytes more are hashed."""
+        """Add hashed bytes."""
         self._done_bytes += size_bytes
         now_s = self._clock()
         if now_s - self._told_s >= QUIET_S:

@@ -19,7 +19,7 @@ SHOWN_CHARACTERS = 48
 
 WHOLE = frozenset(
     {
-        # what is told, measured, sent or started
+        # logs, metrics, messages and process starts
         *("observability_config", "logging_config", "profiler_config", "kv_transfer_config", "kv_events_config"),
         *("ec_transfer_config", "ec_manager_config", "aux_output_config", "instance_id", "shutdown_timeout"),
         # what is sampled, or how answers are shaped

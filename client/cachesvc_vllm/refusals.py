@@ -13,6 +13,12 @@ DIGESTS = ("sha256", "sha256_cbor")
 """Hash algorithms whose digests are 32 bytes, and the same in every process."""
 
 
+DRAFTERS = (
+    *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
+    *("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
+)
+"""Methods without KV of their own, and those whose KV the keys cover. Others may write KV at what no key says."""
+
 ROLES = ("kv_both", "kv_consumer")
 """Roles for which vLLM keeps the pages of an ended request until no step under way writes them. Of a producer it frees
 them at once, and another engine would get them."""
@@ -84,6 +90,11 @@ def _of_caching(vllm_config: Any) -> list[str]:
     if getattr(cache, "calculate_kv_scales", False):
         found.append(
             "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTERS:
+        found.append(
+            f"speculative decoding by {speculative.method} is not supported: take one of {', '.join(DRAFTERS)}"
         )
     return found
 

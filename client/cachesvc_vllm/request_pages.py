@@ -59,7 +59,7 @@ class RequestPages:
     blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
     what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
     ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
-    ``is_foreign``: another connector loads a part of it, which is not vouched for: it is shared with nobody.
+    ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
     the wish had it.
     """

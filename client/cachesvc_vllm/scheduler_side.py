@@ -60,8 +60,7 @@ class SchedulerSide:
         self._book.salt = self._weights.salt
         self._announcer: Announcer | None = None
         if publisher is not None:
-            keys = self._book._keys  # noqa: SLF001 - routers are sent what the daemon is sent
-            self._announcer = Announcer(node, settings.token_file, publisher, keys)
+            self._announcer = Announcer(node, settings.token_file, publisher, self._book.keys)
         media = Media(is_shared=settings.share_media)
         self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()

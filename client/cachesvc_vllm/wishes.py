@@ -18,13 +18,13 @@ AHEAD_DIVISOR = 8
 
 
 def blocks_ahead(step_tokens: int, registration: Registration) -> int:
-    """Return of how many blocks requests that wait are matched and given pages together."""
+    """Return the number of blocks up to which waiting requests are matched and given pages together."""
     return min(step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR)
 
 
 class Wishes:
-    """``step_tokens``: the most that vLLM schedules in an iteration. ``announcer``: is told of the keys of each wish;
-    None: there are no KV events."""
+    """``step_tokens``: the most that vLLM schedules in an iteration. ``announcer``: notes the keys of each wish; None:
+    there are no KV events."""
 
     def __init__(
         self, keys: LookaheadKeys, media: Media, announcer: Announcer | None, step_tokens: int, block_tokens: int

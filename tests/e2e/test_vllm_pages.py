@@ -367,7 +367,7 @@ def test_only_the_keys_of_new_blocks_are_handed_over_to_be_published(engine: Eng
     assert other.book.begin("b", Wish(keys, 6, 0)).hit_blocks == 6
 
 
-def test_what_another_connector_has_loaded_is_published_by_nobody(engine: Engine, other: Engine) -> None:
+def test_what_another_connector_has_loaded_is_not_published(engine: Engine, other: Engine) -> None:
     keys = hashes("foreign", 3)
     request = engine.admit("a", keys, 3)
     request.is_foreign = True

@@ -36,6 +36,15 @@ def test_a_configuration_is_refused_with_what_works(part: str, name: str, value:
         require_supported(config, layers_outermost())
 
 
+def test_a_drafter_whose_kv_no_key_covers_is_refused() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="extract_hidden_states")
+    with pytest.raises(
+        ConnectorRefused, match=r"by extract_hidden_states is not supported: take one of ngram.* eagle3"
+    ):
+        require_supported(config, layers_outermost())
+
+
 def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
     config = vllm_config()
     config.speculative_config = SimpleNamespace(method="ngram")

@@ -76,7 +76,7 @@ class Listener:
         self.blocks: dict[int, Any] = {}
 
     def take_until(self, count: int) -> dict[int, Any]:
-        """Listen until so many are announced."""
+        """Listen until the given number is announced."""
         while len(self.blocks) < count:
             for event in msgspec.msgpack.decode(self._socket.recv_multipart()[2])[1]:
                 if event["type"] == "BlockStored" and event["medium"] == "GPU":
