@@ -36,7 +36,6 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.vllm.rig import MODEL
 from tests.vllm.shape import BLOCK_TOKENS, Shape
 
@@ -104,9 +103,7 @@ class Engine:
             draft_blocks=shape.draft_blocks or "lookahead",
             weights_version=shape.weights_version,
         )
-        plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
-        layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,))
-        share = Share("m", layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
+        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
         instance = new_instance(name)
         self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = _scheduler(name, settings, shape)

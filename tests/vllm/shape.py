@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cachesvc_vllm.slab_layout import GROUP
+
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+
 BLOCK_TOKENS = 4
 DIGEST_BYTES = 8
 """Of a token: what a slot holds."""
@@ -29,3 +33,8 @@ class Shape:
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
     events: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        """What its engine registers."""
+        return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))

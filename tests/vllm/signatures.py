@@ -46,6 +46,9 @@ POOL_METHODS = {
 INHERITED = {"get_usage", "is_block_writable", "take_events"}
 """Right as they are: they ask the others."""
 
+SINCE = {"supports_sleep_mode": "0.33"}
+"""Hooks that older releases do not know, and do without."""
+
 TEXTS = {
     "v1/request.py": (
         "self.all_token_ids",
@@ -151,7 +154,8 @@ def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
         (CacheMetrics, told["KVConnectorPromMetrics"]),
     ):
         own = {name for name, each in vars(mine).items() if inspect.isroutine(each) and not name.startswith("_")}
-        yield from (f"{release}: there is no hook {name}" for name in sorted(own - theirs.keys()))
+        expected = {name for name in own if _numbers(release) >= _numbers(SINCE.get(name, "0"))}
+        yield from (f"{release}: there is no hook {name}" for name in sorted(expected - theirs.keys()))
         yield from _unlike(release, mine, {name: theirs[name] for name in sorted(own & theirs.keys())})
     yield from (f"{release}: {text}" for text in told["lacks"])
 
@@ -169,6 +173,11 @@ def _unlike(release: str, mine: type, theirs: dict[str, list[str]]) -> Iterator[
         wanted = parameters[: len(names)] if takes_any else parameters
         if names[: len(wanted)] != wanted or any(each.default is each.empty for each in more):
             yield f"{release}: {mine.__name__}.{name} takes {names}, and is called with {parameters}"
+
+
+def _numbers(release: str) -> list[int]:
+    """A release's first two numbers, for comparing."""
+    return [int(each) for each in release.split(",", maxsplit=1)[0].split(".")[:2]]
 
 
 def _names(arguments: ast.arguments) -> list[str]:
