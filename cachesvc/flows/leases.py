@@ -58,7 +58,7 @@ def process_gone(core: Core, token: bytes) -> None:
     process = core.ledger.processes.pop(token, None)
     if process is None:
         return
-    for lease_id in sorted(process.leases):
+    for nth, lease_id in enumerate(sorted(process.leases)):
         lease = core.ledger.leases.get(lease_id)
         if lease is None:
             continue
@@ -66,11 +66,11 @@ def process_gone(core: Core, token: bytes) -> None:
         lease.attached.pop(token, None)
         number = lease.members.pop(token, None)
         if lease.state is LeaseState.LIVE and not (lease.instance and lease.members):
-            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED)
+            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED, at_once=nth == 0)
         elif lease.state is LeaseState.LIVE:
-            _go_on_without(core, lease, number)
+            _go_on_without(core, lease, number, at_once=nth == 0)
         elif not lease.processes:
-            free_quarantine(core, lease)
+            free_quarantine(core, lease, at_once=nth == 0)
 
 
 def find_lease(
@@ -216,11 +216,11 @@ def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | 
     return TURN if quiesced and lease.is_quiet and lease.id in core.ledger.leases else None
 
 
-def _go_on_without(core: Core, lease: Lease, number: int | None) -> None:
+def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: bool = True) -> None:
     """A process has left a lease that lives on; ``number``: as a member."""
     if number is not None:
-        end_member(core, lease, number)
-    free_unwritten(core, lease)
+        end_member(core, lease, number, at_once=at_once)
+    free_unwritten(core, lease, at_once=at_once and number is None)
 
 
 def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
@@ -230,8 +230,8 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
         for lease in core.ledger.leases.values()
         if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
     ]
-    for lease in silent:
-        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT)
+    for nth, lease in enumerate(silent):
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT, at_once=nth == 0)
     return [lease.id for lease in silent]
 
 
