@@ -67,3 +67,31 @@ class Line:
             self._parties[party] = waiting
         self._pass_on()
         turn()
+
+
+class Sleeper:
+    """A call that waits: ``future`` is done once it has its turn. It has one turn, however many things rouse it."""
+
+    __slots__ = ("_is_due", "_line", "_party", "future")
+
+    def __init__(self, line: Line, party: Party) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line = line
+        self._party = party
+        self._is_due = False
+
+    def rouse(self) -> None:
+        """What it waits for is there: it takes its turn."""
+        if not self._is_due:
+            self._is_due = True
+            self._line.take(self._party, self.wake)
+
+    def yield_turn(self) -> None:
+        """It waits for its next turn alone."""
+        self._is_due = True
+        self._line.add(self._party, self.wake)
+
+    def wake(self) -> None:
+        """Wake it up at once; twice is fine."""
+        if not self.future.done():
+            self.future.set_result(None)

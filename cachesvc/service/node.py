@@ -24,7 +24,7 @@ from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.owners import shown_id
-from cachesvc.service.line import BACKGROUND, Line, Party
+from cachesvc.service.line import BACKGROUND, Line, Party, Sleeper
 from cachesvc.service.loop_watch import LoopWatch
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -63,7 +63,7 @@ class Node:
         self.on_work: Callable[[], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiters: dict[int, list[tuple[asyncio.Future[None], Party]]] = {}
+        self._waiters: dict[int, list[Sleeper]] = {}
         self._landings: deque[tuple[int, Outcome]] = deque()
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -90,8 +90,8 @@ class Node:
         """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
         self._is_stopping = True
         for waiting in self._waiters.values():
-            for future, _ in waiting:
-                _wake(future)
+            for sleeper in waiting:
+                sleeper.wake()
 
     async def close(self) -> None:
         """Stop sweeping, and let nobody wait."""
@@ -239,24 +239,23 @@ class Node:
 
         Raises Unavailable when the daemon stops.
         """
-        running = self.running(tickets)
+        running = set(self.running(tickets))
         self._require_going_on()
         if not running:
             await self.next_turn(party)
             return True
-        assert self._loop is not None
-        future: asyncio.Future[None] = self._loop.create_future()
+        sleeper = Sleeper(self._line, party)
         for ticket in running:
-            self._waiters.setdefault(ticket, []).append((future, party))
+            self._waiters.setdefault(ticket, []).append(sleeper)
         try:
-            await asyncio.wait_for(future, max(seconds, 0))
+            await asyncio.wait_for(sleeper.future, max(seconds, 0))
         except TimeoutError:
             return False
         finally:
             for ticket in running:
                 waiting = self._waiters.get(ticket)
-                if waiting is not None and (future, party) in waiting:
-                    waiting.remove((future, party))
+                if waiting is not None and sleeper in waiting:
+                    waiting.remove(sleeper)
                     if not waiting:
                         del self._waiters[ticket]
         self._require_going_on()
@@ -264,10 +263,9 @@ class Node:
 
     async def next_turn(self, party: Party) -> None:
         """Until it is a party's turn again, behind its own that wait and round robin with all others."""
-        assert self._loop is not None
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._line.add(party, partial(_wake, future))
-        await future
+        sleeper = Sleeper(self._line, party)
+        sleeper.yield_turn()
+        await sleeper.future
 
     def _require_going_on(self) -> None:
         if self._is_stopping:
@@ -335,8 +333,8 @@ class Node:
     def _wake(self, ended: Iterable[int]) -> None:
         """Tickets have ended: each call that waits for one of them takes its turn."""
         for each in ended:
-            for future, party in self._waiters.pop(each, ()):
-                self._line.take(party, partial(_wake, future))
+            for sleeper in self._waiters.pop(each, ()):
+                sleeper.rouse()
 
     def _changed(self) -> None:
         """A flow, or a part of one, has run."""
@@ -388,11 +386,6 @@ class Node:
             now = self.now()
             for lease in self.core.ledger.leases.values():
                 lease.heard(min(now, lease.last_heard + late))
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _log_failure(ticket: int, reason: str) -> None:

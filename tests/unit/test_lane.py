@@ -203,7 +203,7 @@ async def test_a_peer_that_never_reads_its_large_answers_loses_its_lane(monkeypa
         await peer.send(b"".join(call("WaitTickets", tag, many) for tag in range(2, 18)))
         await turns(20)
         await site.desk.land(ticket)
-        await turns(40)
+        await turns(20)
         assert site.lanes.count == 0
         assert site.desk.admission.waits.held == 0
 

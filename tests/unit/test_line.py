@@ -9,7 +9,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.leases import lose_silent, process_gone
 from cachesvc.flows.turns import tidy
-from cachesvc.service.line import BACKGROUND, Line
+from cachesvc.service.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.node import LANDINGS
 from tests.unit.dispatch_rig import Desk
 from tests.unit.ledger_rig import TOKEN, chain, one_group, rig_of
@@ -50,6 +50,22 @@ def test_the_first_turn_of_a_round_is_taken_at_once_and_the_next_lines_up() -> N
         await asyncio.sleep(0)
         line.take("a", partial(taken.append, 4))
         assert taken == [0, 1, 2, 3, 4]
+
+    asyncio.run(main())
+
+
+def test_a_call_that_many_things_rouse_takes_one_turn() -> None:
+    async def main() -> None:
+        line, taken = Line(), list[int]()
+        line.take("b", lambda: None)
+        sleeper = Sleeper(line, "a")
+        for _ in range(1000):
+            sleeper.rouse()
+        line.add("a", partial(taken.append, 1))
+        await asyncio.sleep(0)
+        assert sleeper.future.done()
+        await asyncio.sleep(0)
+        assert taken == [1]
 
     asyncio.run(main())
 
