@@ -7,17 +7,14 @@ meanwhile evict for themselves. What the call relies on (``Keep``) is held here,
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
 from cachesvc.flows.turns import TURN
-from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows
+from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows, transfers_here
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.pins import Keep, kept
@@ -27,9 +24,8 @@ from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.int32s import column
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import ABSENT, PageState
+from cachesvc.model.words import PageState
 
 DRAIN_FAILURES = 3
 """Write-backs that fail in a row before evictions go on without them."""
@@ -203,23 +199,17 @@ def _wait_or_refuse(
     running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
     readers = book.reading(model.id, replica.id)
     running += readers
-    others = [t for t in book.running.values() if t.model == model.id and t.replica != replica.id and _flies(t, place)]
-    if running or others:  # what another replica sends to the host is in flight here, too
-        moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
-        unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
-        coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
-        promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
-        if pool.unreserved + coming - promised >= wanted:
-            return wait_for(core, (ticket.id for ticket in (*running, *others)))
+    moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
+    unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
+    coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
+    promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
+    if pool.unreserved + coming - promised >= wanted:  # what another replica sends to the host is in flight here, too
+        awaited = dict.fromkeys([ticket.id for ticket in running] + transfers_here(model.blocks, place))
+        if awaited:
+            return wait_for(core, awaited)
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
-
-
-def _flies(ticket: Ticket, place: Place) -> bool:
-    """True where one of the ticket's blocks has a copy on the place, which stays until the ticket has ended."""
-    rows = ticket.rows or array("i", (drain.row for drain in ticket.drains))
-    return bool((np.frombuffer(place.states[place.lead], np.uint8)[column(rows)] != ABSENT).any())
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:
