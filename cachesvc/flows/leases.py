@@ -7,6 +7,8 @@ that leaves ends with it (``ending.py``).
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -15,6 +17,7 @@ from cachesvc.flows.turns import TURN
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
+from cachesvc.model.sharing import most_of
 
 MOST_MEMBERS = 256
 """Processes that share a lease: ranks and schedulers of one engine."""
@@ -129,6 +132,10 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
         raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
     if len(core.ledger.leases) >= core.limits.leases:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
+    party = (process.uid, process.pid) if process.pid else process.token
+    held = Counter(each.party for each in core.ledger.leases.values())
+    if held[party] >= (most := most_of(party, held, core.limits.leases)):
+        raise LimitExceeded("leases of this process", held[party] + 1, most)
     model = core.ledger.model(model_id)
     model.require_trusted()
     replica = model.replica(replica_id)
@@ -137,6 +144,7 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
+    lease.party = party
     core.ledger.leases[lease.id] = lease
     model.last_used = now
     return lease
