@@ -146,11 +146,17 @@ def _count_hit(model: Model, hit: Hit, stored: int) -> None:
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:
-    """How many blocks after the hit somebody is computing now."""
-    count = first
-    while (count + 1) * KEY_BYTES <= len(keys) and keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in model.computing:
-        count += 1
-    return count - first
+    """How many blocks after the hit others are computing now. They declare them root first, so it is a run of keys, whose
+    end is found by bisection."""
+    low = first
+    middle = high = len(keys) // KEY_BYTES
+    while low < high:
+        if keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES] in model.computing:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) >> 1
+    return low - first
 
 
 def _count_reuse(core: Core, model: Model, replica: Replica, row: int) -> None:
