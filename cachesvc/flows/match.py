@@ -146,7 +146,7 @@ def _count_hit(model: Model, hit: Hit, stored: int) -> None:
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:
-    """How many blocks after the hit others are computing now. They declare them root first, so it is a run of keys, whose
+    """How many blocks after the hit others are computing now. They declare keys root first, so these are a run, whose
     end is found by bisection."""
     low = first
     middle = high = len(keys) // KEY_BYTES
