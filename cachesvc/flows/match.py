@@ -50,6 +50,9 @@ def match(
         raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
+    held, most = core.ledger.key_bytes[lease.party] + len(keys), core.limits.key_bytes_per_process
+    if held > most:
+        raise LimitExceeded("bytes of keys of this process's open sequences", held, most)
     _tell_time(model, clock)
     if not model.blocks.index.take_over():
         return TURN
@@ -59,6 +62,7 @@ def match(
     sequence = Sequence(sequence_id, lease.id, model.id, replica.id, model.blocks, replica.place, keys)
     sequence.hold(hit, core.ledger.stamp())
     lease.sequences[sequence_id] = sequence
+    sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
     _count_hit(model, hit, stored)
     waited = min(waited, MOST_WAITED_SECONDS)
