@@ -32,6 +32,8 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER, *
     if cause is not LeaseEnd.CLOSED:
         core.count(Count.LEASES_LOST)
     lease.is_quiet = not lease.processes
+    if lease.room is not None:
+        lease.room.release()
     _end_holds(core, lease, at_once=at_once)
 
 

@@ -9,6 +9,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.leases import lose_silent, process_gone
 from cachesvc.flows.turns import tidy
+from cachesvc.ledger.reservations import Reservation
 from cachesvc.service.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.node import LANDINGS
 from tests.unit.dispatch_rig import Desk
@@ -144,3 +145,15 @@ def test_leases_that_end_together_are_torn_down_in_turns() -> None:
         while rig.core.chores:
             tidy(rig.core.chores)
             rig.check()
+
+
+def test_pages_that_are_kept_for_a_lost_lease_are_free_at_once() -> None:
+    rig = rig_of(one_group(), device=(64,))
+    for _ in range(3):
+        lease = rig.core.ledger.leases[rig.lease("a")]
+        own(rig, lease.id, 1, 4)
+        lease.room = Reservation(rig.place().reservations, rig.place().pools)
+        lease.room.keep([4], 60.0)
+    process_gone(rig.core, TOKEN + b"a")
+    assert not rig.place().reservations
+    rig.check()
