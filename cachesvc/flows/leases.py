@@ -7,6 +7,8 @@ that leaves ends with it (``ending.py``).
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -15,6 +17,7 @@ from cachesvc.flows.turns import TURN
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
+from cachesvc.model.sharing import most_of
 
 MOST_MEMBERS = 256
 """Processes that share a lease: ranks and schedulers of one engine."""
@@ -58,7 +61,7 @@ def process_gone(core: Core, token: bytes) -> None:
     process = core.ledger.processes.pop(token, None)
     if process is None:
         return
-    for lease_id in sorted(process.leases):
+    for nth, lease_id in enumerate(sorted(process.leases)):
         lease = core.ledger.leases.get(lease_id)
         if lease is None:
             continue
@@ -66,11 +69,11 @@ def process_gone(core: Core, token: bytes) -> None:
         lease.attached.pop(token, None)
         number = lease.members.pop(token, None)
         if lease.state is LeaseState.LIVE and not (lease.instance and lease.members):
-            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED)
+            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED, at_once=nth == 0)
         elif lease.state is LeaseState.LIVE:
-            _go_on_without(core, lease, number)
+            _go_on_without(core, lease, number, at_once=nth == 0)
         elif not lease.processes:
-            free_quarantine(core, lease)
+            free_quarantine(core, lease, at_once=nth == 0)
 
 
 def find_lease(
@@ -129,6 +132,10 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
         raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
     if len(core.ledger.leases) >= core.limits.leases:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
+    party = (process.uid, process.pid) if process.pid else process.token
+    held = Counter(each.party for each in core.ledger.leases.values())
+    if held[party] >= (most := most_of(party, held, core.limits.leases)):
+        raise LimitExceeded("leases of this process", held[party] + 1, most)
     model = core.ledger.model(model_id)
     model.require_trusted()
     replica = model.replica(replica_id)
@@ -137,6 +144,7 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
+    lease.party = party
     core.ledger.leases[lease.id] = lease
     model.last_used = now
     return lease
@@ -216,11 +224,11 @@ def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | 
     return TURN if quiesced and lease.is_quiet and lease.id in core.ledger.leases else None
 
 
-def _go_on_without(core: Core, lease: Lease, number: int | None) -> None:
+def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: bool = True) -> None:
     """A process has left a lease that lives on; ``number``: as a member."""
     if number is not None:
-        end_member(core, lease, number)
-    free_unwritten(core, lease)
+        end_member(core, lease, number, at_once=at_once)
+    free_unwritten(core, lease, at_once=at_once and number is None)
 
 
 def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
@@ -230,8 +238,8 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
         for lease in core.ledger.leases.values()
         if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
     ]
-    for lease in silent:
-        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT)
+    for nth, lease in enumerate(silent):
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT, at_once=nth == 0)
     return [lease.id for lease in silent]
 
 

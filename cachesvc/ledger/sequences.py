@@ -6,6 +6,7 @@ Flows tell a sequence what happens to it and take nothing from it by hand; ``end
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from cachesvc.ledger.tables import BlockTables, no_pages
 from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.model.int32s import array_of, column
 from cachesvc.model.requests import Ended
+from cachesvc.model.sharing import Party
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
@@ -28,6 +30,20 @@ Keep = Callable[[int, "array[int]"], None]
 
 WINDOW_COST = 8
 """A windowed copy that is let go of costs as much as so many pages: it is a candidate from then on."""
+
+
+class Charge(NamedTuple):
+    """Bytes that count as held by a process."""
+
+    held: Counter[Party]
+    party: Party
+    size_bytes: int
+
+    def give_back(self) -> None:
+        """They are held no longer."""
+        self.held[self.party] -= self.size_bytes
+        if not self.held[self.party]:
+            del self.held[self.party]
 
 
 class SwappedPages(NamedTuple):
@@ -45,7 +61,7 @@ class Sequence(BlockTables):
 
     __slots__ = (
         *("freed", "id", "is_open", "lease", "model", "recent", "replica"),
-        *("room", "swap_ticket", "swapped", "swapped_out"),
+        *("charged", "room", "swap_ticket", "swapped", "swapped_out"),
     )
 
     def __init__(
@@ -63,6 +79,12 @@ class Sequence(BlockTables):
         self.swapped: list[SwappedPages] = []
         self.is_open = True
         self.freed = 0
+        self.charged: Charge | None = None
+
+    def charge(self, held: Counter[Party], party: Party) -> None:
+        """The keys that it was matched with count as held by ``party`` until it ends."""
+        self.charged = Charge(held, party, len(self.keys))
+        held[party] += len(self.keys)
 
     def remember(self, recent: RecentRequest) -> None:
         """It is the request ``recent``, which is told how it ends."""
@@ -263,6 +285,8 @@ class Sequence(BlockTables):
             if self.request is not None and not self.ledger.index.take_over():
                 return False  # what it takes over is pinned until then
             self.is_open = False
+            if self.charged is not None:
+                self.charged.give_back()
             self.windows.look_back(self.sealed, self.anchor)
             if self.room is not None:
                 self.room.release()

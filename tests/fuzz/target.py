@@ -268,7 +268,7 @@ class Target:
     async def rest(self) -> dict[str, int]:
         """Wait for what runs; then the pages that somebody holds or moves, over all pools, and the leases."""
         while running := self.core.ledger.tickets.running:
-            await self.node.wait_any(list(running), 60.0)
+            await self.node.wait_any(list(running), 60.0, "fuzz")
         pools = [
             pool
             for model in self.core.ledger.models.values()

@@ -117,7 +117,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             return lease_pb2.CloseResponse()
 
         async def wait_out(_: Place) -> lease_pb2.CloseResponse:
-            await node.wait_out(run, wait, self._dispatcher.until(ask), ask.method)
+            await node.wait_out(run, wait, self._dispatcher.until(ask), ask.holder.process, ask.method)
             return lease_pb2.CloseResponse()
 
         return self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=True)
