@@ -36,7 +36,7 @@ class EngineFailed(Exception):
 class Shape:
     """What all engines of a run have in common. ``pool_bytes``: of KV, an engine's own or the daemon's; ``host_bytes``:
     of the host tier. ``python``: that has vLLM. ``backend``: of attention; ``runner``: "1", "2", or empty for vLLM's
-    own choice. ``split``: engine cores in processes of their own. ``options``: what ``LLM`` is told beside that;
+    own choice. ``split``: engine cores in processes of their own. ``options``: further arguments of ``LLM``;
     ``latent_values``: a token's KV in a layer, where that is no key and value; ``draft_layers``: of the drafter, which
     have KV too; ``ranks``: of tensor parallelism."""
 

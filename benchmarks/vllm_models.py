@@ -80,7 +80,7 @@ class Case:
         return int(self.drafter.get("num_hidden_layers", 1)) if self.speculative else 0
 
     def options(self, folder: Path) -> dict[str, Any]:
-        """What ``LLM`` is told beside its model, whose drafter is written below ``folder``."""
+        """Arguments of ``LLM`` beside its model, whose drafter is written below ``folder``."""
         if not self.speculative:
             return {}
         speculative = dict(self.speculative)

@@ -57,7 +57,8 @@ class Lease:
     processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id;
     ``party``: whose share it counts to.
     Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it has is
-    being given back.
+    being given back. ``blocks_per_sequence``: the limit when it was opened, which it keeps: its engine has checked its
+    longest request against it.
     """
 
     id: str
@@ -86,6 +87,7 @@ class Lease:
     stocked_by: int = 0
     is_quiet: bool = False
     is_ending: bool = False
+    blocks_per_sequence: int = 65536
 
     def __post_init__(self) -> None:
         if not self.stock:

@@ -144,7 +144,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def listed(gpus: Sequence[Gpu]) -> list[ListedGpu]:
-    """What the daemon hears of them."""
+    """Return what the daemon reads of each GPU, a line each."""
     return [
         {
             "uuid": gpu.uuid,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,22 +24,35 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def checkpoint_digest(model: str, revision: str | None, digests: FileDigests | None = None) -> str:
+def checkpoint_digest(
+    model: str,
+    revision: str | None,
+    digests: FileDigests | None = None,
+    *,
+    download_dir: str | None = None,
+    commit: str | None = None,
+) -> str:
     """Return the digest of a folder or a file, hexadecimal: names and contents, whatever the folder is called.
 
     A link into a cache of the Hugging Face hub is known by its blob's name, which is the SHA-256 of its bytes; all
     other files are read once (``FileDigests``). A name on a hub is its snapshot in that cache, or a revision of 40
-    hexadecimal digits: a branch moves. Raises FileNotFoundError where there are no weights, and none of these.
+    hexadecimal digits: a branch moves. ``download_dir``: the cache, where it is not the default one. ``commit``: where
+    the configuration came from, if known: weights that were loaded between two looks at one commit are of it. Raises
+    FileNotFoundError where there are no weights, and none of these.
     """
     path = Path(model)
     if not path.exists():
-        found = _snapshot(model, revision)
+        found = _snapshot(model, revision, download_dir)
         if found is None:
             if revision is not None and COMMIT.fullmatch(revision):
                 return f"{model}@{revision}"
             raise FileNotFoundError(
                 f"{model} is no path and not in the hub's cache, and its revision {revision} may move: name a commit "
                 "of 40 hexadecimal digits (--revision)"
+            )
+        if commit is not None and found.name != commit:
+            raise FileNotFoundError(
+                f"{model} moved from commit {commit} to {found.name} while this engine started: name one (--revision)"
             )
         path = found
     files = [path] if path.is_file() else deciding_files(path)
@@ -79,15 +93,17 @@ def _blob_digest(path: Path) -> str:
     return f"sha256:{blob.name}" if is_blob and SHA256.fullmatch(blob.name) else ""
 
 
-def _snapshot(model: str, revision: str | None) -> Path | None:
-    """The folder of a hub's name in the local cache; None where it is not there."""
+def _snapshot(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Return the folder of a hub's name in the local cache; None where it is not there, or of another hub."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true":
+        return None
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 

@@ -19,7 +19,7 @@ from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare
-from cachesvc_vllm.worker_side import WorkerSide, instance_of
+from cachesvc_vllm.worker_side import WorkerSide
 
 
 class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -101,7 +101,8 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         up and before any request: later hooks come when the first request's table is written."""
         assert self._worker is not None
         self._worker.end_warm_up()
-        return None if self._worker.share is None else WorkerShare(self._worker.share, self._worker.comes_back)
+        worker = self._worker
+        return None if worker.share is None else WorkerShare(worker.share, worker.comes_back, worker.instance)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         assert self._kv_cache_manager is not None
         told: WorkerShare = metadata[0]
-        node = Node(self._settings, instance_of(self._vllm_config), told.share, attaches=False)
+        node = Node(self._settings, told.instance, told.share, attaches=False)
         node.comes_back = told.comes_back
         try:
             node.start()

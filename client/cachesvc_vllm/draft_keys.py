@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.errors import ConnectorRefused
 
 PERSON = b"kv-lookahead"
 
@@ -70,11 +71,16 @@ class _Known:
 class LookaheadKeys:
     """Keys of requests, each computed once. With ``lookahead_tokens`` 0 they are vLLM's hashes.
 
-    Used from vLLM's scheduler thread. ``forget`` a request that has ended.
+    Used from vLLM's scheduler thread. ``forget`` a request that has ended. Raises ConnectorRefused where the drafter
+    reads further ahead than a block.
     """
 
     def __init__(self, lookahead_tokens: int, block_tokens: int, extra_keys: ExtraKeys = extra_keys_of) -> None:
-        assert lookahead_tokens <= block_tokens
+        if lookahead_tokens > block_tokens:
+            raise ConnectorRefused(
+                f"cachesvc_vllm: the drafter reads {lookahead_tokens} tokens ahead, more than a block has "
+                f"({block_tokens}): take larger blocks (--block-size) or fewer speculative tokens"
+            )
         self._lookahead = lookahead_tokens
         self._block_tokens = block_tokens
         self._extra_keys = extra_keys

@@ -16,15 +16,19 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 PIECE_BYTES = 256 << 20
-"""So much is hashed between two looks at the clock; BLAKE3 uses all cores for it."""
+"""Bytes hashed between two looks at the clock; BLAKE3 uses all cores for each piece."""
 
 QUIET_S = 5.0
 """Hashing that takes longer tells how far it is, each time as much later."""
+
+SETTLED_S = 2.0
+"""File systems stamp changes in ticks of up to this long: of a file that changed later than that ago, the next change
+may bear the same stamp, so its digest is not kept."""
 
 MOST_ENTRIES = 4096
 """A checkpoint of a large model has some 200 files."""
@@ -63,7 +67,7 @@ class Progress:
         self._done_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        """So many bytes more are hashed."""
+        """Add hashed bytes."""
         self._done_bytes += size_bytes
         now_s = self._clock()
         if now_s - self._told_s >= QUIET_S:
@@ -77,18 +81,23 @@ class Progress:
             )
 
 
-def cache_folder() -> Path:
-    """Return where entries are kept: ``$XDG_CACHE_HOME/cachesvc/digests``, else below ``~/.cache``."""
+def cache_folder() -> Path | None:
+    """Return where entries are kept: ``$XDG_CACHE_HOME/cachesvc/digests``, else below ``~/.cache``; None for a user
+    without a home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "cachesvc" / "digests"
+    try:
+        return Path(base).expanduser() / "cachesvc" / "digests"
+    except RuntimeError:
+        return None
 
 
 class FileDigests:
     """``folder``: for entries; where it cannot be used, every file is hashed each time. Safe between processes: of
     several that want one file's digest at once, one hashes it."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._folder = _usable(cache_folder() if folder is None else folder)
+        self._clock = clock
 
     def digest(self, path: Path, progress: Progress | None = None) -> str:
         """Return ``ALGORITHM:HEX`` of all bytes of a file. Raises OSError."""
@@ -103,7 +112,8 @@ class FileDigests:
                 if known is not None:
                     return known
                 found = _hash(file.fileno(), status.st_size, algorithm, hasher, progress)
-                if _entry_name(os.fstat(file.fileno()), algorithm) == entry.name:  # else it was written meanwhile
+                is_settled = self._clock() - status.st_ctime >= SETTLED_S
+                if is_settled and _entry_name(os.fstat(file.fileno()), algorithm) == entry.name:
                     _write_entry(entry, found)
         self._prune()
         return found
@@ -116,8 +126,10 @@ class FileDigests:
                 each.unlink(missing_ok=True)
 
 
-def _usable(folder: Path) -> Path | None:
+def _usable(folder: Path | None) -> Path | None:
     """The folder, made if need be; None where it cannot be made or others may write to it."""
+    if folder is None:
+        return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -137,14 +149,11 @@ def _entry_name(status: os.stat_result, algorithm: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; where there can be none, do without."""
-    try:
-        lock = path.open("a")
-    except OSError:
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold a lock between processes; where there can be none, as on some network file systems, do without."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            lock = held.enter_context(path.open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -1,7 +1,7 @@
 """What of vLLM's configuration decides the bytes of a page: all of it, but for a written list of what does not.
 
-So an option that a later release adds keeps engines apart until someone has looked at it. A value that cannot be told
-apart from others is its type.
+So an option that a later release adds keeps engines apart until someone has looked at it. A value without fields is
+its type.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-DEPTH = 8
-"""Deeper values are their type: what vLLM nests is flatter."""
+SHOWN_CHARACTERS = 48
+"""Operators see longer values as digests."""
 
 WHOLE = frozenset(
     {
-        # what is told, measured, sent or started
+        # logs, metrics, messages and process starts
         *("observability_config", "logging_config", "profiler_config", "kv_transfer_config", "kv_events_config"),
         *("ec_transfer_config", "ec_manager_config", "aux_output_config", "instance_id", "shutdown_timeout"),
         # what is sampled, or how answers are shaped
@@ -37,7 +37,9 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         {
             # the checkpoint by its name: ``weights`` has its bytes, ``hf_config`` what it says
             *("model", "model_weights", "revision", "hf_config_path", "config_format", "hf_token", "served_model_name"),
-            *("trust_remote_code", "allow_deprecated_quantization", "seed"),
+            *("allow_deprecated_quantization", "seed"),
+            # ``remote_code`` says it where a checkpoint brings code
+            "trust_remote_code",
             # tokens are in the keys
             *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "enable_prompt_embeds"),
             # sampling and answers
@@ -96,8 +98,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "DeviceConfig": frozenset({"device"}),
     "LoadConfig": frozenset(
         {
-            # how weights are read; ``weights`` says which they are
-            *("load_format", "download_dir", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
+            # how weights are read; ``weights`` says which they are. ``load_format`` decides which files of a folder are
+            *("download_dir", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
             *("safetensors_prefetch_block_size", "device", "use_tqdm_on_load", "pt_load_map_location"),
         }
     ),
@@ -105,7 +107,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "SpeculativeConfig": frozenset(
         {
             # the target, told already; the drafter by its name: ``drafter`` has its bytes
-            *("target_model_config", "target_parallel_config", "model", "revision", "draft_load_config"),
+            *("target_model_config", "target_parallel_config", "model", "revision"),
             # how much is drafted and accepted: ``draft_lookahead`` says what of it pages depend on
             *("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len", "enforce_eager"),
             *("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth"),
@@ -147,8 +149,15 @@ HARMLESS_ENVIRONMENT = frozenset(
     {
         # which of several engines this is, how its processes are bound and started
         *("VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_CI_ENV"),
-        *("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_PP_LAYER_PARTITION", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS"),
+        *("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_PP_LAYER_PARTITION", "VLLM_ENABLE_V1_MULTIPROCESSING"),
         *("VLLM_LOOPBACK_IP", "VLLM_PROCESS_NAME_PREFIX", "VLLM_INSTANCE_ID", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
+        *("VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_DP_PLACEMENT_NODE_IPS", "VLLM_RAY_PER_WORKER_GPUS"),
+        # ports, addresses and waits of other transfers, which each engine of a node has its own of
+        *("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_EC_SIDE_CHANNEL_HOST", "VLLM_EC_SIDE_CHANNEL_PORT"),
+        *("VLLM_P2P_SIDE_CHANNEL_HOST", "VLLM_P2P_SIDE_CHANNEL_PORT", "VLLM_P2P_HANDSHAKE_TIMEOUT_S"),
+        *("VLLM_P2P_IDLE_TIMEOUT_S", "VLLM_P2P_MAX_PEERS", "VLLM_MOONCAKE_BOOTSTRAP_PORT"),
+        *("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "MOONCAKE_PREFERRED_SEGMENT"),
+        *("MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_ENGINE_READY_TIMEOUT_S"),
         # files and folders
         *("VLLM_LORA_RESOLVER_CACHE_DIR", "VLLM_TORCH_PROFILER_DIR", "VLLM_CUSTOM_SCOPES_FOR_PROFILING"),
         *("VLLM_XGRAMMAR_CACHE_MB", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NVTX_SCOPES_FOR_PROFILING"),
@@ -163,50 +172,65 @@ LENGTH_FREE_ROPES = frozenset({"", "default", "linear", "llama3", "yarn", "deeps
 """Kinds of position embeddings that do not look at ``max_model_len``; LongRoPE, for one, does."""
 
 
+LENGTH_READERS = ("llama4",)
+"""How the names of model types begin that look at ``max_model_len`` and at the generation config to scale attention."""
+
+
 def config_facts(vllm_config: Any) -> dict[str, str]:
     """Return a digest of each part of a configuration that decides bytes, by its name."""
-    parts = {name: part for name, part in _parts(vllm_config).items() if name not in WHOLE and part is not None}
-    return {name: digest_of(canonical(part)) for name, part in parts.items()}
+    return {name: digest_of(part) for name, part in _deciding_parts(vllm_config).items()}
+
+
+def config_details(vllm_config: Any, factors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values behind ``config_facts`` and ``environment_fact`` that are set, for operators who compare."""
+    parts = {**_deciding_parts(vllm_config), "environment": _deciding_factors(factors)}
+    named = {f"{part}.{name}": each for part, value in parts.items() for name, each in _fields_of(value).items()}
+    return {name: _shown(each) for name, each in sorted(named.items()) if each not in (None, False, "", [], {})}
 
 
 def length_fact(model_config: Any) -> str:
-    """Return ``max_model_len`` where a model's position embeddings may depend on it, else an empty text."""
-    kinds = {str(kind) for kind in _rope_kinds(canonical(model_config.hf_text_config))}
+    """Return what a model's attention takes from ``max_model_len``, an empty text where it takes nothing."""
+    config = canonical(model_config.hf_text_config)
+    if str(config.get("model_type") if isinstance(config, dict) else "").startswith(LENGTH_READERS):
+        return f"{model_config.max_model_len}.{digest_of(canonical(model_config.try_get_generation_config()))}"
+    kinds = {str(kind) for kind in _rope_kinds(config)}
     return "" if kinds <= LENGTH_FREE_ROPES else str(model_config.max_model_len)
 
 
 def environment_fact(factors: Mapping[str, Any]) -> str:
     """Return a digest of the variables that may change kernels. ``factors``: vLLM's ``envs.compile_factors()``."""
-    return digest_of(canonical({name: factors[name] for name in factors if name not in HARMLESS_ENVIRONMENT}))
+    return digest_of(_deciding_factors(factors))
 
 
-def canonical(value: Any, depth: int = 0) -> Any:
-    """Turn a value into what JSON has, equal in all processes for equal values."""
+def canonical(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Turn a value into what JSON has, equal in all processes for equal values. ``inside``: the values around it, which
+    it may lead back to."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes | bytearray):
         return bytes(value).hex()
     if isinstance(value, Enum):
         return [_type_name(type(value)), value.name]
-    if isinstance(value, type) or depth > DEPTH:
+    if isinstance(value, type) or id(value) in inside:
         return _type_name(value if isinstance(value, type) else type(value))
     if isinstance(value, Path):
         return str(value)
+    inside = (*inside, id(value))
     if callable(getattr(value, "to_dict", None)):  # a configuration of a model
-        return canonical(without_notes(value.to_dict()), depth + 1)
+        return canonical(without_notes(value.to_dict()), inside)
     if isinstance(value, Mapping):
-        return {str(key): canonical(each, depth + 1) for key, each in value.items()}
+        return {str(key): canonical(each, inside) for key, each in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted((canonical(each, depth + 1) for each in value), key=repr)
+        return sorted((canonical(each, inside) for each in value), key=repr)
     if isinstance(value, list | tuple):
-        return [canonical(each, depth + 1) for each in value]
+        return [canonical(each, inside) for each in value]
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if type(value).__module__ == "torch":  # dtypes and devices
         return str(value)
     left_out = HARMLESS.get(type(value).__name__, frozenset())
     parts = {name: each for name, each in _parts(value).items() if name not in left_out}
-    return [_type_name(type(value)), {name: canonical(parts[name], depth + 1) for name in sorted(parts)}]
+    return [_type_name(type(value)), {name: canonical(parts[name], inside) for name in sorted(parts)}]
 
 
 def without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,6 +246,28 @@ def digest_of(value: Any) -> str:
     """Return 16 hexadecimal digits of what ``canonical`` made."""
     text = json.dumps(value, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8, person=b"kv-vllm-fact").hexdigest()
+
+
+def _deciding_parts(vllm_config: Any) -> dict[str, Any]:
+    parts = {name: part for name, part in _parts(vllm_config).items() if name not in WHOLE and part is not None}
+    return {name: canonical(part) for name, part in parts.items()}
+
+
+def _deciding_factors(factors: Mapping[str, Any]) -> Any:
+    return canonical({name: factors[name] for name in factors if name not in HARMLESS_ENVIRONMENT})
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of what ``canonical`` made, by their names; anything without names is one field."""
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[1], dict):
+        return dict(value[1])
+    return dict(value) if isinstance(value, dict) else {"value": value}
+
+
+def _shown(value: Any) -> str:
+    """A short value; the digest of a long one, and of one with names in it, some of which may be secrets."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+    return text if len(text) <= SHOWN_CHARACTERS and "{" not in text else digest_of(value)
 
 
 def _type_name(kind: type) -> str:

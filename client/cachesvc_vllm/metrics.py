@@ -12,9 +12,12 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-COUNTS = ("asked_tokens", "device_tokens", "host_tokens", "loads", "failed_loads")
-"""Of matched requests: their prompts' tokens, and those found in place and in the host pool; loads that have ended, and
-those of them whose blocks did not come."""
+FOUND = ("asked_tokens", "device_tokens", "host_tokens")
+AGAIN = tuple(f"preempted_{name}" for name in FOUND)
+COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads")
+"""Of matched requests: their prompts' tokens, and those found in place and in the host pool; the same of requests that
+were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose blocks did
+not come."""
 
 STEP_SECONDS = "step_seconds"
 """Of each iteration in which it did something: time in vLLM's scheduler thread."""
@@ -118,6 +121,11 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         asked = metric_types[Counter](
             "vllm:cachesvc_asked_tokens", "Prompt tokens that the daemon was asked for.", labelnames=labelnames
         )
+        again = metric_types[Counter](
+            "vllm:cachesvc_preempted_tokens",
+            "Tokens of requests that were admitted again after a preemption: asked for, and where the daemon had them.",
+            labelnames=[*labelnames, "found"],
+        )
         steps = metric_types[Histogram](
             "vllm:cachesvc_step_seconds",
             "Time of the connector in an iteration of vLLM's scheduler.",
@@ -134,6 +142,7 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "vllm:cachesvc_shares", "1 while the engine shares its cache with others.", labelnames=labelnames
         )
         self._tiers, self._loads, self._asked, self._steps, self._waits = tiers, loads, asked, steps, waits
+        self._again = again
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine tells."""
@@ -144,6 +153,8 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._loads.labels(*labels, "failed").inc(told["failed_loads"])
         self._asked.labels(*labels).inc(told["asked_tokens"])
         self._shares.labels(*labels).set(told[SHARES])
+        for name in AGAIN:
+            self._again.labels(*labels, name.removeprefix("preempted_").removesuffix("_tokens")).inc(told[name])
         for name, histogram in ((STEP_SECONDS, self._steps), (LOAD_SECONDS, self._waits)):
             for seconds in told[name]:
                 histogram.labels(*labels).observe(seconds)

@@ -44,6 +44,7 @@ def model_facts(
     lookahead = draft_lookahead(vllm_config)
     facts = {
         "weights": weights or _weights(vllm_config),
+        "remote_code": str(model.trust_remote_code) if getattr(model.hf_config, "auto_map", None) else "",
         "drafter": _drafter(vllm_config),
         "draft_keys": f"{draft_blocks}.{lookahead}" if lookahead else "",
         "max_model_len": length_fact(model),
@@ -85,29 +86,37 @@ def _weights(vllm_config: Any) -> str:
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy, seed {model.seed}"
-    return _checkpoint(getattr(model, "model_weights", "") or model.model, model.revision)
+    return _checkpoint(model, vllm_config.load_config)
 
 
 def _drafter(vllm_config: Any) -> str:
-    """The drafter's weights, where it has some of its own; how it drafts is in vLLM's configuration of it."""
+    """Return a drafter's weights and what it takes from its longest sequence; ``speculative_config`` has the rest."""
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None:
         return ""
-    load = speculative.draft_load_config or vllm_config.load_config
+    length = length_fact(draft)
+    return _drafter_weights(vllm_config, draft) + (f", of {length}" if length else "")
+
+
+def _drafter_weights(vllm_config: Any, draft: Any) -> str:
+    load = vllm_config.speculative_config.draft_load_config or vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy, seed {draft.seed}"
     if draft.model == vllm_config.model_config.model:  # modules of the target's own checkpoint
         return "the target's"
-    return _checkpoint(draft.model, draft.revision)
+    return _checkpoint(draft, load)
 
 
-def _checkpoint(model: str, revision: str | None) -> str:
+def _checkpoint(model: Any, load: Any) -> str:
+    """Of a ``ModelConfig``, as a ``LoadConfig`` reads it."""
+    name = getattr(model, "model_weights", "") or model.model
+    commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
     try:
-        return checkpoint_digest(model, revision)
+        return checkpoint_digest(name, model.revision, download_dir=getattr(load, "download_dir", None), commit=commit)
     except OSError as error:
         raise ConnectorRefused(
-            f"the weights of {model} cannot be told from others ({error}): name them, revision included, by "
+            f"the weights of {name} cannot be told from others ({error}): name them, revision included, by "
             '"model" in kv_connector_extra_config'
         ) from error
 

@@ -53,7 +53,7 @@ class PageBook:
         self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
-        self._matches = Matches(self._stream, self._keys)
+        self._matches = Matches(self._stream, self.keys)
         self.untold = Untold()
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
@@ -138,7 +138,7 @@ class PageBook:
         request.take_cells()
         if len(request.pages) >= blocks or self._grow(request, blocks):
             return True
-        if self.untold.ready.ended:  # vLLM has preempted somebody for this
+        if self.untold.ready.ended:  # vLLM has preempted a request for this
             self.flush()
         elif self._clock() < self._short_until_s:
             return False
@@ -177,7 +177,7 @@ class PageBook:
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
-        if blocks > request.wanted and request.sequence is not None and not self.is_adrift:
+        if blocks > request.wanted and request.is_shared and not self.is_adrift:
             request.wanted = blocks
             self.untold.seal(request, blocks, hashes)
 
@@ -255,7 +255,8 @@ class PageBook:
 
     # -- with the daemon ---------------------------------------------------------------------------------------------
 
-    def _keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
+    def keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
+        """Pack the keys that the daemon knows blocks by: the hashes mixed with the engine's salt and the request's."""
         return salted(hashes, self.salt, salt)
 
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
@@ -295,9 +296,10 @@ class PageBook:
         record = request.sequence.record
         if blocks <= record.asked_blocks:
             return
-        keys = b"" if blocks <= record.known_keys else self._keys(hashes[:blocks], request.salt)
+        first = record.asked_blocks
+        keys = b"" if blocks <= record.known_keys else self.keys(hashes[first:blocks], request.salt)
         try:
-            batch.publish(request.sequence, blocks, keys)
+            batch.publish(request.sequence, blocks, keys, first_key=first)
         except CacheClientError as error:
             refused("publish", request.request_id, error)
 

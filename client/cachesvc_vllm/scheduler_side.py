@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from cachesvc_client import DaemonUnavailable, LeaseLost
-from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
 from cachesvc_vllm.draft_keys import LookaheadKeys, keep_last_blocks
-from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.errors import NOT_FIRST, STUCK, ConnectorRefused
 from cachesvc_vllm.kv_events import Announcer
+from cachesvc_vllm.media import Media
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.node import Node, announced_in
 from cachesvc_vllm.page_book import PageBook
-from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
+from cachesvc_vllm.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.vouching import Vouching
 from cachesvc_vllm.weights_version import WeightsVersion
-
-STUCK = (
-    "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
-    "its memory cannot be replaced: start it again; with --device-memory vmm the daemon's next memory takes its place"
-)
-"""An engine that can serve nothing any more ends, so that whoever watches it starts it again."""
-
-NOT_FIRST = (
-    "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "
-    "CachesvcConnector first among its connectors"
-)
+from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 """States of a request that waits for its turn; with the last one it may be that it need not know yet."""
-
-AHEAD_DIVISOR = 8
-"""Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
 
 
 class SchedulerSide:
@@ -61,12 +48,8 @@ class SchedulerSide:
         self._node = node
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
-        self._step_tokens = step_tokens
         registration = node.lease.registration
-        ahead_blocks = min(
-            step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
-        )
-        self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
+        self._book = PageBook(node.lease, settings.stock_blocks, blocks_ahead(step_tokens, registration))
         self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
         block_tokens = registration.layout.block_tokens
@@ -77,9 +60,9 @@ class SchedulerSide:
         self._book.salt = self._weights.salt
         self._announcer: Announcer | None = None
         if publisher is not None:
-            keys = self._book._keys  # noqa: SLF001 - routers are sent what the daemon is sent
-            self._announcer = Announcer(node, settings.token_file, publisher, keys)
-        self._adapters = Adapters(get_adapter_absolute_path)
+            self._announcer = Announcer(node, settings.token_file, publisher, self._book.keys)
+        media = Media(is_shared=settings.share_media)
+        self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._is_dropped = False
@@ -164,13 +147,16 @@ class SchedulerSide:
             num_external_computed_tokens,
             *args,
         )
-        tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
-        if num_external_computed_tokens:  # it holds them while it waits, so it gets all that it needs to run
-            tokens = max(tokens, request.num_tokens + max(self._block_tokens, num_lookahead_tokens))
-        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
-        blocks_wanted = -(-tokens // self._block_tokens)
-        if pages is not None and self._book.has(pages, blocks_wanted):
-            if pages.taken >= blocks_wanted and self._fills_nothing(request, pages, num_new_tokens):
+        wanted = blocks_wanted(
+            request,
+            num_new_computed_tokens + num_new_tokens,
+            external_tokens=num_external_computed_tokens,
+            lookahead_tokens=num_lookahead_tokens,
+            longest_tokens=self._manager.max_model_len,
+            block_tokens=self._block_tokens,
+        )
+        if pages is not None and self._book.has(pages, wanted):
+            if pages.taken >= wanted and self._fills_nothing(request, pages, num_new_tokens):
                 return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.counts_own = True
@@ -178,23 +164,8 @@ class SchedulerSide:
             pool.counts_own = False
             if blocks is not None:
                 return blocks
-        with self._watch:
-            pages = self._reserve(request, blocks_wanted)
-        if pages is None:
-            return None
-        pool.schedule(pages)
-        is_admitted = bool(pages.taken)
-        blocks = self._allocate(*asked, **kwargs)
-        if blocks is None:
-            with self._watch:
-                self._book.ask_room()
-                self._book.give_way(pages)
-        elif not is_admitted:
-            self._has_admitted = True
-            self._unfinished[request.request_id] = request
-            self._stats.data["asked_tokens"] += request.num_tokens
-            self._stats.data["device_tokens"] += pages.hit_blocks * self._block_tokens
-        return blocks
+        allocate = partial(self._allocate, *asked, **kwargs)
+        return self._reserve_and_allocate(request, wanted, allocate, num_external_computed_tokens)
 
     @property
     def next_lease(self) -> str:
@@ -230,7 +201,7 @@ class SchedulerSide:
         if external_tokens != pages.host_blocks * self._block_tokens:
             raise ConnectorRefused(NOT_FIRST)
         assert pages.sequence is not None
-        self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
+        self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
         self._loads[request.request_id] = pages.sequence.tickets
         self._loading_since_s[request.request_id] = time.perf_counter()
 
@@ -318,8 +289,13 @@ class SchedulerSide:
         if self._announcer is not None:
             self._announcer.close()
         self._book.close()
-        self._adapters.close()
+        self._wishes.close()
         self._node.close()
+
+    def _count(self, request: Any, name: str, tokens: int) -> None:
+        """Tokens of an admission. What a request finds again after a preemption or a failed load is no prompt's hit."""
+        again = request.num_preemptions or request.request_id in self._book.without_host
+        self._stats.data[f"preempted_{name}" if again else name] += tokens
 
     def _look(self) -> None:
         """Once in an iteration, before it schedules anything: what is lost is used no more."""
@@ -328,17 +304,7 @@ class SchedulerSide:
 
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """None while its adapter is read."""
-        salt = self._adapters.salt(request.lora_request)
-        if salt is None:
-            return None
-        keys = self._keys.of(request)
-        if self._announcer is not None:
-            self._announcer.note(request, keys, salt)
-        tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
-        may_hit = self._manager.prefix_cache_lookup_enabled(request)
-        most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
-        first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
-        return Wish(keys, most, first, salt)
+        return self._wishes.of(request, most_tokens, may_hit=self._manager.prefix_cache_lookup_enabled(request))
 
     def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
         """vLLM takes ``blocks`` blocks of a longer hit, ``device_blocks`` of them in place: let go of the others, whose
@@ -352,6 +318,30 @@ class SchedulerSide:
             self._pool.show_hits(pages, request.block_hashes)
         is_exact = (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks)
         return pages if is_exact else None
+
+    def _reserve_and_allocate(
+        self, request: Any, wanted: int, allocate: Callable[[], Any], external_tokens: int
+    ) -> Any:
+        """Have vLLM ``allocate`` once there are ``wanted`` blocks, else None. ``external_tokens``: loaded by any."""
+        assert self._pool is not None
+        with self._watch:
+            pages = self._reserve(request, wanted)
+        if pages is None:
+            return None
+        self._pool.schedule(pages)
+        pages.is_foreign |= external_tokens > pages.host_blocks * self._block_tokens
+        is_admitted = bool(pages.taken)
+        blocks = allocate()
+        if blocks is None:
+            with self._watch:
+                self._book.ask_room()
+                self._book.give_way(pages)
+        elif not is_admitted:
+            self._has_admitted = True
+            self._unfinished[request.request_id] = request
+            self._count(request, "asked_tokens", request.num_tokens)
+            self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
+        return blocks
 
     def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
         """Have a request's table be so many blocks long; None where there is no room. Raises ConnectorRefused where

@@ -22,8 +22,8 @@ class Settings:
     None: all that is left, 0: none. ``stock_blocks``: pages kept at hand for decode, and what an engine can go on with
     when the daemon has gone. ``draft_blocks``: how the last block of a hit is shared, whose drafter's KV depends on the
     next token: ``lookahead`` keys cover that token, ``drop`` computes the block again. ``verify_steps``: for debugging,
-    how many iterations lie between two checks of all sealed
-    pages; 0: none. ``allow_untested_vllm``: see ``versions``.
+    how many iterations lie between two checks of all sealed pages; 0: none. ``allow_untested_vllm``: see ``versions``.
+    ``share_media``: see ``Media``.
     """
 
     socket: str | None = None
@@ -37,6 +37,7 @@ class Settings:
     draft_blocks: str = "lookahead"
     verify_steps: int = 0
     allow_untested_vllm: bool = False
+    share_media: bool = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -66,6 +67,7 @@ _KINDS: dict[str, type] = {
     "draft_blocks": str,
     "verify_steps": int,
     "allow_untested_vllm": bool,
+    "share_media": bool,
 }
 
 

@@ -1,8 +1,8 @@
 """What the daemon is not told yet: which blocks are computed, and which requests have ended.
 
 A drafter's kernels may run on when a step's output has come, for vLLM copies sampled tokens out before it drafts. They
-write KV behind what the step has computed. So with a drafter, what an output says is told once the next output has
-come, whose kernels ran behind them, or that of a step that computes nothing, for which workers wait.
+write KV behind what the step has computed. With a drafter the daemon hears of an output's blocks after the next output,
+whose kernels ran behind them, or after that of a step that computes nothing, for which workers wait.
 
     end_step   blocks of this output, requests that it ended     -> late
     end_step   of the next                                       -> ready, told by the next flush

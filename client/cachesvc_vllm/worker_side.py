@@ -14,6 +14,7 @@ import vllm
 import vllm.envs as envs
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.memory.pool import LoadOutcome
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_tp_group
@@ -24,9 +25,10 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.draft_keys import drafts_with_kv
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.identity import config_details
 from cachesvc_vllm.memory import SlabMode, require_on_slab
 from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
-from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.node import Node, Share, new_instance
 from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
@@ -50,11 +52,12 @@ log = init_logger("vllm." + __name__)
 
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
-    ``comes_back``: after a loss it can go on with the next daemon."""
+    ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
+    whose ranks have the same."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
-        require_supported(vllm_config, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config, get_current_vllm_config_or_none())
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning('a request whose load fails will fail: set "kv_load_failure_policy": "recompute"')
         self._vllm_config = vllm_config
@@ -62,6 +65,7 @@ class WorkerSide:
         self._settings = settings
         self.share: Share | None = None
         self.comes_back = False
+        self.instance = ""
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
@@ -73,9 +77,10 @@ class WorkerSide:
     def memory_context(self) -> SlabMode | None:
         """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there.
         Every rank calls it, and has the same of these, or an error."""
-        uuids = self._tell_all(_uuid())
+        told = self._tell_all((_uuid(), new_instance(str(self._vllm_config.kv_transfer_config.engine_id))))
+        self.instance = told[0][1]
         try:
-            node = self._start(tuple(each for each in uuids if each))
+            node = self._start(tuple(uuid for uuid, _ in told if uuid))
         except BaseException as error:
             self._tell_all(Start(failure=f"{type(error).__name__}: {error}"))
             raise
@@ -180,10 +185,13 @@ class WorkerSide:
         name = model_name(facts)
         shown = display_name(self._vllm_config.model_config.model)
         place_wider_first(config)
-        share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices, shown)
+        layout = slab_layout(config, ranks.world_size)
+        longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens)
+        share = Share(name, layout, config.num_blocks, devices, shown, longest)
         if ranks.is_first_rank:
             log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
-        node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True, rank=ranks.rank_in_group)
+            log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
+        node = Node(self._settings, self.instance, share, attaches=True, rank=ranks.rank_in_group)
         try:
             node.start()
         except DaemonUnavailable as gone:
@@ -212,11 +220,6 @@ class WorkerSide:
         if ranks.world_size > 1:
             torch.distributed.all_gather_object(told, mine, group=ranks.cpu_group)
         return told
-
-
-def instance_of(vllm_config: Any) -> str:
-    """The engine's id, which all of its processes know."""
-    return str(vllm_config.kv_transfer_config.engine_id)
 
 
 def _uuid() -> str:

@@ -57,7 +57,7 @@ def test_vllms_router_sends_prompts_where_most_of_them_is() -> None:
             node.serve(prompts[number])
 
             def is_heard(number: int = number, node: Worker = node) -> bool:
-                node.bridge.restart()  # a router that begins to listen asks for no replay: all is told anew
+                node.bridge.restart()  # a router that begins to listen asks for no replay: all is sent anew
                 return router.choose([*prompts[number], 1])[1] > 0
 
             wait_until(is_heard, "the router hears the worker")

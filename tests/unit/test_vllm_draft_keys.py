@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from cachesvc_vllm.draft_keys import LookaheadKeys, draft_lookahead
+from cachesvc_vllm.errors import ConnectorRefused
 from cachesvc_vllm.request_pages import computed_blocks
 
 BLOCK = 4
@@ -98,3 +99,11 @@ def test_how_far_a_drafter_reads_ahead_is_what_vllm_says() -> None:
     assert draft_lookahead(config(None)) == 0
     assert draft_lookahead(config(SimpleNamespace(use_eagle=lambda: False))) == 0
     assert draft_lookahead(config(SimpleNamespace(use_eagle=lambda: True))) == 3
+
+
+def test_a_drafter_that_reads_further_ahead_than_a_block_is_refused() -> None:
+    keys(BLOCK)
+    with pytest.raises(
+        ConnectorRefused, match=rf"reads 5 tokens ahead, more than a block has \({BLOCK}\).*--block-size"
+    ):
+        keys(BLOCK + 1)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_vllm.checkpoint import checkpoint_digest
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.file_digests import FileDigests, Progress, new_hasher
+from cachesvc_vllm.identity import canonical, config_details
 from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
 
 from tests.unit.vllm_rig import (
@@ -23,6 +18,7 @@ from tests.unit.vllm_rig import (
     HubConfig,
     KVCacheConfig,
     LoRAConfig,
+    SpeculativeConfig,
     layers_outermost,
     vllm_config,
 )
@@ -73,6 +69,7 @@ def test_the_identity_is_a_digest_alone_and_the_name_is_for_operators() -> None:
         lambda: name(changed("parallel_config", "data_parallel_rank", 1)),
         lambda: name(changed("kv_transfer_config", "engine_id", "two")),
         lambda: name(runtime=replace(RUNTIME, environment={**RUNTIME.environment, "VLLM_DP_RANK": 1})),
+        lambda: name(runtime=replace(RUNTIME, environment={**RUNTIME.environment, "VLLM_NIXL_SIDE_CHANNEL_PORT": 1})),
     ],
 )
 def test_what_decides_no_byte_does_not_keep_engines_apart(other: Callable[[], str]) -> None:
@@ -109,6 +106,7 @@ def test_what_decides_no_byte_does_not_keep_engines_apart(other: Callable[[], st
         lambda: name(runtime=replace(RUNTIME, packages={"torch": "2.14.0"})),
         lambda: name(runtime=replace(RUNTIME, processor="NVIDIA H200, sm_90")),
         lambda: name(runtime=replace(RUNTIME, environment={"VLLM_BATCH_INVARIANT": True})),
+        lambda: name(runtime=replace(RUNTIME, environment={**RUNTIME.environment, "VLLM_PLUGINS": "mine"})),
         lambda: name(weights="mine@2"),
     ],
 )
@@ -126,6 +124,68 @@ def test_the_longest_sequence_counts_where_position_embeddings_may_look_at_it(ki
     assert (of(1000) != of(2000)) == is_apart
 
 
+def test_the_longest_sequence_counts_where_it_scales_attention() -> None:
+    def of(length: int, **generation: float) -> str:
+        config = changed("model_config", "max_model_len", length)
+        config.model_config.hf_text_config = HubConfig(model_type="llama4_text")
+        config.model_config.try_get_generation_config = lambda: generation
+        return name(config)
+
+    assert of(1000) == of(1000)
+    assert of(1000) != of(100_000)
+    assert of(1000) != of(1000, attn_temperature_tuning=True)
+
+
+def test_a_drafter_s_longest_sequence_counts_as_its_target_s_does() -> None:
+    def of(kind: str, length: int) -> str:
+        config, draft = vllm_config(), vllm_config().model_config
+        draft.hf_text_config = HubConfig(rope_parameters={"rope_type": kind, "factor": 4.0})
+        draft.max_model_len = length
+        config.speculative_config = SpeculativeConfig(
+            method="draft_model", use_eagle=lambda: False, draft_model_config=draft, draft_load_config=None
+        )
+        return name(config)
+
+    assert of("longrope", 1000) != of("longrope", 2000)
+    assert of("yarn", 1000) == of("yarn", 2000)
+
+
+def test_code_of_a_checkpoint_counts_where_it_has_some() -> None:
+    def of(*, trusts: bool, **config: object) -> str:
+        made = changed("model_config", "trust_remote_code", trusts)
+        made.model_config.hf_config = HubConfig(**config)
+        made.model_config.hf_config.auto_map = config.get("auto_map")
+        return name(made)
+
+    assert of(trusts=True) == of(trusts=False)
+    code = {"AutoModelForCausalLM": "modeling_x.X"}
+    assert of(trusts=True, auto_map=code) != of(trusts=False, auto_map=code)
+
+
+def test_a_value_counts_however_deep_it_lies_and_may_lead_back_to_where_it_is() -> None:
+    def nested(leaf: list[int]) -> dict[str, Any]:
+        made: dict[str, Any] = {"leaf": leaf}
+        for _ in range(12):
+            made = {"inner": made}
+        return made
+
+    assert canonical(nested([128, 128])) == canonical(nested([128, 128]))
+    assert canonical(nested([128, 128])) != canonical(nested([64, 64]))
+    one, other = SimpleNamespace(kind=1), SimpleNamespace(kind=2)
+    one.itself, other.itself = one, other
+    assert canonical(one) != canonical(other)
+
+
+def test_operators_see_what_is_set_and_neither_secrets_nor_what_decides_nothing() -> None:
+    config = changed("model_config", "model_loader_extra_config", {"secret_access_key": "hush"})
+    shown = config_details(config, {"VLLM_BATCH_INVARIANT": True, "VLLM_DP_RANK": 3, "VLLM_MLA_DISABLE": False})
+    assert shown["model_config.dtype"] == "torch.bfloat16"
+    assert shown["environment.VLLM_BATCH_INVARIANT"] == "true"
+    assert not {"environment.VLLM_DP_RANK", "environment.VLLM_MLA_DISABLE", "model_config.model"} & set(shown)
+    assert "hush" not in repr(shown)
+    assert all(len(each) <= 48 for each in shown.values())
+
+
 def test_how_adapters_are_computed_keeps_engines_apart_and_how_many_there_are_does_not() -> None:
     def lora(**changes: Any) -> str:
         settings = {"max_loras": 1, "max_lora_rank": 16, "target_modules": None, **changes}
@@ -140,154 +200,8 @@ def test_what_only_pickles_depend_on_does_not_keep_others_apart() -> None:
     assert name(cbor) == name(cbor, runtime=replace(RUNTIME, python="3.12"))
 
 
-# -- the checkpoint ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def digests(tmp_path: Path) -> FileDigests:
-    return FileDigests(tmp_path / "digests")
-
-
-def write(folder: Path, size_bytes: int = 1 << 20, seed: int = 0) -> Path:
-    """A checkpoint of one file of weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(random.Random(seed).randbytes(size_bytes))
-    (folder / "config.json").write_text("{}", encoding="utf-8")
-    return folder
-
-
-def test_each_single_edit_of_a_checkpoint_changes_its_digest(tmp_path: Path, digests: FileDigests) -> None:
-    folder, rng = write(tmp_path / "model", 16 << 20), random.Random(5)
-    first = checkpoint_digest(str(folder), None, digests)
-    weights, found = folder / "model.safetensors", set()
-    for _ in range(60):
-        size, status = rng.choice([1, 128, 8 << 10, 64 << 10, 1 << 20]), weights.stat()
-        at = rng.randrange((16 << 20) - size)
-        with weights.open("r+b") as file:
-            file.seek(at)
-            before = file.read(size)
-            file.seek(at)
-            file.write(bytes(each ^ 0xFF for each in before))
-        os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-        found.add(checkpoint_digest(str(folder), None, digests))
-    assert len(found - {first}) == 60
-
-
-def test_a_folder_may_be_called_anything_and_its_files_may_not(tmp_path: Path, digests: FileDigests) -> None:
-    one, two = write(tmp_path / "one"), write(tmp_path / "deep" / "two")
-    assert checkpoint_digest(str(one), None, digests) == checkpoint_digest(str(two), None, digests)
-    (two / "generation_config.json").write_text('{"temperature": 0.7}', encoding="utf-8")
-    assert checkpoint_digest(str(one), None, digests) == checkpoint_digest(str(two), None, digests)
-    (two / "modeling_two.py").write_text("SCALE = 2", encoding="utf-8")
-    assert checkpoint_digest(str(one), None, digests) != checkpoint_digest(str(two), None, digests)
-
-
-def test_a_link_into_the_hubs_cache_is_its_blobs_name_and_is_not_read(tmp_path: Path, digests: FileDigests) -> None:
-    blobs = tmp_path / "models--org--m" / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / ("ab" * 32)).write_bytes(b"weights")
-    (blobs / ("cd" * 20)).write_bytes(b"{}")  # of git: no digest of the bytes alone
-    snapshot = tmp_path / "models--org--m" / "snapshots" / "1"
-    snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").symlink_to(blobs / ("ab" * 32))
-    (snapshot / "config.json").symlink_to(blobs / ("cd" * 20))
-    first = checkpoint_digest(str(snapshot), None, digests)
-    (blobs / ("ab" * 32)).write_bytes(b"Weights")  # nothing does that; it shows that nothing reads them
-    assert checkpoint_digest(str(snapshot), None, digests) == first
-    (blobs / ("cd" * 20)).write_bytes(b"[]")
-    assert checkpoint_digest(str(snapshot), None, digests) != first
-
-
-def test_a_name_on_a_hub_is_a_commit_and_never_a_branch(digests: FileDigests) -> None:
-    assert checkpoint_digest("org/model", "ab" * 20, digests) == f"org/model@{'ab' * 20}"
-    for revision in (None, "main", "v1.0", "ab" * 10):
-        with pytest.raises(FileNotFoundError, match="may move"):
-            checkpoint_digest("org/model", revision, digests)
-
-
 def test_weights_that_cannot_be_told_are_refused_with_what_to_do(tmp_path: Path) -> None:
     config = changed("load_config", "load_format", "auto")
     config.model_config.model = str(tmp_path)
     with pytest.raises(ConnectorRefused, match='by "model" in kv_connector_extra_config'):
         name(config)
-
-
-def test_a_second_start_reads_nothing_and_a_changed_file_is_read_again(tmp_path: Path, digests: FileDigests) -> None:
-    path = write(tmp_path / "model") / "model.safetensors"
-    read: list[int] = []
-
-    class Counted(Progress):
-        def add(self, size_bytes: int) -> None:
-            read.append(size_bytes)
-
-    first = digests.digest(path, Counted(0))
-    assert digests.digest(path, Counted(0)) == first
-    assert FileDigests(tmp_path / "digests").digest(path, Counted(0)) == first
-    assert read == [1 << 20]
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert digests.digest(path, Counted(0)) != first
-    assert len(read) == 2
-
-
-@pytest.mark.parametrize("damage", [b"", b"blake2b:zz", b"\xff\xfe", b"x" * 100_000])
-def test_an_entry_that_is_none_is_written_again(tmp_path: Path, digests: FileDigests, damage: bytes) -> None:
-    path = write(tmp_path / "model") / "model.safetensors"
-    first = digests.digest(path)
-    (entry,) = [each for each in (tmp_path / "digests").iterdir() if not each.suffix]
-    entry.write_bytes(damage)
-    assert digests.digest(path) == first
-    assert entry.read_text(encoding="ascii") == first
-
-
-def test_what_another_user_may_write_is_not_believed(tmp_path: Path) -> None:
-    path, folder = write(tmp_path / "model") / "model.safetensors", tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(0o777)
-    first = FileDigests(folder).digest(path)
-    assert list(folder.iterdir()) == []
-    folder.chmod(0o700)
-    assert FileDigests(folder).digest(path) == first
-    (entry,) = [each for each in folder.iterdir() if not each.suffix]
-    entry.write_text(f"blake2b:{'0' * 64}", encoding="ascii")
-    entry.chmod(0o666)
-    assert FileDigests(folder).digest(path) == first
-
-
-def test_where_nothing_can_be_kept_files_are_hashed_each_time(tmp_path: Path) -> None:
-    path, blocked = write(tmp_path / "model") / "model.safetensors", tmp_path / "file"
-    blocked.write_bytes(b"")
-    nowhere = FileDigests(blocked / "digests")
-    assert nowhere.digest(path) == nowhere.digest(path) == FileDigests(tmp_path / "kept").digest(path)
-
-
-def test_engines_that_start_together_hash_a_file_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "model", 32 << 20) / "model.safetensors"
-    program = """
-import sys
-from pathlib import Path
-from cachesvc_vllm.file_digests import FileDigests, Progress
-class Counted(Progress):
-    read = 0
-    def add(self, size_bytes): Counted.read += size_bytes
-print(FileDigests(Path(sys.argv[1])).digest(Path(sys.argv[2]), Counted(0)), Counted.read)
-"""
-    command: Sequence[str] = [sys.executable, "-c", program, str(tmp_path / "digests"), str(path)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    said = [process.communicate()[0].split() for process in running]
-    assert len({digest for digest, _ in said}) == 1
-    assert sum(int(read) for _, read in said) == 32 << 20
-
-
-def test_long_hashing_tells_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "cachesvc_vllm.file_digests")
-    times = iter([0.0, 1.0, 6.0, 7.0, 12.0])
-    progress = Progress(4 << 30, lambda: next(times))
-    for _ in range(4):
-        progress.add(1 << 30)
-    told = [each.getMessage() for each in caplog.records]
-    assert [each.split()[1] for each in told] == ["done_gib=2.0", "done_gib=4.0"]
-
-
-def test_the_algorithm_is_a_part_of_the_digest(tmp_path: Path, digests: FileDigests) -> None:
-    path = write(tmp_path / "model") / "model.safetensors"
-    assert digests.digest(path).startswith(f"{new_hasher()[0]}:")

@@ -1,4 +1,4 @@
-"""With a drafter the daemon is told of an output once the next one has come, and without one at once."""
+"""Blocks of an output reach the daemon after the next output with a drafter, at once without one."""
 
 from __future__ import annotations
 

@@ -86,6 +86,10 @@ class LoRAConfig(SimpleNamespace):
     """As vLLM's own, by name."""
 
 
+class SpeculativeConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
 class LoadConfig(SimpleNamespace):
     """As vLLM's own, by name."""
 
@@ -119,8 +123,10 @@ def vllm_config() -> Any:
             nnodes_within_dp=1,
             data_parallel_rank=0,
         ),
-        kv_transfer_config=SimpleNamespace(engine_id="one", kv_role="kv_both"),
         device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="one", kv_connector="CachesvcConnector", kv_role="kv_both", kv_connector_extra_config={}
+        ),
         lora_config=None,
         speculative_config=None,
     )

@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 import zmq
 from cachesvc_client import CacheClient, Lease
-from cachesvc_vllm.slab_layout import GROUP
 
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from tests.vllm.scheduling import BLOCK_TOKENS, DIGEST_BYTES, Engine, Shape
+from tests.vllm.scheduling import Engine
 from tests.vllm.scheduling_runs import STUCK_S, serve, tell
+from tests.vllm.shape import BLOCK_TOKENS, Shape
 
 Chain = tuple[tuple[int, ...], ...]
 """Tokens of a block and of all before it, block by block."""
@@ -87,7 +86,7 @@ class Index:
 
 def matched(engine: Engine, lease: Lease, hashes: Sequence[bytes]) -> tuple[int, int]:
     """What the daemon finds for this engine."""
-    keys = engine.connector._scheduler._book._keys(hashes, b"")  # noqa: SLF001 - vLLM need not know
+    keys = engine.connector._scheduler._book.keys(hashes, b"")  # noqa: SLF001 - vLLM need not know
     with lease.match(keys) as sequence:
         return sequence.device_blocks, sequence.host_blocks
 
@@ -105,12 +104,11 @@ def unlike(engine: Engine, index: Index, lease: Lease) -> list[Any]:
 
 
 @contextmanager
-def asking(socket: str, pages: int) -> Iterator[Lease]:
+def asking(socket: str, shape: Shape) -> Iterator[Lease]:
     """A lease of the engines' model, to match with."""
-    plane = Plane("kv", 0, GROUP, (BLOCK_TOKENS * DIGEST_BYTES,), "uint8")
-    layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,))
     with CacheClient(socket) as client:
-        registration = client.register("m", layout, device_pages=[pages], reserved_pages=1)
+        registration = client.register("m", shape.layout, device_pages=[shape.pages], reserved_pages=1)
+        assert registration.existed, "the engines' model"
         with client.open_lease(registration) as lease:
             yield lease
 
@@ -141,13 +139,13 @@ def main() -> None:
         if round_ < int(deaths):
             die(engines, indexes, rng)
             serve(engines, rng, 100)
-        with asking(socket, shape.pages) as lease:
+        with asking(socket, shape) as lease:
             for engine, index in zip(engines, indexes, strict=True):
                 since_s = time.monotonic()
                 while wrong := unlike(engine, index, lease):
                     index.listen(20)
                     assert time.monotonic() - since_s < STUCK_S, wrong[:5]
-    with asking(socket, shape.pages) as lease:
+    with asking(socket, shape) as lease:
         for engine in engines:
             finds = [matched(engine, lease, request.block_hashes) for request in engine.requests.values()]
             told["requests"] += len(finds)

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.metrics import CacheStats
+from cachesvc_vllm.node import Node, Share, new_instance
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
 from cachesvc_vllm.transfers import WorkerShare
@@ -35,33 +36,10 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.vllm.rig import MODEL
+from tests.vllm.shape import BLOCK_TOKENS, Shape
 
-BLOCK_TOKENS, LONGEST, VOCABULARY = 4, 128, 50
-DIGEST_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
-    by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
-    ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
-    request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
-    engine; empty: it publishes none."""
-
-    pages: int = 96
-    at_a_time: int = 8
-    step_tokens: int = 64
-    stock: int = 4
-    drafts: int = 0
-    draft_blocks: str = ""
-    weights_version: str = ""
-    drafts_late: bool = False
-    is_async: bool = False
-    page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
-    recomputes: bool = True
-    events: str = ""
+LONGEST, VOCABULARY = 128, 50
 
 
 class Worker(WorkerSide):
@@ -125,12 +103,14 @@ class Engine:
             draft_blocks=shape.draft_blocks or "lookahead",
             weights_version=shape.weights_version,
         )
-        plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
-        share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
-        self.worker = Worker(Node(settings, name, share, attaches=True), shape.page_bytes)
+        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
+        instance = new_instance(name)
+        self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = _scheduler(name, settings, shape)
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back)})
+        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
+        self.connector.get_kv_connector_stats = self.take_stats
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
@@ -170,6 +150,13 @@ class Engine:
         with suppress(RuntimeError):  # what is loaded cannot be preempted
             if self.scheduler.reset_prefix_cache(reset_running_requests=True):
                 self.model.root += 1
+
+    def take_stats(self) -> CacheStats | None:
+        """As the connector's, which vLLM asks in each iteration; ``stats`` has the sum."""
+        told: CacheStats | None = self._tell_stats()
+        if told is not None:
+            self.stats.aggregate(told)
+        return told
 
     @property
     def is_adrift(self) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 from cachesvc_vllm.vouching import PagesLapsed
 
-from tests.vllm.scheduling import VOCABULARY, Engine, Shape
+from tests.vllm.scheduling import VOCABULARY, Engine
+from tests.vllm.shape import Shape
 
 STUCK_S = 30.0
 """A run in which nothing happens for so long has failed."""
@@ -278,11 +279,14 @@ def main() -> None:
     """Run, and tell."""
     run, socket, seed = sys.argv[1:]
     engines = RUNS[run](socket, int(seed))
-    told: dict[str, int] = {"whole": 0, "loads": 0, "failed_loads": 0, "preempted": 0}
+    told: dict[str, int] = {"whole": 0, "loads": 0, "failed_loads": 0, "preempted": 0, "again": 0}
     for engine in engines:
         told["loads"] += engine.loads
         told["failed_loads"] += engine.failed_loads
         told["preempted"] += sum(each.num_preemptions for each in engine.requests.values())
+        engine.take_stats()
+        told["again"] += engine.stats.data["preempted_asked_tokens"]
+        assert engine.stats.data["asked_tokens"] <= sum(each.num_prompt_tokens for each in engine.requests.values())
         if run not in ("resets", "weights"):  # else answers are of several weights
             told["whole"] += engine.check_answers()
         assert engine.leftovers() == {}, engine.leftovers()

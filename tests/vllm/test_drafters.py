@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.e2e.rig import Node, running_node
 from tests.vllm.drafter_weights import write_drafting_checkpoints
-from tests.vllm.rig import BLOCK_TOKENS, MODEL, Engine, Fleet, Prompt, engines, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, MODEL, Engine, Fleet, engines, random_prompt, random_requests
 
 REQUESTS, BATCH = 300, 12
 DEVICE_BLOCKS = 160
@@ -83,7 +82,7 @@ def test_random_requests_over_two_drafting_engines_one_of_which_is_killed(
     drafting: tuple[Fleet, dict[str, Any]], alone: Engine
 ) -> None:
     fleet, options = drafting
-    requests = _requests(7, REQUESTS)
+    requests = random_requests(7, REQUESTS)
 
     def engine(node: Node) -> Engine:
         return fleet.engine(node.socket, DEVICE_BLOCKS, options=options)
@@ -126,14 +125,3 @@ def test_a_drafter_that_is_wider_than_its_target_shares_too(tmp_path: Path) -> N
             said.append([answer.said for answer in answers])
         assert said[0] == said[1]
         assert node.problems() == []
-
-
-def _requests(seed: int, count: int) -> list[Prompt]:
-    """Prompts of up to 13 blocks, most of which begin as others do and go on otherwise."""
-    rng = random.Random(seed)
-    heads = [random_prompt(each, 10).tokens for each in range(6)]
-    requests = []
-    for each in range(count):
-        head = rng.choice(heads)[: rng.randrange(0, 10 * BLOCK_TOKENS)]
-        requests.append(random_prompt(1000 + each, rng.random() * 3 + 0.1, new=rng.randrange(1, 40), head=head))
-    return requests

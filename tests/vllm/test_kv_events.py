@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -12,37 +9,16 @@ import msgspec
 import zmq
 
 from tests.e2e.rig import Node, running_node, short_folder
-from tests.vllm.rig import PYTHON_VARIABLE, ROOT, Engine, Fleet, engine_environment, engines, random_prompt
+from tests.vllm.harness import daemon_faults, run_module
+from tests.vllm.rig import Engine, Fleet, engines, random_prompt
 
 
 def run(node: Node, seed: int, *, resets: float = 0, deaths: int = 0) -> dict[str, int]:
-    """What became of a run. The daemon dies and comes back as it asks for."""
+    """Return the counts of a run. The daemon dies and comes back when the run asks for it."""
+    faults = daemon_faults(node.daemon.kill, node.daemon.start)
     with short_folder() as folder:
-        process = subprocess.Popen(
-            [
-                os.environ[PYTHON_VARIABLE],
-                *("-m", "tests.vllm.event_runs", node.socket, str(seed), str(folder), str(resets), str(deaths)),
-            ],
-            cwd=ROOT,
-            env=engine_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        told = ""
-        with process:
-            for line in process.stdout:
-                if line.strip() in ("@kill", "@start"):
-                    (node.daemon.kill if line.strip() == "@kill" else node.daemon.start)()
-                    process.stdin.write("done\n")
-                    process.stdin.flush()
-                else:
-                    told = line
-        assert process.returncode == 0
-    found: dict[str, int] = json.loads(told)
-    return found
+        arguments = (node.socket, str(seed), str(folder), str(resets), str(deaths))
+        return run_module("tests.vllm.event_runs", *arguments, faults=faults)
 
 
 def test_an_index_of_vllms_events_is_what_a_match_finds() -> None:
@@ -76,7 +52,7 @@ class Listener:
         self.blocks: dict[int, Any] = {}
 
     def take_until(self, count: int) -> dict[int, Any]:
-        """Listen until so many are announced."""
+        """Listen until the given number is announced."""
         while len(self.blocks) < count:
             for event in msgspec.msgpack.decode(self._socket.recv_multipart()[2])[1]:
                 if event["type"] == "BlockStored" and event["medium"] == "GPU":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import grpc
@@ -11,7 +10,7 @@ from cachesvc_ctl.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import FLAGS, short_folder
-from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, check_daemon, random_prompt, random_requests
 
 REQUESTS = 300
 BATCH = 12
@@ -55,17 +54,6 @@ def two(node: Node, plain: Engine) -> Iterator[list[Engine]]:
     finally:
         for engine in running:
             engine.kill_if_running()
-
-
-def random_requests(seed: int, count: int) -> list[Prompt]:
-    """Prompts of up to 24 blocks, most of which begin as others do."""
-    rng = random.Random(seed)
-    heads = [random_prompt(each, 10).tokens for each in range(6)]
-    requests = []
-    for each in range(count):
-        head = rng.choice(heads)[: rng.randrange(0, 10 * BLOCK_TOKENS)]
-        requests.append(random_prompt(1000 + each, rng.random() * 3 + 0.1, new=rng.randrange(1, 40), head=head))
-    return requests
 
 
 def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(

@@ -70,7 +70,7 @@ class KvEventMapper:
         for run in batch.runs:
             if not self._concerns(run.spot) or run.kind is Kind.COPY_FAILED:
                 continue
-            # The mirror is as it is behind the batch: a block that comes and goes within it is never announced.
+            # The mirror has the state after the batch: a block that comes and goes within it is not announced.
             keys = [key for key in run.keys if (run.spot in self.mirror.spots.get(key, ())) == run.present]
             if not run.present:
                 out += self._removed(run.spot, keys)

@@ -141,9 +141,9 @@ class SequenceRecord:
 
         return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix), apply, fail)
 
-    def publish(self, upto_blocks: int, keys: PackedKeys) -> Operation[Published]:
-        """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
-        first, wanted = self.begin_publish(upto_blocks, keys)
+    def publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> Operation[Published]:
+        """Seal blocks up to ``upto_blocks``. ``keys``: from block ``first_key`` on, or empty where known."""
+        first, wanted = self.begin_publish(upto_blocks, keys, first_key=first_key)
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
             return self.published(upto_blocks, parse_publish(response))
@@ -151,10 +151,10 @@ class SequenceRecord:
         request = build_publish(self.id, first, upto_blocks - first, wanted)
         return self._operation(PUBLISH, request, apply, self.refuse_publish)
 
-    def begin_publish(self, upto_blocks: int, keys: PackedKeys) -> tuple[int, bytes]:
+    def begin_publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> tuple[int, bytes]:
         """Note that blocks up to ``upto_blocks`` are published. Returns the first of them, and their keys to send:
         empty where ``keys`` is and Match had them. Given keys are always sent: the daemon compares them with Match's.
-        """
+        They begin at block ``first_key``."""
         self._require_usable()
         first = self.asked_blocks
         if upto_blocks < first:
@@ -164,12 +164,14 @@ class SequenceRecord:
         wanted = b""
         if upto_blocks > self.known_keys or keys:
             chain = packed(keys)
-            if len(chain) < upto_blocks * KEY_BYTES:
+            if first_key > first:
+                raise InvalidRequest(f"block {first} comes next, and the keys begin at block {first_key}")
+            if len(chain) < (upto_blocks - first_key) * KEY_BYTES:
                 raise InvalidRequest(
                     f"publish up to block {upto_blocks} needs the keys of all {upto_blocks} blocks from the root on; "
-                    f"{len(chain) // KEY_BYTES} were given, and Match was told {self.known_keys}"
+                    f"{first_key + len(chain) // KEY_BYTES} were given, and Match was told {self.known_keys}"
                 )
-            wanted = bytes(chain[first * KEY_BYTES : upto_blocks * KEY_BYTES])
+            wanted = bytes(chain[(first - first_key) * KEY_BYTES : (upto_blocks - first_key) * KEY_BYTES])
         self.asked_blocks = upto_blocks
         return first, wanted
 
