@@ -104,9 +104,10 @@ def open_lease(
     request_id: int,
     now: float,
     instance: str = "",
+    quota: int = 0,
 ) -> Lease:
     """A lease for the process behind ``token``: the one that ``find_lease`` finds, or a new one. Of an ``instance`` the
-    process is a member from now on.
+    process is a member from now on. ``quota``: of leases of its tenant, 0 where it has none.
 
     Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining, Unavailable (the model is out
     of service).
@@ -114,6 +115,7 @@ def open_lease(
     process = _process(core, token)
     lease = find_lease(core, model_id, replica_id, token, request_id, instance)
     if lease is None:
+        _require_room(core, process, quota)
         lease = _new_lease(core, model_id, replica_id, engine, process, now)
         lease.opened_by = (token, request_id)
         lease.instance = instance
@@ -127,15 +129,25 @@ def open_lease(
     return lease
 
 
+def _require_room(core: Core, process: Process, quota: int) -> None:
+    """A process has its share of all leases while others are connected or hold some, unless its tenant has a quota.
+    Alone it may take all: a process without a lease gets its first one beyond the limit, up to a quarter more.
+
+    Raises LimitExceeded.
+    """
+    ledger, limit = core.ledger, core.limits.leases
+    held = Counter(each.party for each in ledger.leases.values())
+    own, most = held[process.party], limit if held[process.party] else limit + max(1, limit // 4)
+    if len(ledger.leases) >= most:
+        raise LimitExceeded("leases", len(ledger.leases) + 1, most)
+    is_alone = all(each.party == process.party for each in ledger.processes.values()) and held.total() == own
+    if not quota and not is_alone and own >= (share := most_of(process.party, held, limit)):
+        raise LimitExceeded("leases of this process", own + 1, share)
+
+
 def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process: Process, now: float) -> Lease:
     if core.ledger.draining:
         raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
-    if len(core.ledger.leases) >= core.limits.leases:
-        raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
-    party = (process.uid, process.pid) if process.pid else process.token
-    held = Counter(each.party for each in core.ledger.leases.values())
-    if held[party] >= (most := most_of(party, held, core.limits.leases)):
-        raise LimitExceeded("leases of this process", held[party] + 1, most)
     model = core.ledger.model(model_id)
     model.require_trusted()
     replica = model.replica(replica_id)
@@ -144,7 +156,7 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
-    lease.party = party
+    lease.party = process.party
     lease.blocks_per_sequence = core.limits.blocks_per_sequence
     core.ledger.leases[lease.id] = lease
     model.last_used = now

@@ -145,3 +145,8 @@ class Process:
     uid: int
     gids: frozenset[int] = frozenset()
     leases: set[str] = field(default_factory=set)
+
+    @property
+    def party(self) -> Party:
+        """Whose share it counts to: one process may have several life connections."""
+        return (self.uid, self.pid) if self.pid else self.token

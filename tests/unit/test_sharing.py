@@ -15,11 +15,15 @@ from cachesvc.model.words import WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of, serve
 
 
-def lease_of(rig: Rig, pid: int) -> Lease:
-    token = b"process of pid %d" % pid
+def token_of(pid: int) -> bytes:
+    return b"process of pid %d" % pid
+
+
+def lease_of(rig: Rig, pid: int, quota: int = 0) -> Lease:
+    token = token_of(pid)
     if token not in rig.core.ledger.processes:
         process_arrived(rig.core, token, pid, 1000)
-    return open_lease(rig.core, rig.model.id, 0, f"engine {pid}", token, 0, 0.0)
+    return open_lease(rig.core, rig.model.id, 0, f"engine {pid}", token, 0, 0.0, quota=quota)
 
 
 def on_host(blocks: int) -> Rig:
@@ -67,16 +71,45 @@ def test_backups_leave_a_quarter_of_all_transfers_to_what_processes_ask_for() ->
     assert len(rig.core.ledger.tickets.running) == 12
 
 
-def test_a_process_leaves_leases_to_the_next() -> None:
+def with_leases(limit: int, *pids: int) -> Rig:
+    """A rig of so many leases at a time, to which these processes are connected."""
     rig = rig_of(one_group(), device=(4,))
-    rig.core.limits = Limits(leases=16)
-    for _ in range(12):
+    rig.core.limits = Limits(leases=limit)
+    for pid in pids:
+        process_arrived(rig.core, token_of(pid), pid, 1000)
+    return rig
+
+
+def opened(rig: Rig, pid: int, quota: int = 0) -> int:
+    """How many leases the process can open, until it is refused."""
+    for count in range(100):
+        try:
+            lease_of(rig, pid, quota)
+        except LimitExceeded:
+            return count
+    return 100
+
+
+def test_a_process_leaves_leases_to_others_that_are_connected() -> None:
+    rig = with_leases(16, 1, 2)
+    assert opened(rig, 1) == 12
+    with pytest.raises(LimitExceeded, match="leases of this process: 13 is more than the limit of 12"):
         lease_of(rig, 1)
-    with pytest.raises(LimitExceeded, match="leases of this process"):
+    assert [opened(rig, pid) for pid in (2, 3)] == [3, 1]
+
+
+def test_a_process_that_is_alone_may_open_all_leases_and_the_next_still_gets_one() -> None:
+    rig = with_leases(16, 1)
+    assert opened(rig, 1) == 16
+    with pytest.raises(LimitExceeded, match="leases: 17 is more than the limit of 16"):
         lease_of(rig, 1)
-    for _ in range(3):
-        lease_of(rig, 2)
-    lease_of(rig, 3)
+    assert [opened(rig, pid) for pid in range(2, 8)] == [1, 1, 1, 1, 0, 0], "a quarter more, one for each"
+
+
+def test_a_process_whose_tenant_has_a_quota_has_no_share_beside_it() -> None:
+    rig = with_leases(16, 1, 2)
+    assert opened(rig, 1, quota=16) == 16
+    assert opened(rig, 2) == 1
 
 
 def test_a_share_is_never_nothing_and_leaves_room_for_one_that_comes_new() -> None:

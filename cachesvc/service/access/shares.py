@@ -30,15 +30,16 @@ class SharedQuotas(Quotas):
         super().__init__(core, of, tenants)
         self._working = working
 
-    def check_open(self, tenant: str) -> None:
-        """Before a lease is opened. Raises QuotaExceeded."""
-        super().check_open(tenant)
+    def check_open(self, tenant: str) -> int:
+        """Before a lease is opened: the tenant's quota of leases, 0 where it has none. Raises QuotaExceeded."""
+        quota = super().check_open(tenant)
         ledger = self._core.ledger
-        if not self._of(tenant).leases and self._is_shared(tenant):
+        if not quota and self._is_shared(tenant):
             held = Counter(ledger.models[lease.model].tenant for lease in ledger.leases.values())
             most = most_of(tenant, held, self._core.limits.leases)
             if held[tenant] >= most:
                 self._refuse(tenant, "leases", held[tenant] + 1, most, "close one; without a quota it is a share")
+        return quota
 
     def budget(self, tenant: str) -> Budget:
         """What its pools may take."""
