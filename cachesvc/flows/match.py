@@ -50,7 +50,7 @@ def match(
         raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
-    held, most = core.ledger.key_bytes[lease.party] + len(keys), core.limits.key_bytes_per_process
+    held, most = core.ledger.key_bytes.get(lease.party, 0) + len(keys), core.limits.key_bytes_per_process
     if held > most:
         raise LimitExceeded("bytes of keys of this process's open sequences", held, most)
     _tell_time(model, clock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -134,7 +134,7 @@ class Ledger:
         self.lost: OrderedDict[str, str] = OrderedDict()
         self.processes: dict[bytes, Process] = {}
         self.tickets = TicketBook(keep_tickets)
-        self.key_bytes = Counter[Party]()
+        self.key_bytes: dict[Party, int] = {}
         """Of the keys that each process's open sequences were matched with."""
         self.draining = False
         self.ages = Ages()

@@ -6,7 +6,6 @@ Flows tell a sequence what happens to it and take nothing from it by hand; ``end
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,20 +29,6 @@ Keep = Callable[[int, "array[int]"], None]
 
 WINDOW_COST = 8
 """A windowed copy that is let go of costs as much as so many pages: it is a candidate from then on."""
-
-
-class Charge(NamedTuple):
-    """Bytes that count as held by a process."""
-
-    held: Counter[Party]
-    party: Party
-    size_bytes: int
-
-    def give_back(self) -> None:
-        """They are held no longer."""
-        self.held[self.party] -= self.size_bytes
-        if not self.held[self.party]:
-            del self.held[self.party]
 
 
 class SwappedPages(NamedTuple):
@@ -79,12 +64,13 @@ class Sequence(BlockTables):
         self.swapped: list[SwappedPages] = []
         self.is_open = True
         self.freed = 0
-        self.charged: Charge | None = None
+        self.charged: tuple[dict[Party, int], Party, int] | None = None
 
-    def charge(self, held: Counter[Party], party: Party) -> None:
-        """The keys that it was matched with count as held by ``party`` until it ends."""
-        self.charged = Charge(held, party, len(self.keys))
-        held[party] += len(self.keys)
+    def charge(self, held: dict[Party, int], party: Party) -> None:
+        """The bytes of keys that it was matched with count as held by ``party`` until it ends."""
+        if size_bytes := len(self.keys):
+            self.charged = held, party, size_bytes
+            held[party] = held.get(party, 0) + size_bytes
 
     def remember(self, recent: RecentRequest) -> None:
         """It is the request ``recent``, which is told how it ends."""
@@ -286,7 +272,7 @@ class Sequence(BlockTables):
                 return False  # what it takes over is pinned until then
             self.is_open = False
             if self.charged is not None:
-                self.charged.give_back()
+                _give_back(*self.charged)
             self.windows.look_back(self.sealed, self.anchor)
             if self.room is not None:
                 self.room.release()
@@ -333,3 +319,11 @@ class Sequence(BlockTables):
             if not most:
                 break
         return not self.swapped_pages
+
+
+def _give_back(held: dict[Party, int], party: Party, size_bytes: int) -> None:
+    left = held[party] - size_bytes
+    if left:
+        held[party] = left
+    else:
+        del held[party]

@@ -30,6 +30,8 @@ def test_keys_of_open_sequences_are_bounded_for_each_process_and_given_back() ->
     rig.run(match, b.id, 1, chain(*"abcd"), 0)
     rig.run(release, a.id, 1)
     rig.run(match, a.id, 99, chain(*"wxyz"), 0)
+    for number in range(2):
+        rig.run(match, b.id, number + 2, b"", 0)
     for lease in (a, also_a, b):
         close_lease(rig.core, lease.id, quiesced=True)
     assert not rig.core.ledger.key_bytes
