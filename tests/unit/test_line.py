@@ -10,6 +10,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.leases import lose_silent, process_gone
 from cachesvc.flows.turns import tidy
 from cachesvc.ledger.reservations import Reservation
+from cachesvc.model.words import PageState
 from cachesvc.service.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.node import LANDINGS
 from tests.unit.dispatch_rig import Desk
@@ -140,8 +141,7 @@ def test_leases_that_end_together_are_torn_down_in_turns() -> None:
             lose_silent(rig.core, 1.0, 1e9)
         else:
             process_gone(rig.core, TOKEN + b"a")
-        assert sum(pool.free for pool in rig.place().pools) <= 4
-        assert len(rig.core.chores) >= 15
+        assert rig.place().pools[0].counts[PageState.PRIVATE] >= 60, "one lease has had a turn"
         while rig.core.chores:
             tidy(rig.core.chores)
             rig.check()

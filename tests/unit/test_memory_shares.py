@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from cachesvc.flows.core import Limits
@@ -67,14 +69,27 @@ async def test_a_process_with_too_many_half_read_frames_loses_the_lane_that_goes
 ) -> None:
     monkeypatch.setattr(lanes, "MOST_HALF_READ_BYTES", 4 * READ_BYTES)
     async with LaneSite() as site:
-        peers = [await greeted(site) for _ in range(4)]
+        half_read = HEADER.pack(FRAME_BYTES, METHODS["Match"], 0, 0, 1) + bytes(READ_BYTES)
         other = site.connect(b"another process")
         await other.hello()
-        for peer in peers:
-            await peer.send(HEADER.pack(FRAME_BYTES, METHODS["Match"], 0, 0, 1) + bytes(READ_BYTES))
+        also_other = site.connect(b"another process")
+        await also_other.hello()
+        peers = [await greeted(site) for _ in range(4)]
+        for peer in (also_other, *peers):
+            await peer.send(half_read)
             await turns(8)
-        assert 1 <= site.lanes.count - 1 < len(peers)
+        assert await peers[-1].frame() is None, "each has room for 512 KiB: the third and the fourth go beyond"
+        assert site.lanes.count == 4
         await other.send(encode(PING, 0, 0, 9, b""))
         answer = await other.frame()
         assert answer is not None
         assert answer.tag == 9
+
+
+async def test_a_long_frame_before_hello_ends_its_lane() -> None:
+    async with LaneSite() as site:
+        peer = site.connect()
+        await peer.send(HEADER.pack(FRAME_BYTES, METHODS["Match"], 0, 0, 1) + bytes(100))
+        peer.socket.shutdown(socket.SHUT_WR)
+        assert await peer.refusal() == (0, "LIMIT")
+        assert await peer.frame() is None

@@ -28,7 +28,7 @@ def lease_of(rig: Rig, pid: int, quota: int = 0) -> Lease:
 
 def on_host(blocks: int) -> Rig:
     """A rig whose host has so many prompts of one block, and the device none."""
-    rig = rig_of(one_group(), device=(blocks,), host=(blocks,), policy=WritePolicy.WRITE_THROUGH)
+    rig = rig_of(one_group(), device=(blocks + 8,), host=(blocks + 8,), policy=WritePolicy.WRITE_THROUGH)
     lease = rig.lease("writer")
     for number in range(blocks):
         serve(rig, lease, number + 1, [number])
@@ -60,6 +60,22 @@ def test_a_process_with_many_loads_leaves_room_for_those_of_the_next(limit: str)
     assert prefetched(rig, lease_of(rig, 2), range(40, 64)) == 8
     rig.settle()
     assert prefetched(rig, lease_of(rig, 3), range(24, 40)) == 16
+
+
+def test_processes_that_ask_at_once_have_equal_shares_and_backups_are_none_of_them() -> None:
+    rig = on_host(64)
+    rig.core.limits = Limits(running_tickets=32)
+    writer = rig.lease("writer")
+    for number in range(100, 104):
+        serve(rig, writer, number + 1, [number])
+    a, b = lease_of(rig, 1), lease_of(rig, 2)
+    assert prefetched(rig, a, range(10)) == 10
+    assert len(rig.core.ledger.tickets.running) == 14
+    assert prefetched(rig, b, range(10, 40)) == 16
+    rig.settle()
+    for number in range(200, 204):
+        serve(rig, writer, number + 1, [number])
+    assert prefetched(rig, a, range(26, 60)) == 24
 
 
 def test_backups_leave_a_quarter_of_all_transfers_to_what_processes_ask_for() -> None:
@@ -95,6 +111,9 @@ def test_a_process_leaves_leases_to_others_that_are_connected() -> None:
     assert opened(rig, 1) == 12
     with pytest.raises(LimitExceeded, match="leases of this process: 13 is more than the limit of 12"):
         lease_of(rig, 1)
+    process_arrived(rig.core, b"its other connection", 1, 1000)
+    with pytest.raises(LimitExceeded, match="leases of this process: 13"):
+        open_lease(rig.core, rig.model.id, 0, "engine 1", b"its other connection", 0, 0.0)
     assert [opened(rig, pid) for pid in (2, 3)] == [3, 1]
 
 
