@@ -64,8 +64,9 @@ def allocated(blocks: range) -> Result:
 
 def test_a_daemon_that_takes_no_columns_is_refused_before_a_step(daemon: FakeDaemon) -> None:
     daemon.knows_columns = False
-    with CacheClient(daemon.path) as client, client.open_lease(client.register("m", LAYOUT)) as lease:
-        with pytest.raises(NotSupported, match="upgrade it to release 0.2"):
+    with CacheClient(daemon.path) as client:
+        lease = client.open_lease(client.register("m", LAYOUT))
+        with pytest.raises(NotSupported, match=r"upgrade it to release 0\.2"):
             lease.step()
 
 
