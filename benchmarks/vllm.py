@@ -39,7 +39,7 @@ AGENTS = 4
 
 @dataclass
 class Run:
-    """What was asked for, and what has been found so far."""
+    """Options of a run, and its results so far."""
 
     options: argparse.Namespace
     fleet: Fleet
@@ -228,7 +228,7 @@ def _drafts(engine: Engine) -> dict[str, Any]:
 
 
 def _drafts_told(drafted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How much each drafted, and how far its answers are from the first one's."""
+    """Draft counts of each engine, and the distance of its answers from the first one's."""
     first = drafted["computed"]["said"]
     return [
         {
@@ -250,7 +250,7 @@ def _figures(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside(mine: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How far both are apart, for a hit and for what both computed."""
+    """Distance of both answers, for a hit and for what both computed."""
     return [
         {
             "tokens": size,
