@@ -37,7 +37,7 @@ class PendingColumns:
         self._calls = calls
 
     def answer(self, timeout_s: float | None = None) -> ColumnsAnswer:
-        """What became of them; plain answers are in the columns by then. Raises as ``PendingStep.results``."""
+        """Results by column; plain answers are in the columns by then. Raises as ``PendingStep.results``."""
         return drive(self._calls.answer(timeout_s))
 
 
@@ -50,14 +50,14 @@ class StepStream:
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
-        stock is not among them, and other engines take from them too."""
+        """Free device pages of each group as of the last answer; empty before the first answer. The stock is not among
+        them, and other engines take from them too."""
         return self._calls.free_pages
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
-        take a transfer, such as their write-back, before they are free."""
+        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
+        a transfer, such as their write-back, before they are free."""
         return self._calls.evictable_pages
 
     def batch(self) -> StepBatch[Sequence]:
@@ -117,7 +117,7 @@ class StepStream:
         release: Slots | None = None,
         batch: StepBatch[Any] | None = None,
     ) -> PendingColumns:
-        """As ``submit_columns``; collect the answer later."""
+        """Send like ``submit_columns``; collect the answer later."""
         return PendingColumns(
             drive(
                 self._calls.send_columns(
@@ -127,7 +127,8 @@ class StepStream:
         )
 
     def tell(self) -> None:
-        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
+        ``send``."""
         drive(self._calls.tell())
 
     def close(self) -> None:

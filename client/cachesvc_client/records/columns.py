@@ -74,8 +74,8 @@ class SequenceColumns(Generic[H]):
 
 
 class ColumnsRecord(Generic[H]):
-    """What is known of the sequences of some columns, by slot. ``asked``, ``known``: up to where publishing was asked
-    for, and keys are known; ``parts``: of steps that have no answer yet; ``untold``: growth that the next step tells.
+    """State of the sequences of some columns, by slot. ``asked``, ``known``: up to where publishing was asked
+    for, and keys are known; ``parts``: of steps that have no answer yet; ``untold``: growth that the next step reports.
     ``_sound``: the slots that were looked at last, as bytes: an engine's batch is mostly that of its last step.
     """
 
@@ -150,7 +150,7 @@ class ColumnsRecord(Generic[H]):
         recycle: tuple[Slots, npt.ArrayLike] | None,
         release: Slots | None,
     ) -> ColumnsPart:
-        """What one step is to carry. Everything is checked before anything changes. Raises InvalidRequest, StockEmpty,
+        """Contents of one step. Everything is checked before anything changes. Raises InvalidRequest, StockEmpty,
         LimitExceeded."""
         self._checked = None
         growth = None
@@ -200,7 +200,7 @@ class ColumnsRecord(Generic[H]):
         after: Counts,
         total: int,
     ) -> Growing:
-        """Take stock pages and write the cells, before anybody is told."""
+        """Take stock pages and write the cells, before the daemon gets the step."""
         assert self._lease.stock is not None
         rows: npt.NDArray[Any] = slots
         positions: npt.NDArray[Any] = before.astype(np.intp)
@@ -279,7 +279,7 @@ class ColumnsRecord(Generic[H]):
     # -- what answers change ---------------------------------------------------------------------------------------
 
     def record(self, slot: int) -> SequenceRecord:
-        """What is known of the sequence of a slot, but for what the columns hold. Raises InvalidRequest."""
+        """State of the sequence of a slot, but for what the columns hold. Raises InvalidRequest."""
         holder = self._holders[slot] if 0 <= slot < len(self._holders) else None
         if holder is None:
             raise InvalidRequest(f"slot {slot} holds no sequence")
@@ -307,7 +307,7 @@ class ColumnsRecord(Generic[H]):
             self._with_spares.add(slot)
 
     def free(self, slot: int) -> None:
-        """Nobody uses the slot any more."""
+        """Mark the slot unused."""
         self.tables[:, slot, : self.blocks[slot]] = NO_PAGE
         for column in (self.blocks, self.sealed, self.asked, self.known, self.ids):
             column[slot] = 0

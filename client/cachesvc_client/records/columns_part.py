@@ -1,4 +1,4 @@
-"""What a step carries of an engine's columns, and how its answer changes them. No I/O."""
+"""Columns that one step carries, and the changes by its answer. No I/O."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lent(Protocol):
     untold: list[Growing]
 
     def record(self, slot: int) -> SequenceRecord:
-        """What is known of the sequence of a slot."""
+        """State of the sequence of a slot."""
 
     def pull(self, slot: int) -> SequenceRecord:
         """Its record, with what the columns hold."""
@@ -72,7 +72,7 @@ class Lent(Protocol):
         """The columns hold what its record has."""
 
     def free(self, slot: int) -> None:
-        """Nobody uses the slot any more."""
+        """Mark the slot unused."""
 
     def end_later(self, slot: int, launch: int) -> None:
         """Its sequence is released once a launch has ended; the slot is free."""
@@ -207,7 +207,7 @@ class ColumnsPart:
             columns.end_later(slot, self._launch)
 
     def tell_again(self) -> None:
-        """The step was refused as a whole: its growth is told by the next."""
+        """Report the growth again in the next step: this one was refused as a whole."""
         self._columns.untold = self._growing + self._columns.untold
         self._growing = []
         self.counts = 0, *self.counts[1:]
