@@ -1,4 +1,4 @@
-"""A GPU's slices as they end: who waits for the last one of a job is awake by then, and sleeps through all others."""
+"""A GPU's slices as they end: the waiter for the last one of a job is awake by then, and sleeps through all others."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_who_waits_for_a_job_is_woken_before_its_last_slice_has_landed_and_again
         (piece(word=None), []),
         (replace(piece(), word_value=None), []),
     ],
-    ids=["not the last", "nobody waits", "no word", "no value"],
+    ids=["not the last", "no waiter", "no word", "no value"],
 )
 def test_nobody_is_woken_early_for_anything_else(of: Slice, woken: list[int]) -> None:
     made, queue, timeline = runner()
@@ -124,7 +124,7 @@ def test_nobody_is_woken_early_for_anything_else(of: Slice, woken: list[int]) ->
 
 
 def test_a_slice_that_lands_long_before_it_was_expected_is_not_slept_through() -> None:
-    """As wide rows do behind narrow ones, by whose speed they were expected."""
+    """Wide rows land so behind narrow ones, by whose speed they were expected."""
     made, queue, timeline = runner()
     started = made.submit(replace(piece(), size_bytes=1 << 60))
     waiting = threading.Thread(target=made.wait, args=(started,), daemon=True)

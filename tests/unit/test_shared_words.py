@@ -217,7 +217,7 @@ def test_words_work_with_the_fence_of_other_processors(
 def test_who_is_woken_before_the_word_has_moved_looks_without_sleeping(
     shared: tuple[int, Words], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sets it then need not wake anybody, or may do it late."""
+    """The process that sets it then need not wake a waiter, or may do it late."""
     monkeypatch.setattr(futex, "EARLY_S", FOREVER_S)
     _, words = shared
     looks = threading.Semaphore(0)
@@ -235,7 +235,7 @@ def test_who_is_woken_before_the_word_has_moved_looks_without_sleeping(
         pass
     for _ in range(1000):
         assert looks.acquire(timeout=60)
-    words[5] = 1  # and wakes nobody
+    words[5] = 1  # and wakes no waiter
     thread.join(60)
     assert seen == [True]
 
