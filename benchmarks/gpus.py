@@ -322,8 +322,7 @@ def load(fleet: Fleet, at: int, blocks: int) -> float:
 
 
 def rate_in(log: Log, first: float, moved: int) -> float:
-    """GB/s of tickets of ``moved`` bytes in the ``WINDOW_SECONDS`` from ``first`` on; a ticket that overlaps an end
-    counts in part."""
+    """GB/s of tickets of ``moved`` bytes in ``WINDOW_SECONDS`` from ``first`` on; overlapping tickets count in part."""
     last = first + WINDOW_SECONDS
     shares = (max(0.0, min(ended, last) - max(began, first)) / (ended - began) for began, ended in log)
     return moved * sum(shares) / WINDOW_SECONDS / 1e9

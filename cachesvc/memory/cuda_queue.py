@@ -1,4 +1,4 @@
-"""What runs on a GPU's two streams: slices of copies, and the words that tell how far they have come."""
+"""Work on a GPU's two streams: slices of copies, and the words that show their progress."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cachesvc.model.transfer import Direction, Urgency
 SLICES_ON_WAY = 2
 """While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
 NEAR_S = 300e-6
-"""So long before a job should have landed this thread stops sleeping, and looks as long after it: to wake up takes a
-sleeper 50 to 100 us, in the driver too, and whoever waits for the job takes that once more (H100, 2026-11)."""
+"""Time around a job's expected end in which this thread polls instead of sleeping, seconds. To wake up takes a sleeper
+50 to 100 us, in the driver too, and the waiter for the job that time once more (H100, 2026-11)."""
 SLEEPER_LATE_S = 60e-6
-"""How long after a slice has landed the driver wakes who sleeps until then (H100, 2026-11)."""
+"""Delay of the driver's wake-up after a slice has landed, seconds (H100, 2026-11)."""
 USUAL_BYTES_PER_S = 50e9
-"""Of a link, until its slices have told."""
+"""Assumed rate of a link, until its slices have shown it."""
 TELLING_BYTES = 4 << 20
-"""Of a slice that tells how fast its link is: in smaller ones the driver's own time is too much."""
+"""Least size of a slice that shows the rate of its link: in smaller ones the driver's own time dominates."""
 
 
 class CudaSheet(Sheet):
@@ -99,7 +99,7 @@ class PracticeGround:
 
 
 class _OnWay(NamedTuple):
-    """A slice that was queued, when, and the word that moves with it. ``is_awaited``: somebody waits for its end."""
+    """A slice that was queued, when, and the word that moves with it. ``is_awaited``: its end has a waiter."""
 
     mark: GpuMark
     word: int | None
@@ -150,8 +150,8 @@ class CudaRunner:
             raise
 
     def wait(self, started: object) -> None:
-        """Until the mark is reached; then wake who waits on its word. Where that is a job's last, they are woken once
-        before too, to be awake by then. Raises RuntimeError, and Unavailable once the GPU has broken."""
+        """Wait until the mark is reached, then wake the waiters on its word. Where that is a job's last, they are woken
+        once before too, to be awake by then. Raises RuntimeError, and Unavailable once the GPU has broken."""
         assert isinstance(started, _OnWay)
         try:
             has_slept = not (started.is_awaited and self._has_landed_in_time(started))
@@ -182,7 +182,7 @@ class CudaRunner:
         return True
 
     def _learn(self, started: _OnWay, landed_at: float) -> None:
-        """How fast the link is, from a slice that has landed: what it waited for had landed before."""
+        """Learn the link's rate from a slice that has landed: what it waited for had landed before."""
         took_s = landed_at - max(self._landed_at, started.queued_at)
         self._landed_at = landed_at
         if started.size_bytes >= TELLING_BYTES and took_s > 0:
