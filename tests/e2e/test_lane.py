@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -14,14 +13,13 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from cachesvc_client import CacheClient, DaemonUnavailable, LeaseLost, Transport
-from cachesvc_client.aio.client import AsyncCacheClient
 from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_client.wire.methods import MATCH, RELEASE
 from kvcache.v1 import admin_pb2, cache_pb2, cache_pb2_grpc
 
 from cachesvc.wire.lane import METHODS, encode
-from tests.e2e.engine import PLAIN, Engine, prompt
+from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
 from tests.e2e.scraping import scrape, total
 
@@ -191,24 +189,6 @@ def test_a_lane_ends_with_its_life_connection(node: Node) -> None:
     with pytest.raises(grpc.RpcError):
         lane.call(METHODS["Release"], RELEASE, cache_pb2.ReleaseRequest(lease_id="x"), 5.0, ())
     lane.close()
-
-
-async def test_the_awaited_client_takes_the_lane_too(node: Node) -> None:
-    async with AsyncCacheClient(node.socket) as client:
-        assert client.transport == "lane"
-        registration = await client.register("model@1", PLAIN, device_pages=[64], host_pages=[0])
-        async with client.open_lease(registration) as lease:
-            sequences = await asyncio.gather(*(lease.match(bytes([number]) * 32) for number in range(8)))
-            await asyncio.gather(*(sequence.allocate(2) for sequence in sequences))
-            async with lease.step(stock_pages=8) as stream:
-                await stream.submit()
-                batch = stream.batch()
-                for sequence in sequences:
-                    sequence.grow_from_stock()
-                    batch.publish(sequence, 1)
-                assert [answer.sealed_blocks for answer in await stream.submit(batch)] == [1] * 8
-            assert [await sequence.release() for sequence in sequences] == [2] * 8
-    assert transports(node)[1] >= 26
 
 
 def test_threads_of_one_client_share_its_lane(node: Node) -> None:

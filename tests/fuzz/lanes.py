@@ -8,8 +8,8 @@ import socket
 from typing import Any, NamedTuple
 
 import grpc
-from cachesvc_client.aio.lane import AsyncLane
 from cachesvc_client.errors import DaemonUnavailable
+from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.lane import encode_hello
 from cachesvc_client.wire.life import LifeConnection
@@ -37,7 +37,7 @@ class Lanes:
 
     def __init__(self, socket_path: str) -> None:
         self._life = LifeConnection(socket_path, LIFE_SECONDS, lambda: None)
-        self._lanes: dict[Metadata, AsyncLane] = {}
+        self._lanes: dict[Metadata, BlockingLane] = {}
         self._opening = asyncio.Lock()
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Lanes:
 
     def close(self) -> None:
         for lane in self._lanes.values():
-            lane.end("the run is over")
+            lane.close()
         self._life.close()
 
     def carries(self, rpc: Rpc) -> bool:
@@ -57,17 +57,17 @@ class Lanes:
             lane = await self._lane(metadata)
         method: Method[Any, Any] = Method("CacheService", rpc.name, rpc.request, rpc.answer)
         messages: list[Any] = [Raw(each) for each in raw]
-        return [await lane.call(METHODS[rpc.name], method, each, seconds, ()) for each in messages]
+        return [await asyncio.to_thread(lane.call, METHODS[rpc.name], method, each, seconds, ()) for each in messages]
 
-    async def _lane(self, metadata: Metadata) -> AsyncLane:
+    async def _lane(self, metadata: Metadata) -> BlockingLane:
         known = self._lanes.get(metadata)
         if known is not None and not known.why_broken:
             return known
-        lane = AsyncLane(self._life.fetch_lane())
+        lane = BlockingLane(self._life.fetch_lane())
         try:
-            await lane.greet(metadata, LIFE_SECONDS)
+            await asyncio.to_thread(lane.greet, metadata, LIFE_SECONDS)
         except DaemonUnavailable as refused:
-            lane.end("it was refused")
+            lane.close()
             raise grpc.aio.AioRpcError(
                 grpc.StatusCode.UNAUTHENTICATED, grpc.aio.Metadata(), grpc.aio.Metadata(), str(refused)
             ) from refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -14,8 +13,6 @@ from pathlib import Path
 import grpc
 import pytest
 from cachesvc_client import CacheClient, DaemonUnavailable, Retries, Transport, opaque
-from cachesvc_client.aio.client import AsyncCacheClient
-from cachesvc_client.aio.lane import AsyncLane
 from cachesvc_client.errors import DeadlineExceeded, error_of
 from cachesvc_client.wire.blocking_lane import BlockingLane
 from cachesvc_client.wire.methods import MATCH
@@ -188,36 +185,6 @@ def test_a_child_keeps_no_end_of_the_lane_open(ends: Ends) -> None:
     os.waitpid(child, 0)
 
 
-async def test_tasks_await_answers_in_any_order_and_a_cancelled_one_says_so() -> None:
-    own, theirs = socket.socketpair()
-    with theirs:
-        daemon, lane = DaemonEnd(theirs), AsyncLane(own)
-        greeting = asyncio.ensure_future(asyncio.to_thread(daemon.greet))
-        await lane.greet((), 5)
-        await greeting
-        calls = [asyncio.ensure_future(lane.call(NUMBER, MATCH, REQUEST, 30, ())) for _ in range(3)]
-        frames = [await asyncio.to_thread(daemon.take) for _ in calls]
-        calls[0].cancel()
-        assert (await asyncio.to_thread(daemon.take)).method == CANCEL
-        for number in (2, 1):
-            daemon.answer(frames[number], number)
-        assert [(await call).device_blocks for call in calls[1:]] == [1, 2]
-        late = asyncio.ensure_future(lane.call(NUMBER, MATCH, REQUEST, 0.01, ()))
-        with pytest.raises(grpc.RpcError) as failed:
-            await late
-        assert isinstance(error_of(failed.value), DeadlineExceeded)
-        large = asyncio.ensure_future(
-            lane.call(NUMBER, MATCH, cache_pb2.MatchRequest(lease_id="l", keys=b"k" * (4 << 20)), 30, ())
-        )
-        frame = await asyncio.to_thread(daemon.take)
-        while len(frame.body) < 4 << 20:
-            frame = await asyncio.to_thread(daemon.take)
-        theirs.close()
-        with pytest.raises(grpc.RpcError) as failed:
-            await large
-        assert isinstance(error_of(failed.value), DaemonUnavailable)
-
-
 # -- which way a connection takes ------------------------------------------------------------------------------
 
 
@@ -285,17 +252,6 @@ def test_a_retry_changes_ways_under_the_same_request_id(daemon: FakeDaemon) -> N
         assert client.transport == "lane"
         lease.match(b"k" * 64)
         assert client.transport == "grpc"
-    [by_lane], [by_grpc] = lane.seen, daemon.seen["Match"]
-    assert cache_pb2.MatchRequest.FromString(by_lane.body) == by_grpc
-
-
-async def test_a_retry_of_the_awaited_client_changes_ways_too(daemon: FakeDaemon) -> None:
-    daemon.lane = lane = Breaking(0)
-    async with AsyncCacheClient(daemon.path, retries=Retries(pause_s=0.001)) as client:
-        assert client.transport == "lane"
-        async with client.open_lease(await client.register("m", LAYOUT)) as lease:
-            await lease.match(b"k" * 64)
-            assert client.transport == "grpc"
     [by_lane], [by_grpc] = lane.seen, daemon.seen["Match"]
     assert cache_pb2.MatchRequest.FromString(by_lane.body) == by_grpc
 

@@ -91,7 +91,7 @@ class ClientCalls:
         """Transport that calls of CacheService use now: "lane" or "grpc"; empty while not connected."""
         if not self.connected:
             return ""
-        return "lane" if self._connection is not None and self._connection.port.has_lane else "grpc"
+        return "lane" if self._connection is not None and self._connection.has_lane else "grpc"
 
     async def connect(self) -> ClientCalls:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
@@ -261,7 +261,7 @@ class ClientCalls:
         )
         started = time.monotonic()
         await connection.start()
-        way = "lane" if connection.port.has_lane else "grpc"
+        way = "lane" if connection.has_lane else "grpc"
         log.info("connected path=%s transport=%s seconds=%.3f", self.socket_path, way, time.monotonic() - started)
         return connection
 

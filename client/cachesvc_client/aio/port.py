@@ -1,23 +1,19 @@
-"""The port of the awaited client: every wait suspends a task of one event loop."""
+"""The port of the awaited client: every wait suspends a task of one event loop, and every call goes by gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from kvcache.v1 import cache_pb2
 
-from cachesvc_client.aio.lane import AsyncInbox, AsyncLane
 from cachesvc_client.wire.channel import AsyncChannelMaker
 from cachesvc_client.wire.credentials import Metadata
-from cachesvc_client.wire.lane import SentSteps, number_of
 from cachesvc_client.wire.methods import STEP, Method, Q, R
 from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running, StepLine
 from cachesvc_client.wire.settings import ChannelOptions
@@ -38,7 +34,6 @@ class AsyncPort:
         self._ended = asyncio.Event()
         self._calls: set[Any] = set()
         self._later: set[asyncio.Task[None]] = set()
-        self._lane: AsyncLane | None = None
 
     def connect(self, socket_path: str) -> None:
         """Make the channel, on the running loop."""
@@ -47,9 +42,6 @@ class AsyncPort:
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
         """One attempt of a call."""
-        lane, number = self._lane, number_of(method)
-        if lane is not None and number and lane.has_room:
-            return await lane.call(number, method, request, timeout_s, metadata)
         assert self._channel is not None
         call = self._channel.unary_unary(
             method.path,
@@ -79,29 +71,11 @@ class AsyncPort:
         call.add_done_callback(self._calls.discard)
         return AsyncLine(call, metadata)
 
-    @property
-    def has_lane(self) -> bool:
-        """True while calls go by a lane."""
-        return self._lane is not None and not self._lane.why_broken
-
-    async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
-        """Calls go by this lane from now on."""
-        lane, before = AsyncLane(end), self._lane
-        try:
-            await lane.greet(metadata, timeout_s)
-        except BaseException:
-            lane.end("it was not taken")
-            raise
-        self._lane = lane
-        if before is not None:
-            before.end("another one was taken")
-        if self._ended.is_set():
-            lane.end("the connection was closed")
+    lanes = None
 
     def open_steps(self, metadata: Metadata) -> StepLine:
         """Open a stream of steps."""
-        lane = self._lane
-        return self.open_line(STEP, metadata) if lane is None or lane.why_broken else LaneSteps(lane, metadata)
+        return self.open_line(STEP, metadata)
 
     async def wait_end(self, timeout_s: float | None) -> bool:
         """Wait until ``end_calls``."""
@@ -163,8 +137,6 @@ class AsyncPort:
 
     def _end_calls(self) -> None:
         self._ended.set()
-        if self._lane is not None:
-            self._lane.end("the connection was closed")
         for call in list(self._calls):
             call.cancel()
 
@@ -229,36 +201,6 @@ class AsyncLine:
                 await call.details(),
             )
         )
-
-
-class LaneSteps:
-    """A stream of steps by a lane, which needs no task."""
-
-    is_lane = True
-
-    def __init__(self, lane: AsyncLane, metadata: Metadata) -> None:
-        self.metadata = metadata
-        self._lane = lane
-        self._inbox = AsyncInbox()
-        self._sent = SentSteps(metadata)
-
-    def put(self, request: cache_pb2.StepRequest) -> None:
-        """Send a step after those before it."""
-        self._lane.send_step(request, self._inbox, self._sent)
-
-    async def get(self, deadline_s: float | None) -> Any:
-        """The next answer, how the stream ended, or None at the deadline."""
-        left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
-        try:
-            if not await self._lane.wait(self._inbox, left_s):
-                return None
-        except grpc.RpcError as failure:
-            return failure
-        return self._sent.read(self._inbox.came.popleft())
-
-    async def close(self) -> None:
-        """End the stream."""
-        self._lane.leave(self._inbox)
 
 
 class _RunningTask:

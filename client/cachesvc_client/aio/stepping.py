@@ -165,7 +165,7 @@ class AsyncStepStream:
         """Where nothing is under way by gRPC and there is a lane again, go on by it."""
         connection, line = self._calls.connection, self._line
         await connection.keep_lane()
-        if line is not None and not line.is_lane and connection.port.has_lane and not self._book.under_way:
+        if line is not None and not line.is_lane and connection.has_lane and not self._book.under_way:
             self._line = None
             await line.close()
 

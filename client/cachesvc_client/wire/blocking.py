@@ -19,7 +19,7 @@ from cachesvc_client.wire.channel import ChannelMaker
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.lane import Inbox, SentSteps, number_of
 from cachesvc_client.wire.methods import STEP, Method, Q, R
-from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running, StepLine
+from cachesvc_client.wire.port import NUDGE, ChannelClosed, Lanes, Line, Running, StepLine
 from cachesvc_client.wire.settings import ChannelOptions
 
 T = TypeVar("T")
@@ -90,6 +90,11 @@ class BlockingPort:
             return BlockingLine(call, metadata)
         except ValueError as closed:
             raise self._closed_or(closed) from closed
+
+    @property
+    def lanes(self) -> Lanes:
+        """The port itself."""
+        return self
 
     @property
     def has_lane(self) -> bool:

@@ -74,7 +74,7 @@ class Connection:
         self.maker = Maker()
         self._on_lost = on_lost
         self._is_closed = False
-        self._may_lane = transport is Transport.AUTO
+        self._lanes = port.lanes if transport is Transport.AUTO else None
         self._lane_proof: Metadata | None = None
         self._lane_again_s: float | None = 0.0
 
@@ -151,27 +151,33 @@ class Connection:
             raise self.gone() from failure
 
     @property
+    def has_lane(self) -> bool:
+        """True while calls go by a lane."""
+        return self._lanes is not None and self._lanes.has_lane
+
+    @property
     def wants_lane(self) -> bool:
         """True while ``keep_lane`` has something to do, now or after a while."""
-        return self._may_lane and not (self.port.has_lane and self._lane_proof == self.proof.metadata)
+        return self._lanes is not None and not (self._lanes.has_lane and self._lane_proof == self.proof.metadata)
 
     async def keep_lane(self) -> None:
         """Have a lane that proves itself by what calls do now, where the daemon gives one: without it they go by
         gRPC. One that broke is made anew after a while."""
-        if not self.wants_lane:
+        lanes = self._lanes
+        if lanes is None or not self.wants_lane:
             return
         now_s = time.monotonic()
         if self._lane_again_s is None:  # it has just been seen to be broken
-            self._lane_again_s = 0.0 if self.port.has_lane else now_s + LANE_PAUSE_S
+            self._lane_again_s = 0.0 if lanes.has_lane else now_s + LANE_PAUSE_S
         if now_s < self._lane_again_s:
             return
         self._lane_again_s = now_s + LANE_PAUSE_S  # other threads and tasks do not try meanwhile
         used = self.proof.metadata
         try:
             end = await self.port.in_thread(self.life.fetch_lane)
-            await self.port.take_lane(end, used, self.timeouts.connect_s)
+            await lanes.take_lane(end, used, self.timeouts.connect_s)
         except NotFound as refused:
-            self._may_lane = False
+            self._lanes = None
             log.info("lane_not_given path=%s why=%s", self.socket_path, refused)
         except (CacheClientError, grpc.RpcError) as broken:
             log.info("lane_not_taken path=%s why=%s", self.socket_path, broken)

@@ -1,4 +1,4 @@
-"""A lane as the client has it: what its two ends, the blocking and the awaited one, have in common.
+"""A lane as the client has it: tags, frames and how it ends. ``blocking_lane`` reads and writes it.
 
 Tags distinguish calls. What is not answered any more fails as a call of gRPC does, so that retries, errors and
 losses are those of the protocol, whichever way a call took.
@@ -57,7 +57,7 @@ class Inbox:
 
 
 class LaneEnd:
-    """Common state of both kinds of end: tags, frames and the end's cause. ``why_broken``: empty while it is open."""
+    """State of a client's end: tags, frames and the end's cause. ``why_broken``: empty while it is open."""
 
     def __init__(self, end: socket.socket) -> None:
         self.why_broken = ""

@@ -76,6 +76,18 @@ class Running(Protocol):
         """Wait for its end, unless it is the work that asks."""
 
 
+class Lanes(Protocol):
+    """A port's way to send calls by a lane."""
+
+    @property
+    def has_lane(self) -> bool:
+        """True while calls go by a lane."""
+
+    async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
+        """Send the calls that a lane carries by this one, which is the port's to close, in place of an earlier one.
+        Raises DaemonUnavailable, grpc.RpcError: they go by the channel."""
+
+
 class Port(Protocol):
     """Input and output of one connection."""
 
@@ -89,12 +101,8 @@ class Port(Protocol):
         """Open a stream. Raises ChannelClosed."""
 
     @property
-    def has_lane(self) -> bool:
-        """True while calls go by a lane."""
-
-    async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
-        """From now on the calls that a lane carries go by this one, which is the port's to close, in place of an
-        earlier one. Raises DaemonUnavailable, grpc.RpcError: they go by the channel."""
+    def lanes(self) -> Lanes | None:
+        """Calls by a lane; None: this port has gRPC alone."""
 
     def open_steps(self, metadata: Metadata) -> StepLine:
         """Open a stream of steps, by the lane where there is one. Raises ChannelClosed."""
