@@ -42,6 +42,8 @@ class Reserved(Protocol):
 class Wait(NamedTuple):
     """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller.
 
+    Where it ``goes_on`` a part is done for good, and the call is carried through without its caller.
+
     Without tickets its turn is over: ask again as soon as others have had theirs.
     ``seconds``: after so long ask again all the same, because the flow can do without; None where it cannot.
     ``reserved``: what is kept for the call meanwhile; who runs the call releases it once the call has ended.
@@ -50,6 +52,7 @@ class Wait(NamedTuple):
     tickets: tuple[int, ...]
     seconds: float | None = None
     reserved: Reserved | None = None
+    goes_on: bool = False
 
 
 class Matched(NamedTuple):
