@@ -196,7 +196,7 @@ async def questions(daemon: Daemon) -> None:
     """Ask the questions of operators and their dashboards."""
     view = daemon.node.view()
     slices = TimeSlices()
-    await daemon.measured("status", _call(lambda: status(view, 30.0)))
+    await daemon.measured("status", slices.answer(status(view, 30.0)))
     await daemon.measured("metrics", _call(lambda: daemon.parts.metrics(Reading())))
     await daemon.measured("verify", slices.answer(verify(view, daemon.model)))
     await daemon.measured("dump of the index", slices.answer(dump(view, daemon.model)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.turns import begin
@@ -38,11 +39,27 @@ def forget(core: Core, model_id: int, keys: Iterable[bytes]) -> None:
     """Storage has let go of blocks; they may be written again. What takes more than a turn goes on as a chore."""
     model = core.ledger.models.get(model_id)
     if model is not None:
-        begin(core.chores, model_id, partial(_forget_some, model, deque(keys)))
+        begin(core.chores, model_id, partial(_forget_some, model, iter(list(keys))))
 
 
-def _forget_some(model: Model, keys: deque[bytes]) -> bool:
+def forget_all(core: Core, model: Model) -> None:
+    """Storage has let go of all that it had of a model, as ``forget``. What is written meanwhile may be forgotten too,
+    and is written once more."""
+    begin(core.chores, model.id, partial(_forget_some, model, _oldest(model.stored.written)))
+
+
+def _oldest(written: OrderedDict[bytes, float]) -> Iterator[bytes]:
+    """As many keys as there are now; each is gone before the next is asked for."""
+    for _ in range(len(written)):
+        if not written:
+            return
+        yield next(iter(written))
+
+
+def _forget_some(model: Model, keys: Iterator[bytes]) -> bool:
     """A turn of it; True when none is left."""
-    for _ in range(min(len(keys), FORGOTTEN_A_TURN)):
-        note_unstored(model, keys.popleft())
-    return not keys
+    count = 0
+    for key in islice(keys, FORGOTTEN_A_TURN):
+        note_unstored(model, key)
+        count += 1
+    return count < FORGOTTEN_A_TURN

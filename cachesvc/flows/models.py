@@ -244,8 +244,18 @@ def evict_model(core: Core, vault: Vault, model: Model) -> None:
     """Forget an idle model; its memory is freed with the next pools that are made, and its keys in turns."""
     vault.retire(model.id)
     del core.ledger.models[model.id]
-    core.chores.append(Chore(NO_MODEL, partial(model.blocks.index.forget_keys, core.turns.forgotten)))
+    core.chores.append(Chore(NO_MODEL, partial(_forget_keys, model, core.turns.forgotten)))
     core.count(Count.MODELS_DISMISSED)
+
+
+def _forget_keys(model: Model, most: int) -> bool:
+    """A turn of letting go of what a model that is gone has known: blocks, those that were dropped, and what storage
+    has. True when nothing is left."""
+    for known in (model.remembered, model.stored.written):
+        for _ in range(min(most, len(known))):
+            known.popitem()
+            most -= 1
+    return most > 0 and model.blocks.index.forget_keys(most)
 
 
 def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:

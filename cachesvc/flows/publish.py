@@ -17,7 +17,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.match import check_keys
 from cachesvc.flows.transfers import wait_for
-from cachesvc.flows.turns import TURN
+from cachesvc.flows.turns import LAST_TURNS
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
@@ -27,7 +27,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.columns import Publishes
-from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
+from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, READY, Tier
 
@@ -64,9 +64,10 @@ def publish(
 ) -> Published | Wait:
     """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks.
 
-    ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn, and
-    stay so where a later turn is refused; ``publishing`` is what one turn tells the next. Raises Conflict (out of turn,
-    or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
+    ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn;
+    ``publishing`` is what one turn tells the next. Where another call of its sequence comes between them, it answers
+    what is sealed by then, and that more is to be published. Raises Conflict (out of turn, or sealed already), NotOwned
+    (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
     """
     count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
     if publishing is None or (count <= most and not publishing.done):
@@ -77,12 +78,18 @@ def publish(
             _check(call.lease, sequence, first_block, keys, blocks)
     done = publishing.done
     now = min(most, count - done)
-    part = _publish(core, call, sequence_id, first_block + done, keys[done * KEY_BYTES : (done + now) * KEY_BYTES], now)
+    some = keys[done * KEY_BYTES : (done + now) * KEY_BYTES]
+    try:
+        part = _publish(core, call, sequence_id, first_block + done, some, now)
+    except CacheError:
+        if not done:
+            raise
+        return publishing.answer()._replace(pending=True)
     if isinstance(part, Wait):
-        return part
+        return publishing.answer()._replace(pending=True) if done else part
     publishing.done += now
     publishing.parts.append(part)
-    return publishing.answer() if part.pending or publishing.done == count else TURN
+    return publishing.answer() if part.pending or publishing.done == count else LAST_TURNS
 
 
 def is_tight(core: Core, call: Call) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cachesvc.flows.call import Call, require_on_device
 from cachesvc.flows.core import Core
-from cachesvc.flows.turns import TURN
+from cachesvc.flows.turns import LAST_TURNS
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequences import WINDOW_COST, Sequence
 from cachesvc.model.answers import GroupCells, Recycled, Wait
@@ -49,6 +49,8 @@ def recycle(
     lease, model = call.lease, call.model
     progress = recycling or Recycling()
     sequence = lease.sequences.get(sequence_id)
+    if progress.has_begun and (sequence is None or sequence.is_away):
+        return Recycled(progress.freed, ())  # another call came between the turns
     if sequence is None and (computed_tokens or not pages):
         sequence = call.known_sequence(sequence_id)
     named = [] if progress.has_begun else _owned(call, sequence, pages)
@@ -70,7 +72,7 @@ def recycle(
             progress.freed += sequence.recycle(group, until)
             left -= max(0, until - cursor)
             if until < dead:
-                return TURN
+                return LAST_TURNS
     return Recycled(progress.freed, tuple(sequence.cursors.values()) if sequence is not None else ())
 
 

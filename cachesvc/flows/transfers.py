@@ -14,7 +14,7 @@ from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
-from cachesvc.flows.turns import begin
+from cachesvc.flows.turns import Chore, begin
 from cachesvc.flows.wanting import came_to_host, did_not_come, was_used
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.ledger import Model, Replica
@@ -170,22 +170,41 @@ class _Landing:
 
     def go_on(self) -> bool:
         """A turn; True when no ticket is left."""
-        core, book = self._core, self._core.ledger.tickets
-        left = 1.0
+        book, left = self._core.ledger.tickets, 1.0
         while self._due and left > 0:
             ticket = self._due[0]
             if not book.may_end(ticket):
                 self._due.popleft()
                 continue
-            left = _settle_part(core, ticket, left)
-            if not ticket.has_parts:
-                self._due.popleft()
-                self._due += book.end(ticket)
-                self._tell(ticket)
+            try:
+                left = self._settle(ticket, left)
+            except Exception:
+                self._give_up(ticket)
+                raise
         return not self._due
 
+    def _settle(self, ticket: Ticket, left: float) -> float:
+        left = _settle_part(self._core, ticket, left)
+        if not ticket.has_parts:
+            self._due.popleft()
+            self._due += self._core.ledger.tickets.end(ticket)
+            _settle_rest(self._core, ticket)
+            self._tell(ticket)
+        return left
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """A defect: the ticket ends as failed, and what it held stays as it is. Those that follow are still settled."""
+        core = self._core
+        if core.ledger.tickets.is_running(ticket.id):
+            self._due.popleft()
+            ticket.failing = ticket.failing or "the daemon failed to settle it; its log says why"
+            self._due += core.ledger.tickets.end(ticket)
+        ticket.forget_parts()
+        self._tell(ticket)
+        if self._due:
+            core.chores.append(Chore(ticket.model, self.go_on))
+
     def _tell(self, ticket: Ticket) -> None:
-        _settle_rest(self._core, ticket)
         if self._ended is not None:
             self._ended.append(ticket.id)
         elif self._core.on_ended is not None:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from cachesvc.model.answers import Wait
 
 TURN = Wait(())
+LAST_TURNS = Wait((), goes_on=True)
+"""A part is done for good: from here on the flow waits for its turns alone, raises nothing, and ends."""
 
 
 class Turns(NamedTuple):

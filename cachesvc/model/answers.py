@@ -42,6 +42,8 @@ class Reserved(Protocol):
 class Wait(NamedTuple):
     """Blocked: call again when one of these tickets has ended. Nothing was changed for the caller.
 
+    Where it ``goes_on`` a part is done for good, and the daemon carries the call through without its caller.
+
     Without tickets its turn is over: call again as soon as other calls have had theirs.
     ``seconds``: after this time call again all the same, because the flow can do without; None where it cannot.
     ``reserved``: what is kept for the call meanwhile; the node releases it once the call has ended.
@@ -50,6 +52,7 @@ class Wait(NamedTuple):
     tickets: tuple[int, ...]
     seconds: float | None = None
     reserved: Reserved | None = None
+    goes_on: bool = False
 
 
 class Matched(NamedTuple):

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -364,11 +365,18 @@ class DeviceMover:
         kind = CopiesHang if life.lingers else Unavailable
         for job in jobs:
             error = kind(f"the mover of {self.device} died: {why}")
-            self._end(job, RankEnd(job.ticket, self.device, error, None))
-        life.give_back()
+            self._see_to(partial(self._end, job, RankEnd(job.ticket, self.device, error, None)))
+        self._see_to(life.give_back)
         if not self._closing.is_set():
             log.error("mover_died device=%s pid=%d reason=%s jobs=%d", self.device, life.pid, state.fault, len(jobs))
-            self._on_lost(self.device, why)
+            self._see_to(partial(self._on_lost, self.device, why))
+
+    def _see_to(self, deed: Callable[[], object]) -> None:
+        """Do one thing after a mover's death; where it breaks the next one is done, and a new mover is started."""
+        try:
+            deed()
+        except Exception:
+            log.exception("mover_burial_broke device=%s", self.device)
 
     def _live_again(self) -> bool:
         """Start a new process, for as long as it takes; False where this is closed first."""

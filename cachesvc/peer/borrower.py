@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -121,23 +121,28 @@ class PeerStorage:
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """What was borrowed. All else is a MISS."""
-        wanted: dict[int, Wanted] = {}
-        missing = []
+        missing = dict(enumerate(items))
+        wanted: list[Wanted] = []
         with self._changed:
-            for index, item in enumerate(items):
-                held = self._held.pop(item.name, None)
-                if held is None:
-                    missing.append(index)
-                else:
-                    held.is_read = True
-                    wanted.setdefault(id(held), Wanted(held)).items.append((index, item))
-            for each_of in wanted.values():  # one stream is all that a loan is good for
-                for name in each_of.held.numbers:
-                    self._held.pop(name, None)
+            while (held := self._best_for(missing.values())) is not None:
+                held.is_read = True
+                mine = [(index, item) for index, item in missing.items() if item.name in held.numbers]
+                wanted.append(Wanted(held, mine))
+                for index, _ in mine:
+                    del missing[index]
+                for name in held.numbers:  # one stream is all that a loan is good for
+                    if self._held.get(name) is held:
+                        del self._held[name]
         for index in missing:
             each(index, Outcome.MISS)
-        for one in wanted.values():
+        for one in wanted:
             self._add(Job(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
+
+    def _best_for(self, items: Iterable[Item]) -> Held | None:
+        """The loan that has most of the items: another call may have borrowed some of them since, for itself."""
+        names = [item.name for item in items]
+        loans = {id(held): held for held in map(self._held.get, names) if held is not None}
+        return max(loans.values(), key=lambda held: sum(name in held.numbers for name in names), default=None)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
         """Peers keep what they compute, and nothing else."""

@@ -16,6 +16,9 @@ from cachesvc.questions.snapshot import int32s, int64s, live_rows, place_states,
 from cachesvc.questions.steps import Question, off_loop
 from cachesvc.questions.view import View
 
+KEYS_A_STEP = 8192
+"""Some 0.3 ms: the keys lie anywhere."""
+
 
 class PoolRoom(NamedTuple):
     """One pool's size."""
@@ -51,9 +54,14 @@ class Rows(NamedTuple):
 
 
 class Columns:
-    """Copied in one go when made; ``put_in_order`` and ``rows`` no longer need the ledger."""
+    """Copied in one go when made, but for ``keys``: to copy half a million takes 15 ms. ``put_in_order`` and ``rows``
+    no longer need the ledger.
 
-    def __init__(self, model: Model) -> None:
+    ``keys``: copied before, when the last access was number ``latest``. A row that has another key since was accessed
+    since.
+    """
+
+    def __init__(self, model: Model, keys: list[bytes | None], latest: int) -> None:
         index = model.blocks.index
         self.places = [place.name for place in index.places]
         self.pools = [
@@ -62,9 +70,11 @@ class Columns:
             for g, pool in enumerate(place.pools)
         ]
         self.blocks = len(index)
-        self._keys = list(index.keys)
+        self._keys = keys
         self._parent, self._depth, self._children = int32s(index.parent), int32s(index.depth), int32s(index.children)
         self._hits, self._stamp, self._flights = int32s(index.hits), int64s(index.stamp), uint16s(index.flights)
+        for row in np.flatnonzero(self._stamp > latest).tolist():
+            keys[row] = index.keys[row]
         self._pins = [int32s(place.pins) for place in index.places]
         self._states = [place_states(place) for place in index.places]
         self._pages = [[int32s(pages) for pages in place.pages] for place in index.places]
@@ -103,6 +113,18 @@ class Columns:
         )
 
 
+def columns_of(view: View, model: Model) -> Question[Columns]:
+    """The columns of a model's index. Raises NotFound for one that goes meanwhile."""
+    index = model.blocks.index
+    latest = int(int64s(index.stamp).max(initial=0))
+    keys: list[bytes | None] = []
+    while len(keys) < len(index.keys):
+        keys += index.keys[len(keys) : len(keys) + KEYS_A_STEP]
+        yield None
+        view.model(model.id)
+    return Columns(model, keys, latest)
+
+
 class Dump(NamedTuple):
     """A model's index, to be read by ``columns.rows``, what its columns mean, and the model's last requests."""
 
@@ -121,7 +143,7 @@ def dump(view: View, model_id: int) -> Question[Dump]:
     model = view.model_or_only(model_id)
     if model is None:
         raise NotFound("model", model_id, "there is none to dump yet")
-    columns = Columns(model)
+    columns = yield from columns_of(view, model)
     yield from off_loop(columns.put_in_order)
     layout = model.layout
     return Dump(

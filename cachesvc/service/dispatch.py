@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, Union
@@ -59,7 +59,8 @@ Served: TypeAlias = Union[R, OperationError, asyncio.Future[Any]]  # noqa: UP007
 class Ask:
     """One call, once it is known who makes it. ``lease``: of the caller's own, by the id that the call names.
 
-    ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds.
+    ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds. ``goes_on``: a part of it is
+    done for good, so it is carried through whatever becomes of its caller, and its answer is kept for a retry.
     """
 
     who: Caller
@@ -69,6 +70,19 @@ class Ask:
     deadline: float
     lease_id: str
     lease: Lease | None
+    goes_on: bool = False
+
+
+class CallTask(asyncio.Task[Any]):
+    """A call that goes on beyond its first turn. Its caller may cancel it until a part of it is done for good."""
+
+    def __init__(self, ask: Ask, work: Coroutine[Any, Any, Any]) -> None:
+        super().__init__(work)
+        self._ask = ask
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel it; False where it goes on."""
+        return not self._ask.goes_on and super().cancel(msg)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +167,7 @@ class Dispatcher:
         The future's result is an Outcome: ``work`` may raise as ``Method.carry`` may.
         """
         place = self.admission.take(kind, ask.holder, is_admitted=is_admitted)
-        task = asyncio.get_running_loop().create_task(self._guarded(ask, work, place))
+        task = CallTask(ask, self._guarded(ask, work, place))
         self._under_way.add(task)  # the loop itself would let it go
         task.add_done_callback(partial(self._over, place))
         return task

@@ -205,7 +205,7 @@ class Node:
                 if not isinstance(answer, Wait):
                     return answer
                 reserved = answer.reserved or reserved
-                if left <= 0:  # tickets may end forever without bringing what the flow needs
+                if left <= 0 and not answer.goes_on:  # tickets may end forever without bringing what the flow needs
                     raise DeadlineExceeded(f"{NEEDS} did not help in time; try again or recompute")
                 wait = answer
         finally:

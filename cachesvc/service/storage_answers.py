@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvcache.v1 import storage_pb2
 
-from cachesvc.flows.believed import forget
+from cachesvc.flows.believed import forget_all
 from cachesvc.flows.counters import Count
 from cachesvc.model.errors import NotFound, Unavailable
 from cachesvc.questions.view import View
@@ -114,7 +114,7 @@ class StorageAnswers:
                 objects += await asyncio.to_thread(tier.backend.purge, scope)
         for model in self._node.view().models():
             if name in ("", model.name):
-                forget(self._node.core, model.id, list(model.stored.written))
+                self._node.run(forget_all, self._node.core, model)
         events.event("storage_purged", model_name=name, objects=objects)
         return storage_pb2.PurgeStorageResponse(objects=objects)
 

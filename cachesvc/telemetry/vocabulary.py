@@ -80,6 +80,9 @@ VOCABULARY: dict[str, Event] = {
     "mover_peer_not_told": Event("info", "A mover was not told of another one's slab, and why.", ("reason",)),
     "mover_loss_not_told": Event("error", "A defect: nobody is there to hear of lost memory.", ("device", "reason")),
     "mover_record_broke": Event("error", "A defect: a record between daemon and mover broke.", ("kind", "traceback")),
+    "mover_burial_broke": Event(
+        "error", "A defect: a part of what follows a mover's death broke.", ("device", "traceback")
+    ),
     "mover_answer_broke": Event("error", "A defect: a mover's answer broke.", ("question", "traceback")),
     "mover_serves": Event("info", "A mover that was started by hand serves a daemon.", ("pid",)),
     "serving": Event("info", "What health checks answer from now on.", ("ready", "live")),

@@ -3,7 +3,8 @@
 A parser makes an object of every entry, and an empty entry is two bytes on the wire: 8 MiB become four million objects.
 So a large message is walked first, along its tags and without an object for any: no field may come more often than the
 table of limits says, none that is not a list more than once, and all fields together not more than ``MAX_FIELDS``
-times. What is small is parsed at once, for that costs less than to look.
+times. What is small is parsed at once, for that costs less than to look: a message of fewer than two bytes for each
+entry that its shortest list may have cannot break a limit. Such entries are stepped over, up to ``SKIPPED_BYTES``.
 
 The encoding: https://protobuf.dev/programming-guides/encoding/
 """
@@ -25,9 +26,13 @@ WALKED_BYTES = 72 << 10
 """What is longer is walked before it is parsed. Keys of 2,048 blocks are shorter."""
 MAX_FIELDS = 16 * MAX_OPERATIONS
 """Fields of one message, with those of all messages in it: the longest Step has so many at most."""
+SKIPPED_BYTES = 4 * MAX_FIELDS
+"""Of small entries that are not walked: their parser makes twice ``MAX_FIELDS`` objects at most."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _LONGEST_VARINT = 10
+_ONE_BYTE = 0x7F
+"""The greatest size that is one byte on the wire."""
 _UNKNOWN_BYTES = 1024
 """Fields of a newer release."""
 
@@ -35,11 +40,21 @@ M = TypeVar("M", bound=Message)
 
 
 class Row(NamedTuple):
-    """A field as the walk sees it. ``most``: how often it may come; ``within``: of the message in it."""
+    """A field as the walk sees it. ``most``: how often it may come; ``within``: of the message in it, which is walked
+    where it has more than ``small`` bytes."""
 
     name: str
     most: int
     within: Descriptor | None
+    small: int
+
+
+class _Budget:
+    """What is left for one message: ``fields`` to be walked, ``skipped`` bytes to be stepped over."""
+
+    def __init__(self) -> None:
+        self.fields = MAX_FIELDS
+        self.skipped = SKIPPED_BYTES
 
 
 def parse(kind: type[M], raw: bytes) -> M:
@@ -58,7 +73,7 @@ def require_bounded(kind: Any, raw: bytes) -> None:
     if len(raw) > most:
         raise LimitExceeded(f"bytes of {kind.name}", len(raw), most)
     try:
-        _walk(kind, raw, 0, len(raw), MAX_FIELDS)
+        _walk(kind, raw, 0, len(raw), _Budget())
     except IndexError:
         raise _none(kind) from None
 
@@ -91,18 +106,48 @@ def _rows(kind: Descriptor) -> dict[int, Row]:
     for field in kind.fields:
         bound = LIMITS.get(f"{kind.name}.{field.name}")
         most = bound.most if bound is not None and field.is_repeated else 1
-        rows[field.number] = Row(f"{kind.name}.{field.name}", most, field.message_type)
+        small = _ONE_BYTE if field.message_type is None else min(2 * _shortest_list(field.message_type), _ONE_BYTE)
+        rows[field.number] = Row(f"{kind.name}.{field.name}", most, field.message_type, small)
     return rows
 
 
-def _walk(kind: Descriptor, raw: bytes, at: int, end: int, left: int) -> int:
-    """Fields that are left of ``left`` after those of ``raw[at:end]``. Raises IndexError where the bytes end early."""
+@cache
+def _shortest_list(kind: Descriptor) -> int:
+    """Entries that the list with the lowest limit may have, of the message and those in it."""
+    lists = [LIMITS[f"{kind.name}.{field.name}"].most for field in kind.fields if field.is_repeated]
+    within = [_shortest_list(field.message_type) for field in kind.fields if field.message_type is not None]
+    return min([*lists, *within, MAX_FIELDS])
+
+
+def _skip(row: Row, raw: bytes, at: int, end: int, count: int, budget: _Budget) -> tuple[int, int]:
+    """Step over small entries of a list from ``at`` on, which follow on each other. Returns where they end, and
+    ``count`` with them."""
+    first, tag, small, most = at, raw[at], row.small, row.most
+    last = min(end, at + budget.skipped)
+    while at < last and raw[at] == tag and raw[at + 1] <= small and count <= most:
+        at += 2 + raw[at + 1]
+        count += 1
+    budget.skipped -= at - first
+    return at, count
+
+
+def _walk(kind: Descriptor, raw: bytes, at: int, end: int, budget: _Budget) -> None:
+    """Look at the fields of ``raw[at:end]``. Raises IndexError where the bytes end early."""
     rows, seen = _rows(kind), dict[int, int]()
     while at < end:
-        left -= 1
-        if left < 0:
-            raise LimitExceeded("fields of a message", MAX_FIELDS + 1, MAX_FIELDS)
         tag = raw[at]
+        number = tag >> 3
+        row = rows.get(number)
+        if row is not None and row.most > 1 and tag & 7 == _LENGTH and tag < 0x80:
+            at, count = _skip(row, raw, at, end, seen.get(number, 0), budget)
+            if count > row.most:
+                raise LimitExceeded(row.name, count, row.most)
+            seen[number] = count
+            if at >= end or raw[at] != tag:
+                continue
+        budget.fields -= 1
+        if budget.fields < 0:
+            raise LimitExceeded("fields of a message", MAX_FIELDS + 1, MAX_FIELDS)
         at += 1
         if tag >= 0x80:
             tag, at = _varint(raw, at - 1)
@@ -116,7 +161,7 @@ def _walk(kind: Descriptor, raw: bytes, at: int, end: int, left: int) -> int:
             if at + size > end:
                 raise IndexError
             if size and row is not None and row.within is not None:
-                left = _walk(row.within, raw, at, at + size, left)
+                _walk(row.within, raw, at, at + size, budget)
             at += size
         elif wire == _VARINT:
             while raw[at] >= 0x80:
@@ -128,7 +173,6 @@ def _walk(kind: Descriptor, raw: bytes, at: int, end: int, left: int) -> int:
             raise InvalidRequest(f"a {kind.name} has groups, which no release of this API uses")
     if at > end:
         raise IndexError
-    return left
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:

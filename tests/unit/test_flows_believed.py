@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from cachesvc.flows import admin
-from cachesvc.flows.believed import FORGOTTEN_A_TURN, forget
+from cachesvc.flows.believed import FORGOTTEN_A_TURN, forget, forget_all
 from cachesvc.flows.leases import close_lease
+from cachesvc.flows.models import evict_model
+from cachesvc.flows.turns import tidy
 from cachesvc.flows.wanting import want
 from cachesvc.ledger.journal import Cause, Kind
 from cachesvc.model.keys import KEY_BYTES
@@ -14,7 +16,7 @@ from cachesvc.questions.follow import Feed
 from cachesvc.questions.steps import answer_at_once
 from cachesvc.questions.view import EVERYTHING, View
 from cachesvc.service.rpc.event_service import to_message
-from tests.unit.ledger_rig import serve
+from tests.unit.ledger_rig import one_group, rig_of, serve
 from tests.unit.storage_flows_rig import GONE, LENT, WHOLE, StorageRig, keys_of, packed, storing, waits
 
 THROUGH = WritePolicy.WRITE_THROUGH
@@ -120,6 +122,39 @@ def test_many_go_a_turn_at_a_time() -> None:
     at.settle()
     assert not at.rig.model.stored.written
     forget(at.rig.core, 99, keys)
+
+
+def test_all_that_storage_had_of_a_model_goes_a_turn_at_a_time_beside_what_is_written_and_lost() -> None:
+    at = storing(policy=THROUGH)
+    stored = at.rig.model.stored
+    keys = [number.to_bytes(KEY_BYTES, "big") for number in range(2 * FORGOTTEN_A_TURN)]
+    for key in keys:
+        stored.wrote(key, 0.0)
+    forget_all(at.rig.core, at.rig.model)
+    assert list(stored.written) == keys[FORGOTTEN_A_TURN:]
+    stored.wrote(b"meanwhile", 0.0)
+    for key in keys[-8:]:
+        del stored.written[key]
+    at.settle()
+    assert not stored.written
+
+
+def test_what_a_model_that_is_gone_has_known_goes_a_turn_at_a_time() -> None:
+    rig = rig_of(one_group(), device=(16,))
+    a = rig.lease("a")
+    serve(rig, a, 1, "abcdef")
+    close_lease(rig.core, a, quiesced=True)
+    model = rig.model
+    rig.core.turns = rig.core.turns._replace(forgotten=4)
+    model.remembered.update({b"%d" % number: 1 for number in range(6)})
+    model.stored.written.update({b"%d" % number: 0.0 for number in range(6)})
+    evict_model(rig.core, rig.vault, model)
+    left = []
+    while rig.core.chores:
+        tidy(rig.core.chores)
+        left.append(len(model.remembered) + len(model.stored.written))
+    assert left[:4] == [8, 4, 0, 0]
+    assert not model.blocks.index.keys
 
 
 def test_why_knows_a_block_that_lies_in_storage_alone() -> None:

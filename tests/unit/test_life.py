@@ -23,6 +23,7 @@ from cachesvc.service.host.life import MAX_OF_PROCESS, LifeServer
 from cachesvc.service.host.peer_process import PROC, PeerProcess, peer_process, pidfd_by_number
 from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING
 from tests.e2e.rig import short_folder
+from tests.work import counted
 
 GRACE_SECONDS = 0.05
 MEMORY = b"m" * 16
@@ -249,6 +250,18 @@ async def test_one_process_has_so_many_connections_and_no_more(site_of_many: Sit
     held = [await site_of_many.connect(os.getpid()) for _ in range(MAX_OF_PROCESS + 3)]
     assert sum(bool(token) for _, token in held) == MAX_OF_PROCESS
     assert (await site_of_many.connect(os.getppid()))[1]
+
+
+async def test_a_connection_costs_the_same_however_many_there_are(site_of_many: Site) -> None:
+    held, costs = [], []
+    for count in (4, 400):
+        held += [await site_of_many.connect() for _ in range(count)]
+        with counted() as work:
+            held.append(await site_of_many.connect())
+        costs.append(work.steps)
+    assert costs[1] < 1.5 * costs[0]
+    for connection, _ in held:
+        connection.close()
 
 
 async def test_whoever_does_nothing_for_long_gives_way_to_its_own_user(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -85,3 +86,30 @@ def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> No
     mover.start()
     mover.close()
     assert told[:2] == [flat(records.limit_record(*limit)) for limit in ((Direction.STORE, 2), (Direction.LOAD, 1))]
+
+
+def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
+    """A listener that broke took the thread with it, and the device had no mover any more."""
+    begun, lost = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Deaf(Life):
+        """Nothing reaches its mover, so that its jobs are under way when it dies."""
+
+        def put(self, record: Sequence[Part]) -> None:
+            if record == records.stop_record():
+                super().put(record)
+
+    def breaks(end: RankEnd) -> None:
+        raise ValueError(end.ticket)
+
+    live = partial(Deaf, partial(child, "shm-0"), __version__, SETTINGS)
+    mover = DeviceMover("shm-0", 1 << 20, 64, live, lambda _: begun.release(), lambda *_: lost.release(), 10.0)
+    mover.start()
+    mover.listen(breaks)
+    begun.acquire()
+    for ticket in range(2):
+        mover.submit(RankJob(ticket, "shm-0", Direction.LOAD, Urgency.AWAITED, None, TimelineSlot(0, 1, 0, 1), ()))
+    os.kill(mover.pid, signal.SIGKILL)
+    lost.acquire()
+    begun.acquire()
+    mover.close()

@@ -17,6 +17,7 @@ from cachesvc.wire.limits import LIMITS
 from cachesvc.wire.parse import MAX_FIELDS, WALKED_BYTES, most_bytes, parse, require_bounded
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from tests.fuzz.target import list_rpcs
+from tests.work import steps_of
 
 REQUESTS = {name: rpc.request for name, rpc in list_rpcs().items()}
 
@@ -130,3 +131,43 @@ def test_broken_bytes_are_refused_by_name_however_long(seed: int) -> None:
         parse(engine_pb2.RegisterRequest, b"\xff" * (WALKED_BYTES + 1))
     with pytest.raises(InvalidRequest, match="has groups"):
         parse(engine_pb2.RegisterRequest, b"\x0b" * (WALKED_BYTES + 1))
+
+
+def recycles(operations: int, groups: int) -> bytes:
+    """A Step that gives a page of each group back for each of many sequences."""
+    step = cache_pb2.StepRequest(lease_id="x" * 32, request_id=1 << 50)
+    pages = [common_pb2.GroupPages(group=group, pages=b"page") for group in range(groups)]
+    for number in range(operations):
+        step.operations.add(recycle=cache_pb2.RecycleRequest(sequence_id=number + 1, pages=pages))
+    return step.SerializeToString()
+
+
+def test_small_operations_of_a_long_step_are_stepped_over() -> None:
+    raw = recycles(4096, 4)
+    assert len(raw) > WALKED_BYTES
+    assert steps_of(lambda: require_bounded(cache_pb2.StepRequest.DESCRIPTOR, raw)) < 100 * 4096
+    parse(cache_pb2.StepRequest, raw)
+
+
+def test_small_entries_that_are_stepped_over_are_bounded_in_all() -> None:
+    """Each is within its limits, and all together would be objects without number."""
+    recycle = empties(cache_pb2.RecycleRequest, "pages", 100)
+    operation = nested(field_number(cache_pb2.StepOperation, "recycle"), recycle)
+    raw = nested(field_number(cache_pb2.StepRequest, "operations"), operation) * 4096
+    with pytest.raises(LimitExceeded, match="fields of a message"):
+        parse(cache_pb2.StepRequest, raw)
+
+
+def test_an_entry_that_says_it_is_longer_than_its_message_is_refused() -> None:
+    raw = recycles(4095, 4) + bytes((field_number(cache_pb2.StepRequest, "operations") << 3 | 2, 100)) + b"short"
+    with pytest.raises(InvalidRequest, match="not a StepRequest"):
+        require_bounded(cache_pb2.StepRequest.DESCRIPTOR, raw)
+
+
+def test_an_entry_that_may_break_a_limit_is_walked_however_small() -> None:
+    shape = bytes((field_number(common_pb2.Plane, "page_shape") << 3, 1)) * 20
+    planes = nested(field_number(common_pb2.Layout, "planes"), shape) * 2000
+    raw = nested(field_number(engine_pb2.RegisterRequest, "layout"), planes)
+    assert len(raw) > WALKED_BYTES
+    with pytest.raises(LimitExceeded, match=r"Plane\.page_shape: "):
+        parse(engine_pb2.RegisterRequest, raw)

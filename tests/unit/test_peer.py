@@ -347,3 +347,13 @@ def test_what_is_borrowed_is_given_back_at_the_end(node: LendingNode, control: N
     assert control.given_back == [control.loans[0].lease]
     gathered, _ = pulling.get(NAMES)
     assert set(gathered.wait()) <= {MISS, BUSY}
+
+
+def test_two_calls_that_borrow_the_same_block_each_read_what_they_borrowed(node: LendingNode, pulling: Pulling) -> None:
+    node.have(NAMES)
+    first, second = NAMES[:2], NAMES[1:3]
+    assert all(pulling.reader.exists(first))
+    assert all(pulling.reader.exists(second))
+    for names in (first, second):
+        gathered, _ = pulling.get(names)
+        assert gathered.wait() == [LENT] * 2

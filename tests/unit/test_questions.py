@@ -15,6 +15,7 @@ from kvcache.v1 import admin_pb2, lease_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.call import resolve
+from cachesvc.flows.leases import process_gone
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
@@ -25,7 +26,7 @@ from cachesvc.questions.dump import dump
 from cachesvc.questions.explanation import explain
 from cachesvc.questions.listing import models, sequences, tickets
 from cachesvc.questions.query import blocks, tree
-from cachesvc.questions.status import lease_lines, status
+from cachesvc.questions.status import SEQUENCES_A_STEP, lease_lines, status
 from cachesvc.questions.steps import Question, answer_at_once
 from cachesvc.questions.verify import verify
 from cachesvc.questions.view import EVERYTHING, SHOWN_LETTERS, Sight, View
@@ -33,6 +34,7 @@ from cachesvc.service.administration import EVICTED_AT_ONCE, Administration
 from cachesvc.service.host.device_health import DeviceHealth
 from tests.fuzz.target import Target, list_rpcs
 from tests.fuzz.workload import DEVICE_PAGES, registers
+from tests.unit.ledger_rig import TOKEN, one_group, rig_of
 
 TENANTS = ("team-a", "team-b")
 BLOCKS = 3
@@ -46,10 +48,10 @@ def now(question: Question[Any]) -> Any:
 
 QUESTIONS: dict[str, Ask] = {
     "models": models,
-    "leases": lease_lines,
+    "leases": lambda view: now(lease_lines(view)),
     "sequences": sequences,
     "tickets": tickets,
-    "status": partial(status, silence_limit_seconds=10.0),
+    "status": lambda view: now(status(view, 10.0)),
     "explain": lambda view: now(explain(view, 0, b"key of ")),
     "verify": lambda view: now(verify(view, 0)),
     "blocks": lambda view: now(blocks(view, 0)),
@@ -269,3 +271,18 @@ async def test_a_model_that_breaks_while_it_is_verified_stays_out_of_service(tar
         target.node.distrust(1, "another")
     assert (await asked).ok
     assert await out_of_service(target) == ["the first"]
+
+
+def test_leases_are_walked_some_sequences_at_a_time_and_may_end_meanwhile() -> None:
+    rig = rig_of(one_group(), device=(4,))
+    first, second = rig.lease("a"), rig.lease("b")
+    for number in range(3 * SEQUENCES_A_STEP):
+        rig.run(match, first, number + 1, b"", 0)
+    rig.run(allocate, first, 1, 3)
+    rig.run(match, second, 1, b"", 0)
+    question = lease_lines(View(rig.core, EVERYTHING, lambda: 0.0))
+    assert next(question) is None
+    process_gone(rig.core, TOKEN + b"b")
+    assert next(question) is next(question) is None, "a step for each part"
+    lines = answer_at_once(question)
+    assert [(line.sequences, line.private_pages) for line in lines] == [(3 * SEQUENCES_A_STEP, 3), (0, 0)]

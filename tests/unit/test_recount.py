@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.flows.allocate import allocate
+from cachesvc.flows.models import evict_model
 from cachesvc.flows.swap import swap_out
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.holds import Prefetch
@@ -15,10 +16,12 @@ from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
-from cachesvc.questions.dump import Columns
+from cachesvc.questions import dump
+from cachesvc.questions.dump import columns_of
 from cachesvc.questions.query import Ranking, Tree, block_lines, one_key, tree_lines
-from cachesvc.questions.steps import answer_at_once
+from cachesvc.questions.steps import Question, answer_at_once
 from cachesvc.questions.verify import verify_at_once
+from cachesvc.questions.view import EVERYTHING, View
 from tests.conservation import audit
 from tests.unit.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
@@ -262,10 +265,44 @@ def test_damage_is_found_by_the_parts_as_by_the_audit(damage: Callable[[Rig], No
     assert any(wanted in problem for problem in problems), problems
 
 
+def test_keys_that_are_copied_before_the_moment_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are dropped and given to other blocks while keys are copied some at a time."""
+    monkeypatch.setattr(dump, "KEYS_A_STEP", 4)
+    rig = busy()
+    view, lease = View(rig.core, EVERYTHING, lambda: 0.0), rig.lease("b")
+    turns = iter(range(1000))
+
+    def meanwhile() -> Question[dump.Columns]:
+        question = columns_of(view, rig.model)
+        while True:
+            try:
+                yield next(question)
+            except StopIteration as ended:
+                taken: dump.Columns = ended.value
+                return taken
+            turn = next(turns)
+            serve(rig, lease, 10 + turn, [turn, turn, turn])
+
+    taken, known = answer_at_once(meanwhile()), dict(rig.model.blocks.index.rows)
+    assert next(turns) > 3
+    taken.put_in_order()
+    rows = taken.rows(0, taken.blocks)
+    assert {rows.keys[at : at + KEY_BYTES] for at in range(0, len(rows.keys), KEY_BYTES)} == set(known)
+
+
+def test_a_model_that_goes_while_its_index_is_copied_is_not_found() -> None:
+    rig = busy()
+    question = columns_of(View(rig.core, EVERYTHING, lambda: 0.0), rig.model)
+    next(question)
+    evict_model(rig.core, rig.vault, rig.model)
+    with pytest.raises(NotFound):
+        next(question)
+
+
 def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
     rig = busy()
     index = rig.model.blocks.index
-    taken = Columns(rig.model)
+    taken = answer_at_once(columns_of(View(rig.core, EVERYTHING, lambda: 0.0), rig.model))
     tree = Tree(rig.model, b"")
     known = dict(index.rows)
     lease = rig.lease("b")

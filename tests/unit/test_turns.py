@@ -18,8 +18,9 @@ from cachesvc.flows.release import release
 from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.swap import swap_in, swap_out
 from cachesvc.flows.turns import Turns, tidy
+from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Wait
-from cachesvc.model.errors import LeaseLost, NotFound, NotOwned, PoolExhausted
+from cachesvc.model.errors import IllegalMove, LeaseLost, NotFound, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of, serve, windowed
@@ -356,6 +357,25 @@ def test_a_load_lands_root_first_and_whoever_comes_between_sees_a_prefix() -> No
     assert 2 in hits
     assert not rig.core.ledger.tickets.is_running(ticket)
     assert rig.core.ledger.leases[a].sequences[3].sealed == 7
+
+
+def test_a_load_that_cannot_be_settled_ends_as_failed() -> None:
+    """A defect: it counted as a transfer under way for good."""
+    rig, _, _, ticket = loading("abcdefg")
+    ended: list[int] = []
+    rig.core.on_ended = ended.extend
+    assert rig.land(ticket) == []
+    last = rig.model.blocks.index.rows[chain(*"abcdefg")[-KEY_BYTES:]]
+    rig.place().pools[0].states[rig.place().pages[0][last]] = PageState.SEALED
+    tidy(rig.core.chores)
+    tidy(rig.core.chores)
+    with pytest.raises(IllegalMove):
+        tidy(rig.core.chores)
+    book = rig.core.ledger.tickets
+    assert not book.is_running(ticket)
+    assert book.ended[ticket].state is TicketState.FAILED
+    assert not book.held
+    assert ended == [ticket]
 
 
 def test_a_load_that_failed_is_told_before_anything_of_it_goes() -> None:

@@ -106,6 +106,9 @@ class LifeServer:
         self._identify = identify
         self._connections = connections
         self._peers: dict[bytes, _Peer] = {}
+        self._hung_up: dict[bytes, _Peer] = {}  # of these, those that wait for their process's end
+        self._of_pid = Counter[int]()  # connections
+        self._of_uid = Counter[int]()
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -167,6 +170,8 @@ class LifeServer:
             return
         peer = _Peer(connection, secrets.token_bytes(TOKEN_BYTES), process, self._loop.time())
         self._peers[peer.token] = peer
+        self._of_pid[process.pid] += 1
+        self._of_uid[process.uid] += 1
         self._arrived(peer.token, process.pid, process.uid, process.gids)
         self._loop.add_reader(connection, partial(self._serve, peer))
         if process.pidfd >= 0:
@@ -180,17 +185,14 @@ class LifeServer:
         """Why it may not connect; None where it may."""
         if process.uid not in self._allowed and not process.gids & self._allowed_gids:
             return "its user may not attach"
-        connected = [each for each in self._peers.values() if each.is_connected]  # others wait for a process's end
         most = min(MAX_OF_PROCESS, self._connections // 4)
-        if process.pid and sum(each.process.pid == process.pid for each in connected) >= most:
+        if process.pid and self._of_pid[process.pid] >= most:
             return f"it has {most} connections"
-        held = Counter(each.process.uid for each in connected)
-        users = len(held | Counter((process.uid,)))
-        share = share_of(self._connections, users)
-        if held[process.uid] >= share and not self._drop_idle(process.uid):
+        share = share_of(self._connections, len(self._of_uid) + (process.uid not in self._of_uid))
+        if self._of_uid[process.uid] >= share and not self._drop_idle(process.uid):
             return f"its user has its share of {share} connections"
-        if len(connected) >= self._connections:
-            return f"there are {len(connected)} connections"
+        if (connected := len(self._peers) - len(self._hung_up)) >= self._connections:
+            return f"there are {connected} connections"
         return None
 
     def _drop_idle(self, uid: int) -> bool:
@@ -208,8 +210,8 @@ class LifeServer:
 
     def _forget_idle(self) -> None:
         """Disconnected clients without leases: else one who connects again and again would take every descriptor."""
-        for peer in list(self._peers.values()):
-            if not peer.is_connected and not self._holds(peer.token):
+        for peer in list(self._hung_up.values()):
+            if not self._holds(peer.token):
                 self._forget(peer)
                 self._gone(peer.token)
 
@@ -264,6 +266,7 @@ class LifeServer:
         if not peer.is_connected:
             return
         self._disconnect(peer)
+        self._hung_up[peer.token] = peer
         if not peer.process.is_certain:
             self._loop.call_later(self._grace_seconds, self._ended, peer, "connection_ended")
 
@@ -276,6 +279,7 @@ class LifeServer:
     def _forget(self, peer: _Peer) -> None:
         assert self._loop is not None
         self._peers.pop(peer.token, None)
+        self._hung_up.pop(peer.token, None)
         if peer.is_connected:
             self._disconnect(peer)
         if peer.process.pidfd >= 0:
@@ -285,6 +289,10 @@ class LifeServer:
     def _disconnect(self, peer: _Peer) -> None:
         assert self._loop is not None
         peer.is_connected = False
+        for held, key in ((self._of_pid, peer.process.pid), (self._of_uid, peer.process.uid)):
+            held[key] -= 1
+            if not held[key]:
+                del held[key]
         self._lanes.end(peer.token)
         self._loop.remove_reader(peer.connection)
         peer.connection.close()

@@ -60,7 +60,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         question = partial(status, silence_limit_seconds=self._facts.lease_seconds)
-        shown = await self._ask(context, request, question, self._status_to_proto)
+        shown = await self._ask_in_slices(context, request, question, self._status_to_proto)
         if request.brief:
             shown.ClearField("config")
             shown.ClearField("counters")
@@ -70,7 +70,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._ask(context, request, models, status_messages.models_to_proto)
 
     async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> admin_pb2.ListLeasesResponse:
-        return await self._ask(context, request, lease_lines, status_messages.leases_to_proto)
+        return await self._ask_in_slices(context, request, lease_lines, status_messages.leases_to_proto)
 
     async def ListTenants(
         self, request: inspect_pb2.ListTenantsRequest, context: Context

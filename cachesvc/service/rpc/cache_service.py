@@ -120,7 +120,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         answer = self._runner.run(ask, operation, message, flow)
         if not isinstance(answer, Wait):
             return operation.reply(answer)
-        wait, run = answer, partial(self._runner.run, ask, operation, message, flow)
+        wait = answer
+        ask.goes_on = wait.goes_on
+
+        def run() -> A | Wait:
+            again = self._runner.run(ask, operation, message, flow)
+            ask.goes_on = isinstance(again, Wait) and again.goes_on
+            return again
 
         async def wait_out(place: Place) -> R:
             node, until = self._dispatcher.node, self._dispatcher.until(ask)

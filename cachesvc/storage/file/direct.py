@@ -42,9 +42,9 @@ class Mover:
         """Fill the pieces from the file's start; False where it is shorter than they are. Raises OSError."""
         wanted = sum(map(len, pieces))
         if is_aligned(pieces):
-            return os.preadv(fd, pieces, 0) == wanted
+            return _read_all(fd, pieces) == wanted
         buffer = self._room(padded(wanted))
-        got = os.preadv(fd, [buffer], 0)
+        got = _read_all(fd, [buffer])
         at = 0
         for piece in pieces:
             end = min(at + len(piece), got)
@@ -73,6 +73,19 @@ class Mover:
         if self._buffer is None or len(self._buffer) < size_bytes:
             self._buffer = memoryview(mmap.mmap(-1, padded(size_bytes)))
         return self._buffer[:size_bytes]
+
+
+def _read_all(fd: int, pieces: Sequence[memoryview]) -> int:
+    """Fill the pieces from the file's start, as far as it goes: one call may read less (2 GiB at most, or a signal
+    came). Returns the bytes."""
+    left, got = list(pieces), 0
+    while left and (count := os.preadv(fd, left, got)):
+        got += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return got
 
 
 def direct_flag(folder: str) -> int:

@@ -261,7 +261,9 @@ class PublishResponse(_message.Message):
     duplicate_positions: _builtins.bytes
     """Positions (packed little-endian uint32) whose key was sealed before by another page."""
     pending: _builtins.bool
-    """True when a block after sealed_blocks is being loaded for another request: publish the rest later."""
+    """True when blocks are left: the next one is being loaded for another request, or another call of the sequence came
+    between. Publish the rest later.
+    """
     @_builtins.property
     def duplicates(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
         """For each group the sealed pages to use at those positions; the sequence's own pages there are its spares until it
