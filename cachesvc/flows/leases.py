@@ -44,7 +44,7 @@ def may_map(core: Core, token: bytes, device: str, model: int, replica: int | No
         if lease is None or not ranks or lease.model != model:
             continue
         if replica is None:
-            devices = core.ledger.models[model].replicas[lease.replica].devices
+            devices = core.ledger.models[model].replica(lease.replica).devices
             if any(devices[each] == device for each in ranks):
                 return True
         elif lease.replica == replica and rank in ranks:
@@ -131,9 +131,7 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
         raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
     model = core.ledger.model(model_id)
     model.require_trusted()
-    replica = model.replica(replica_id)
-    if replica.gone:
-        raise NotFound("replica", replica_id, f"{replica.gone}; register again")
+    model.replica(replica_id)
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)

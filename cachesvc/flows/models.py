@@ -126,7 +126,7 @@ class Registration:
             self._model_id = core.next_model
             core.next_model += 1
         else:
-            self._model_id, self._replica_id = self._new.model.id, len(self._new.model.replicas)
+            self._model_id, self._replica_id = self._new.model.id, self._new.model.blocks.places_made - 1
         return True
 
     def make(self, vault: Vault) -> None:
@@ -148,15 +148,15 @@ class Registration:
             undo.pop_all()
 
     def enter(self, core: Core, vault: Vault, now: float) -> Registered:
-        """The pools are there: the model is too, or has one replica more; ``gone`` where a device lost its memory
-        while they were made."""
+        """The pools are there: the model is too, or has one replica more; lost (``gone``) where a device lost its
+        memory while they were made."""
         model = self._new.model or self._enter_model(core, vault)
         place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
         made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
         made.shadow = core.eviction.new_shadow(place.pools[place.lead].capacity)
-        if not vault.has_replica(self._model_id, self._replica_id):
-            made.gone = "a device lost its memory while the pools were made"
         model.replicas.append(made)
+        if not vault.has_replica(self._model_id, self._replica_id):
+            model.lose(made, "a device lost its memory while the pools were made")
         model.last_used = now
         return Registered(model, made, existed=False)
 
@@ -213,7 +213,7 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
             f"model {request.name} is there with {model.reserved_pages} reserved pages, not {request.reserved_pages}; "
             "ask for as many"
         )
-    there = (made for made in model.present_replicas() if made.devices == devices)
+    there = (made for made in model.replicas if made.devices == devices)
     return next((Registered(model, made, existed=True) for made in there), None)
 
 

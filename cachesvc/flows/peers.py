@@ -90,7 +90,7 @@ def _longest(core: Core, model: Model, replica: Replica, keys: bytes, least: int
     blocks = model.blocks
     best: tuple[int, bool, Replica, int] | None = None
     for other in model.replicas:
-        if other is replica or other.gone:
+        if other is replica:
             continue
         count, row = blocks.find_in_place(keys, other.place)
         if count >= least and (best is None or count >= best[0]):

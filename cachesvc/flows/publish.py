@@ -313,9 +313,10 @@ def _count(model: Model, place: Place, keys: bytes, rows: list[int], first_block
     """Count what was computed, and what for the second time. Returns reuse counts of new blocks that are remembered, by
     position."""
     reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
+    index = model.blocks.index
     reuses: dict[int, int] = {}
     for at, row in enumerate(rows):
-        if row == NO_ROW:
+        if row == NO_ROW or (index.losses and not index.has_copy(row)):
             key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
             reuse.computed(key)
             if model.remembered and (remembered := model.remembered.pop(key, 0)):

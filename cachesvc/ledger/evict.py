@@ -228,7 +228,7 @@ class Evictor:
         """
         ledger = self.ledger
         row = drain.row
-        needed = place.pins[row] > 0 or place.children[row] > 0 or not arrived
+        needed = place.is_lost or place.pins[row] > 0 or place.children[row] > 0 or not arrived
         ledger.end_drain(place, row, needed=needed)
         if drain.copied:
             ledger.finish_fill(ledger.host, row, arrived=arrived, may_write=may_write)

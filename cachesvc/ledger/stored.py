@@ -113,9 +113,12 @@ class Fetch:
 
     def admit(self, stamps: Callable[[], int]) -> bool:
         """The next block is on the host from now on; False where it cannot be, and so none below it: it is known
-        below another prefix. ``stamps``: gives access numbers."""
+        below another prefix, or the block above it is lost. ``stamps``: gives access numbers."""
         at, key = self.admitted, self.keys[self.admitted]
         index, above = self._blocks.index, self._pin.row
+        if above != NO_ROW and self._pin.place.is_lost and not self._keep(above):
+            self.cut(at)
+            return False
         row = index.rows.get(key, NO_ROW)
         if row == NO_ROW:
             row = index.insert(key, above, stamps())
@@ -125,7 +128,9 @@ class Fetch:
         self._take_copies(at, row)
         self._free(at, PageState.FREE)
         self.admitted += 1
-        self._keep(row)
+        if not self._keep(row):
+            raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
+        self._blocks.offer(self._blocks.host, row)
         return True
 
     def _take_copies(self, at: int, row: int) -> None:
@@ -143,14 +148,14 @@ class Fetch:
         if is_new:
             self._blocks.come(host, row)
 
-    def _keep(self, row: int) -> None:
-        """The block just admitted stays until the next one is under it."""
+    def _keep(self, row: int) -> bool:
+        """Have a block stay until the next one is under it, wherever it is whole; False where it is so nowhere."""
         kept = next((place for place in self._blocks.index.places if place.is_hittable(row)), None)
         if kept is None:
-            raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
+            return False
         before, self._pin = self._pin, Pin(self._blocks, kept, row)
         before.let_go()
-        self._blocks.offer(self._blocks.host, row)
+        return True
 
     def stop(self) -> None:
         """Nothing more is admitted: pages whose objects have come back are free, the others in quarantine."""

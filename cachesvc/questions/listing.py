@@ -61,10 +61,10 @@ def models(view: View) -> list[ModelLine]:
             model.name,
             view.namespace_of(model),
             model.layout,
-            [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.present_replicas()],
+            [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.replicas],
             len(model.blocks.index),
             model.host_pages,
-            next((each.device_pages for each in (*model.present_replicas(), *model.replicas)), ()),
+            next((each.device_pages for each in (*model.replicas, *model.lost)), ()),
             model.suspect,
             model.reserved_pages,
         )

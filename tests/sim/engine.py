@@ -179,7 +179,7 @@ class SimEngine(SimCalls):
     def _follow_loads(self, request: Request) -> None:
         """Wait on the timeline words, layer by layer, as the workers do."""
         assert self.model is not None
-        devices = self.model.replicas[self.replica].devices
+        devices = self.model.any_replica(self.replica).devices
         sheets = [self.node.backend.timeline(device).sheet(self.model.id) for device in devices]
         book = self.node.core.ledger.tickets
         for ticket in list(request.tickets):
