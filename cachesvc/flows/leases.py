@@ -11,6 +11,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.ending import end_member, free_quarantine, free_unwritten, lose, unbind
+from cachesvc.flows.idle import has_opened
 from cachesvc.flows.turns import TURN
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.model.answers import Wait
@@ -120,6 +121,7 @@ def open_lease(
         lease.members[token] = lease.joined
         lease.joined += 1
         _bind(lease, process)
+        has_opened(core.ledger.models[lease.model])
     lease.heard(now)
     return lease
 

@@ -122,7 +122,10 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
         raise DaemonDraining("the daemon is draining and opens no new sequences; go on without the cache")
     check_keys(core, keys)
     call.model.last_used = call.now
-    hit = call.model.blocks.find(keys, call.replica.place, max_blocks)
+    blocks = call.model.blocks
+    before = blocks.misplaced
+    hit = blocks.find(keys, call.replica.place, max_blocks)
+    core.count(Count.KEYS_MISPLACED, blocks.misplaced - before)
     if sharing is None:
         return hit
     wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None

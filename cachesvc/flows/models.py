@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from cachesvc.flows.budget import Budget
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
-from cachesvc.flows.idle import idle_models
+from cachesvc.flows.idle import expect_open, idle_models
 from cachesvc.flows.sizing import HasHeadroom, Newcomer, Plan, PoolRequest, Pools, plan_pools, survey
 from cachesvc.flows.turns import NO_MODEL, Chore
 from cachesvc.ledger.blocks import BlockLedger
@@ -158,6 +158,7 @@ class Registration:
         if not vault.has_replica(self._model_id, self._replica_id):
             model.lose(made, "a device lost its memory while the pools were made")
         model.last_used = now
+        expect_open(core, model)
         return Registered(model, made, existed=False)
 
     def _enter_model(self, core: Core, vault: Vault) -> Model:
@@ -214,7 +215,10 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
             "ask for as many"
         )
     there = (made for made in model.replicas if made.devices == devices)
-    return next((Registered(model, made, existed=True) for made in there), None)
+    found = next((Registered(model, made, existed=True) for made in there), None)
+    if found is not None:
+        expect_open(core, model)
+    return found
 
 
 def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:
@@ -240,6 +244,8 @@ def evict_model(core: Core, vault: Vault, model: Model) -> None:
     """Forget an idle model; its memory is freed with the next pools that are made, and its keys in turns."""
     vault.retire(model.id)
     del core.ledger.models[model.id]
+    if core.storage is not None:
+        core.storage.forget(model.id)
     core.chores.append(Chore(NO_MODEL, partial(model.blocks.index.forget_keys, core.turns.forgotten)))
     core.count(Count.MODELS_DISMISSED)
 

@@ -26,7 +26,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.columns import Publishes
-from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
+from cachesvc.model.errors import Conflict, InvalidRequest, KeyMisplaced, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, READY, Tier
 
@@ -65,7 +65,8 @@ def publish(
 
     ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn, and
     stay so where a later turn is refused; ``publishing`` is what one turn tells the next. Raises Conflict (out of turn,
-    or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
+    or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), KeyMisplaced,
+    LoadFailed.
     """
     count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
     if publishing is None or (count <= most and not publishing.done):
@@ -123,7 +124,7 @@ def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: b
         return wait_for(core, sequence.loads)
     count = _check(core, sequence, first_block, keys, blocks)
     keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
-    rows = _rows(model, sequence, keys)
+    rows = _rows(core, model, sequence, keys)
     ready, pending = _until_filling(replica.place, rows)
     reuses = _count(model, replica.place, keys, ready, first_block)
     sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
@@ -277,8 +278,8 @@ def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks
     return count
 
 
-def _rows(model: Model, sequence: Sequence, keys: bytes) -> list[int]:
-    """The rows of the keys, NO_ROW for what is new. Raises InvalidRequest where a key is known below another prefix, or
+def _rows(core: Core, model: Model, sequence: Sequence, keys: bytes) -> list[int]:
+    """The rows of the keys, NO_ROW for what is new. Raises KeyMisplaced where a key is known below another prefix, or
     named twice."""
     index = model.blocks.index
     rows: list[int] = []
@@ -293,8 +294,8 @@ def _rows(model: Model, sequence: Sequence, keys: bytes) -> list[int]:
         else:
             is_chained = not fresh and index.parent[row] == above
         if not is_chained:
-            block = sequence.sealed + at // KEY_BYTES
-            raise InvalidRequest(f"block {block}: its key is known below another prefix; keys must be chained")
+            core.count(Count.KEYS_MISPLACED)
+            raise KeyMisplaced(sequence.sealed + at // KEY_BYTES)
         rows.append(row)
         above = row
     return rows

@@ -78,6 +78,7 @@ class BlockLedger(Lookup):
         self.evicted_blocks = 0
         self.computing: dict[bytes, int] = {}
         self.places_made = 0
+        self.misplaced = 0
         self.past = PlaceCounts()  # what had left places before these were lost
         self.host = self._add_place("host", host_pools)
 

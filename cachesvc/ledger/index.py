@@ -23,6 +23,7 @@ from cachesvc.ledger.paths import Ints, Paths
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.int32s import column
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
@@ -353,6 +354,18 @@ class BlockIndex(Paths):
             self.flying.remove(row)
             for place in self.places:
                 place.leaves.update(row)
+
+    def matching(self, rows: Sequence[int], keys: bytes) -> int:
+        """How many of ``rows``, from the first on, have the packed ``keys`` one after another."""
+        mine = [self.keys[row] or b"" for row in rows]
+        if b"".join(mine) == keys:
+            return len(rows)
+        differ = (at for at, key in enumerate(mine) if keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] != key)
+        return next(differ, len(rows))
+
+    def key_of(self, row: int) -> bytes:
+        """A row's key; empty for NO_ROW, the root."""
+        return b"" if row == NO_ROW else self.keys[row] or b""
 
     def has_copy(self, row: int) -> bool:
         """True while any place holds a copy in any state but ABSENT."""

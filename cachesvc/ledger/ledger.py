@@ -78,7 +78,8 @@ class Model:
     no name. ``reserved_pages``: so many first ones of every device pool are the engines' own. ``is_salted``: its
     namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
     served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only had lost
-    children are being forgotten.
+    children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which they are
+    given time for until ``expected_until``.
     """
 
     id: int
@@ -101,6 +102,8 @@ class Model:
     stored: Stored = field(default_factory=Stored)
     lent: list[LentBlocks] = field(default_factory=list)
     last_used: float = 0.0
+    expected: int = 0
+    expected_until: float = 0.0
     suspect: str = ""
     defects: int = 0
     is_pruning: bool = False

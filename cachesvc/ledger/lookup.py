@@ -26,16 +26,23 @@ class Hit(NamedTuple):
 
 
 class Lookup:
-    """The part of a ``BlockLedger`` that finds, and changes nothing."""
+    """The part of a ``BlockLedger`` that finds, and changes nothing. ``misplaced``: how often keys were asked for that
+    the index has below others than the caller says.
+
+    A hit's last block, in place and in all, has the key that was asked for there: what is published or fetched below it
+    comes below the block that the caller's own chain names. The blocks between are not compared one by one.
+    """
 
     index: BlockIndex
     host: Place
+    misplaced: int
     _window_needs: tuple[WindowNeed, ...]
 
     def find(self, keys: bytes, place: Place, limit: int = 0) -> Hit:
         """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0.
 
-        Raises InvalidRequest where what it looks at shows that the keys are not chained.
+        Keys that the index has below others end it. Raises InvalidRequest where what it looks at shows that they are
+        not chained at all.
         """
         total = len(keys) // KEY_BYTES
         if limit:
@@ -46,6 +53,8 @@ class Lookup:
             blocks, row = self._bisect(keys, device_blocks, total, device_row, None)
         if blocks > device_blocks:
             blocks, row = self._host_reach(device_blocks, device_row, blocks, row)
+        if blocks > device_blocks and self.index.keys[row] != keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]:
+            blocks, row = self._as_asked(keys, device_blocks, device_row, blocks, row)
         hit = Hit(device_blocks, device_row, blocks, row)
         if blocks and place.window_groups:
             hit = self._with_windows(keys, hit, place)
@@ -88,6 +97,13 @@ class Lookup:
             return blocks, row
         first = int(lacking[0])
         return (blocks - len(rows) + first, rows[first - 1]) if first else (device_blocks, device_row)
+
+    def _as_asked(self, keys: bytes, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:
+        """Cut a hit beyond what is in place where the blocks above ``row`` are others than those asked for."""
+        self.misplaced += 1
+        rows = self.index.last_rows(row, blocks - device_blocks)
+        same = self.index.matching(rows, keys[device_blocks * KEY_BYTES : blocks * KEY_BYTES])
+        return (device_blocks + same, rows[same - 1]) if same else (device_blocks, device_row)
 
     def _with_windows(self, keys: bytes, hit: Hit, place: Place) -> Hit:
         """Shorten a hit until every windowed group has the blocks that cover its window and its sinks.

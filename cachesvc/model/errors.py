@@ -4,6 +4,7 @@ the code into a gRPC status; the client makes of code and sentence the same erro
 CacheError                    also under the name CacheClientError
 ├── InvalidRequest            the request itself is wrong: fix it, do not retry
 │   ├── LayoutRejected        a layout that cannot be built
+│   ├── KeyMisplaced          a key that is known below another block than the request says
 │   └── KeyReused             an idempotency key came back with another request
 ├── NotFound                  model, lease, sequence, replica or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
@@ -83,6 +84,16 @@ class InvalidRequest(CacheError):
 
 class LayoutRejected(InvalidRequest):
     """A layout whose numbers contradict each other or exceed a limit."""
+
+
+class KeyMisplaced(InvalidRequest):
+    """The key of block ``block`` is known below another one: a key's parent is part of what it names."""
+
+    block: int | None = None
+
+    def __init__(self, block: int) -> None:
+        super().__init__(f"block {block}: its key is known below another prefix; keys must be chained")
+        self.block = block
 
 
 class KeyReused(InvalidRequest):

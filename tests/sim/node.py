@@ -21,6 +21,7 @@ from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Run
@@ -157,6 +158,7 @@ class SimNode:
             turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),
         )
         self.meetings = Meetings(self.core)
+        self._parents: dict[bytes, bytes] = {}
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
 
     def _on_host_pages(self, model: int, group: int, run: Run) -> None:
@@ -225,6 +227,20 @@ class SimNode:
     def page(self, model: Model, replica: int | None, group: int, page: int) -> list[bytes]:
         """A page's bytes on every rank."""
         return [self.engine.page_bytes(model.id, replica, rank, group, page) for rank in range(model.layout.ranks)]
+
+    def note_chain(self, keys: bytes) -> None:
+        """An engine has made packed keys, each from the one before."""
+        chained = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        self._parents.update(zip(chained, [b"", *chained], strict=False))
+
+    def misplaced(self) -> list[str]:
+        """Blocks that the index has below others than they were made from."""
+        return [
+            f"model {model.id} row {row}: below another block than its key says"
+            for model in self.core.ledger.models.values()
+            for key, row in model.blocks.index.rows.items()
+            if model.blocks.index.key_of(model.blocks.index.parent[row]) != self._parents[key]
+        ]
 
     def corrupt(self) -> list[str]:
         """Sealed copies, on any tier, whose bytes are not what their key stands for."""

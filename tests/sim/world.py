@@ -40,6 +40,7 @@ FAULTS = (
     "engine_died_mid_write",
     "engine_fell_silent",
     "host_pages_late",
+    "mischained",
     "mover_refused",
     "patience_ended",
     "scheduler_changed",
@@ -164,8 +165,8 @@ class World:
         if not self.node.inbox:
             problems += unhurried(self.node.core.ledger, self.node.engine)
         assert not problems, problems
-        corrupt = self.node.corrupt()
-        assert not corrupt, corrupt
+        wrong = [*self.node.misplaced(), *self.node.corrupt()]
+        assert not wrong, wrong
 
     def _engine_acts(self) -> None:
         engine = self.rng.choice(self.engines)
