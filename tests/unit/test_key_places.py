@@ -4,6 +4,8 @@ between nodes, so that what one caller names wrongly is never a hit of another o
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 from functools import partial
 
 import pytest
@@ -204,3 +206,29 @@ def test_keys_that_are_not_chained_leave_what_eviction_learns_of_others_alone() 
     ):
         with contextlib.suppress(InvalidRequest):
             rig.run(match, lease, 10 + number, named(*wrong), 0)  # the rig's audits run after it
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_keys_that_are_not_chained_break_no_call_whatever_replicas_have(seed: int) -> None:
+    """One such Match raised in the midst of sharing, and took the model out of service for all."""
+    rng = random.Random(seed)
+    rig = rig_of(one_group(), device=(32,), host=(16,), policy=rng.choice(list(WritePolicy)), replicas=2)
+    leases = rig.lease("a", 0), rig.lease("b", 1)
+    numbers = itertools.count(1)
+    for _ in range(4):
+        prompt = rng.choice(("abcdef", "abcxyz", "zyxwvu"))[: rng.randint(1, 6)]
+        serve(rig, rng.choice(leases), next(numbers), prompt)
+        if rng.random() < 0.5:
+            rig.settle()
+    prompts = [packed(prompt) for prompt in ("abcdef", "abcxyz", "zyxwvu")]
+    for _ in range(30):
+        keys = [rng.choice(prompts)[at if rng.random() < 0.9 else rng.randrange(6)] for at in range(rng.randint(1, 6))]
+        ask = partial(rig.once, partial(match, sharing=Sharing()), rng.choice(leases), next(numbers), named(*keys), 0)
+        with contextlib.suppress(InvalidRequest):
+            for _ in range(6):
+                answer = ask()
+                if isinstance(answer, Matched):
+                    break
+                for ticket in answer.tickets:
+                    if ticket in rig.mover.transfers:
+                        rig.land(ticket)
