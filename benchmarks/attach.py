@@ -31,6 +31,7 @@ from benchmarks.interference import Neighbour, NeighbourLost
 from benchmarks.machine import describe_gpu, describe_machine, fail, require_gpu
 from benchmarks.prefixes import BLOCK_BYTES, BLOCK_TOKENS, PAGE_SHAPES, Hits, Loaded, Reused, Wish, run_engine
 from benchmarks.recording import write_result
+from cachesvc.config import DEVICE_MEMORY, Config
 
 GIB, MIB = 1 << 30, 1 << 20
 PREFIX_BLOCKS = 32768 // BLOCK_TOKENS
@@ -275,7 +276,7 @@ def measure_order(node: Node, order: str) -> tuple[Hit, list[Host]]:
     return hit, rows
 
 
-def run_all(pools: list[int], host_gib: int) -> dict[str, object]:
+def run_all(pools: list[int], host_gib: int, device_memory: str) -> dict[str, object]:
     """Every section, printed as it comes. Raises Unfit, NeighbourLost, DaemonFailed, and gRPC's errors."""
     free_before = look_at_gpu()
     fitting = [pool for pool in pools if pool * GIB + BESIDE_BYTES <= free_before]
@@ -287,6 +288,7 @@ def run_all(pools: list[int], host_gib: int) -> dict[str, object]:
         raise Unfit(f"{free_before / GIB:.1f} GiB of the GPU are free; a prefix takes {LEAST_DEVICE_GIB}")
     flags = ["--backend", "cuda", "--device-pool", f"{device_gib}GiB", "--host-pool", f"{host_gib}GiB"]
     flags += ["--host-threads", "8", "--write-policy", "write_through", "--drain-seconds", "1"]
+    flags += ["--device-memory", device_memory]
     began_s = time.monotonic()
     with DaemonProcess(flags) as daemon, grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
         node = Node(daemon.socket, channel)
@@ -368,13 +370,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--pools", default="1,16,64", help="GiB of the device pools that engines come back to")
     parser.add_argument("--host-gib", type=int, default=64, help=f"host pool, at least {LEAST_HOST_GIB}")
+    parser.add_argument("--device-memory", default=Config().device_memory, choices=DEVICE_MEMORY)
     arguments = parser.parse_args()
     require_gpu("cupy")
     if arguments.host_gib < LEAST_HOST_GIB:
         fail(f"--host-gib {arguments.host_gib}: two layouts of a prefix take {LEAST_HOST_GIB}")
     began = time.monotonic()
     try:
-        found = run_all([int(part) for part in arguments.pools.split(",")], arguments.host_gib)
+        found = run_all([int(part) for part in arguments.pools.split(",")], arguments.host_gib, arguments.device_memory)
     except (Unfit, NeighbourLost, DaemonFailed) as error:
         fail(str(error))
     except grpc.RpcError as error:
@@ -382,6 +385,7 @@ def main() -> None:
     if arguments.json:
         about: dict[str, object] = {
             "benchmark": "attach",
+            "device_memory": arguments.device_memory,
             "machine": describe_machine() | describe_gpu(),
             "budgets": BUDGETS,
             "cited": CITED | {"of": CITED_OF},

@@ -57,6 +57,7 @@ from benchmarks.plain import MOST_BYTES, PlainCopies, seconds_at_once
 from benchmarks.recording import write_result
 from benchmarks.swap import FEWEST_REPEATS, ROW_SECONDS, WAYS, Way
 from cachesvc.__main__ import SWITCH_SECONDS
+from cachesvc.config import DEVICE_MEMORY
 from cachesvc.memory.seam import Slab
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.layout import Layout
@@ -120,6 +121,7 @@ class Ground(NamedTuple):
     devices: tuple[str, ...]
     sizes: Sizes
     repeats: int
+    memory: str
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -129,7 +131,7 @@ def started(ground: Ground, pool_bytes: int, stack: ExitStack) -> tuple[Mover, l
     """Movers with so many bytes on each side of each device, and a slab of all of them there. Raises CacheError."""
     gpus = len(ground.devices)
     host_bytes = gpus * pool_bytes + GIB // (1 if pool_bytes > GIB else 16)
-    mover = Mover(ground.backend, pool_bytes, host_bytes, movers="process", devices=gpus)
+    mover = Mover(ground.backend, pool_bytes, host_bytes, movers="process", devices=gpus, memory=ground.memory)
     stack.callback(mover.close)
     mover.start()
     return mover, [mover.backend.create_slab(device, pool_bytes) for device in ground.devices]
@@ -343,6 +345,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--mib", type=int, nargs="+", help="what each GPU moves each way (default: cuda 512 2048)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device-memory", default="", choices=DEVICE_MEMORY, help="of copies and peers")
     parser.add_argument(
         "--quick", action="store_true", help="planes of 128 KiB, the first size, a quarter of the calls"
     )
@@ -354,11 +357,12 @@ def main() -> None:
         sizes = sizes._replace(widths=sizes.widths[-1:], mib=sizes.mib[:1], calls=sizes.calls // 4)
     devices = devices_of(arguments.backend, arguments.gpus)
     sys.setswitchinterval(SWITCH_SECONDS)  # as the daemon does
-    ground = Ground(arguments.backend, devices, sizes, arguments.repeats)
+    ground = Ground(arguments.backend, devices, sizes, arguments.repeats, arguments.device_memory)
     found: dict[str, Any] = {
         "benchmark": "gpus",
         "backend": ground.backend,
         "gpus": len(devices),
+        "device_memory": ground.memory,
         "machine": describe_machine() | (describe_gpu() if ground.backend == "cuda" else {}),
         "budgets": BUDGETS,
         "planes": 2 * sizes.layers,

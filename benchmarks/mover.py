@@ -23,7 +23,8 @@ OnDone = Callable[[int, Exception | None], None]
 class Mover:
     """``start`` takes and touches the host memory; device pages of shm are paid for by whoever touches them first.
     ``movers``: threads of this process, or a process of their own, as the daemon's flag has it. ``devices``: how many
-    of ``shm``; of GPUs all that there are. ``device_bytes`` are of each.
+    of ``shm``; of GPUs all that there are. ``device_bytes`` are of each. ``memory``: how GPU pools are mapped, as the
+    daemon's flag has it; empty: its default.
 
     Raises CacheError when made where there is no such backend, and at ``start`` where memory is missing.
     """
@@ -37,6 +38,7 @@ class Mover:
         slice_bytes: int | None = None,
         movers: str = "inside",
         devices: int = 1,
+        memory: str = "",
     ) -> None:
         self.config = Config(
             backend=backend,
@@ -46,6 +48,7 @@ class Mover:
             slice_bytes=slice_bytes or Config().slice_bytes,
             movers=movers,
             shm_devices=devices,
+            device_memory=memory or Config().device_memory,
         )
         self.hardware = choose_hardware(self.config)
         self.backend = self.hardware.backend

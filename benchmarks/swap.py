@@ -32,7 +32,7 @@ from benchmarks.mover import WAIT_SECONDS, Arrivals, Mover, two_plane_layout
 from benchmarks.plain import PlainCopies
 from benchmarks.recording import write_result
 from cachesvc.__main__ import SWITCH_SECONDS
-from cachesvc.config import MOVERS
+from cachesvc.config import DEVICE_MEMORY, MOVERS
 from cachesvc.memory.host_slab import HostSlab
 from cachesvc.memory.seam import Slab
 from cachesvc.model.errors import CacheError
@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
     parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 16384)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device-memory", default="", choices=DEVICE_MEMORY, help="how GPU pools are mapped")
     parser.add_argument("--quick", action="store_true", help="planes of 32, 64 and 128 KiB in runs of 1 alone")
     parser.add_argument("--planes", type=float, nargs="+", metavar="KIB", help="widths of planes, in KiB")
     parser.add_argument(
@@ -302,7 +303,7 @@ def main() -> None:
     began, rows, link = time.monotonic(), list[Row](), dict[str, object]()
     for movers in arguments.movers:
         try:
-            mover = Mover(arguments.backend, pool_bytes, host_bytes, movers=movers)
+            mover = Mover(arguments.backend, pool_bytes, host_bytes, movers=movers, memory=arguments.device_memory)
             mover.start()
         except CacheError as error:
             fail(str(error))
@@ -317,6 +318,7 @@ def main() -> None:
             "numpy": np.__version__,
             "link": link,
             "pool_mib": pool_bytes // MIB,
+            "device_memory": arguments.device_memory,
             "planes": 2 * ground.layers,
             "seconds": time.monotonic() - began,
         }

@@ -6,7 +6,8 @@ an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, 
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
-started again: with ``--daemon "--device-memory vmm"``, or it does not come back.
+started again; (h), of models with a drafter, that
+another process's hits are drafted on as an engine's own, and as without the daemon.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
 
@@ -24,12 +25,13 @@ from typing import Any
 from benchmarks import vllm_parts as parts
 from benchmarks.machine import NO_RESULT, describe_gpu, describe_machine
 from benchmarks.recording import write_result
-from benchmarks.vllm_engine import MODEL, TINY
-from benchmarks.vllm_fleet import EngineFailed, Fleet, Shape, progress
+from benchmarks.vllm_fleet import Engine, EngineFailed, Fleet, Shape, progress
+from benchmarks.vllm_models import CASES
 
 GIB = 1 << 30
 SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
+DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
 """Where the seeds of each part begin: nothing is in common between parts."""
 AGENTS = 4
 """At a time: their requests fit in the pool together."""
@@ -43,6 +45,7 @@ class Run:
     fleet: Fleet
     found: dict[str, Any] = field(default_factory=dict)
     own: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    drafted: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def wants(self, *names: str) -> bool:
         """True where one of these parts is asked for."""
@@ -67,6 +70,8 @@ class Run:
                 "runner": shape.runner,
                 "split": shape.split,
                 "daemon": self.options.daemon,
+                "model": self.options.model,
+                "ranks": shape.ranks,
             },
             "starts": self.fleet.starts,
             **self.found,
@@ -81,7 +86,12 @@ def pair(run: Run) -> None:
     if run.wants("a"):
         run.own["ours"] = parts.own_hits(owner, options.sizes, options.repeats, SHARED)
         run.note("a", "ours", parts.shared_hits(other, run.own["ours"], options.repeats, SHARED))
+        run.note("a", "places", fleet.places())
         run.note("a", "verify", fleet.verify(checksums="checksums all" in options.daemon))
+    if run.wants("h"):
+        run.drafted["computed"] = _drafts(owner)
+        run.drafted["hit elsewhere"] = _drafts(other)
+        run.note("h", "ours", _drafts_told(run.drafted))
     if run.wants("e"):
         size = options.sizes[-1]
         parts.first_ms(owner, parts.prompt((RESTART + size, size)))
@@ -100,6 +110,9 @@ def beside(run: Run, name: str, kind: str) -> None:
         run.note("a", name, [{"tokens": size, **_figures(own)} for size, own in run.own[name].items()])
         if mine := run.own.get("ours"):
             run.note("a", f"ours beside {name}", _beside(mine, run.own[name]))
+    if run.wants("h") and kind == "plain":
+        run.drafted["vLLM alone"] = _drafts(peer)
+        run.note("h", name, _drafts_told(run.drafted))
     if run.wants("c") and kind == "plain":
         for turn in range(options.rounds):
             for engine in engines:
@@ -151,25 +164,30 @@ def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(NO_RESULT))  # engines and the daemon end with it then, too
     options.folder.mkdir(parents=True, exist_ok=True)
+    case = CASES[options.model]
     shape = Shape(
         options.folder.resolve(),
         int(options.pool * GIB),
         int(options.host * GIB),
-        model=TINY if options.tiny else MODEL,
+        model=case.model,
         python=options.python,
         eager=not (options.graphs or options.compilation),
         compilation=options.compilation,
-        backend="" if options.tiny else options.backend,
+        backend="" if options.tiny else options.backend or case.backend,
         runner=options.runner,
         split=options.split,
         on_gpu=not options.tiny,
+        options=case.options(options.folder.resolve()),
+        latent_values=case.latent_values,
+        draft_layers=case.draft_layers,
+        ranks=options.ranks,
     )
     backend = "shm" if options.tiny else "cuda"
     sizes = ["--device-pool", f"{shape.pool_bytes * 17 // 16}", "--host-pool", f"{shape.host_bytes}"]
     flags = ["--backend", backend, *sizes]
     stages: list[tuple[str, str, Callable[[Run], None]]] = [
-        ("ae", "", pair),
-        ("acd", "plain", lambda run: beside(run, "plain", "plain")),
+        ("aeh", "", pair),
+        ("acdh", "plain", lambda run: beside(run, "plain", "plain")),
         ("bd", "offload", lambda run: beside(run, "offload", "offload")),
         *([("bd", "", lmcache)] if options.lmcache else []),
         ("g", "", daemon_restart),
@@ -205,6 +223,24 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _drafts(engine: Engine) -> dict[str, Any]:
+    return parts.drafts(engine, DRAFTED, DRAFTED_REQUESTS, DRAFTED_TOKENS, DRAFTED_NEW)
+
+
+def _drafts_told(drafted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How much each drafted, and how far its answers are from the first one's."""
+    first = drafted["computed"]["said"]
+    return [
+        {
+            "how": how,
+            "draft_tokens": found["draft"],
+            "accepted_tokens": found["accepted"],
+            "apart": max(parts.apart(mine, other) for mine, other in zip(first, found["said"], strict=True)),
+        }
+        for how, found in drafted.items()
+    ]
+
+
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -236,7 +272,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--host", type=float, default=24.0, help="GiB of the host tier")
     parser.add_argument("--graphs", action="store_true", help="compile, and use CUDA graphs; else eager")
     parser.add_argument("--compilation", type=json.loads, help="of vLLM, as JSON: graphs alone start sooner")
-    parser.add_argument("--backend", default="TRITON_ATTN", help="of attention, as vLLM calls it; empty: its choice")
+    parser.add_argument("--backend", default="", help="of attention, as vLLM calls it; empty: the model's usual one")
+    parser.add_argument("--model", default="", choices=["", *CASES], help="shape and drafter; empty: an 8B Llama")
+    parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism, a GPU each")
     parser.add_argument("--lmcache", action="store_true", help="(b) and (d) with LMCache too, which --python needs")
     parser.add_argument("--runner", default="", choices=["", "1", "2"], help="vLLM's model runner; empty: its choice")
     parser.add_argument("--split", action="store_true", help="engine cores in processes of their own")
@@ -254,6 +292,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chaos-seconds", type=float, default=120.0)
     parser.add_argument("--kill-every", type=float, default=20.0)
     options = parser.parse_args()
+    options.model = options.model or ("tiny" if options.tiny else "llama")
     if "d" in options.parts and not options.trace.is_file():
         parser.error(f"(d) replays a trace, and there is no {options.trace}: name one by --trace, or leave (d) out")
     return options

@@ -12,6 +12,7 @@ import multiprocessing as mp
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -102,20 +103,30 @@ def transfer_config(wish: dict[str, Any]) -> dict[str, Any]:
 
 def enliven_weights() -> None:
     """Have vLLM's random weights be those of a model before its training. Its own are so small, those of the norms too,
-    that a wrong page would hardly change an answer."""
+    that a wrong page would hardly change an answer. A tensor's name is its seed: a drafter that is the first layers of
+    its target is right now and then."""
     import torch
     from vllm.model_executor.model_loader import dummy_loader
 
-    seeds = iter(range(1 << 40))
+    names: dict[int, str] = {}
+    load = dummy_loader.DummyModelLoader.load_weights
+
+    def load_weights(loader: Any, model: Any, model_config: Any) -> None:
+        names.clear()
+        names.update((id(tensor), name) for name, tensor in (*model.named_parameters(), *model.named_buffers()))
+        load(loader, model, model_config)
 
     def fill(tensor: Any, name: str = "") -> None:
+        name = names.get(id(tensor), name)
         if not torch.is_floating_point(tensor) or name.endswith(("inv_freq", "cos_sin_cache")):
             return
         if tensor.ndim == 1:
             tensor.data.fill_(1.0)
         else:
-            tensor.data.normal_(0.0, 0.02, generator=torch.Generator(tensor.device).manual_seed(next(seeds)))
+            seed = zlib.crc32(name.encode())
+            tensor.data.normal_(0.0, 0.02, generator=torch.Generator(tensor.device).manual_seed(seed))
 
+    dummy_loader.DummyModelLoader.load_weights = load_weights
     dummy_loader.initialize_single_dummy_weight = fill
 
 
@@ -192,6 +203,11 @@ class Server:
         taken = list(self._loads)
         self._loads.clear()
         return taken
+
+    def take_drafts(self) -> dict[str, float]:
+        """Draft tokens that were proposed and accepted since the start."""
+        told = {each.name: float(each.value) for each in self._llm.get_metrics() if hasattr(each, "value")}
+        return {name: told[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
 
     def reset(self) -> bool:
         """Forget the engine's own prefixes."""

@@ -36,7 +36,9 @@ class EngineFailed(Exception):
 class Shape:
     """What all engines of a run have in common. ``pool_bytes``: of KV, an engine's own or the daemon's; ``host_bytes``:
     of the host tier. ``python``: that has vLLM. ``backend``: of attention; ``runner``: "1", "2", or empty for vLLM's
-    own choice. ``split``: engine cores in processes of their own."""
+    own choice. ``split``: engine cores in processes of their own. ``options``: further arguments of ``LLM``;
+    ``latent_values``: a token's KV in a layer, where that is no key and value; ``draft_layers``: of the drafter, which
+    have KV too; ``ranks``: of tensor parallelism."""
 
     folder: Path
     pool_bytes: int
@@ -51,6 +53,10 @@ class Shape:
     runner: str = ""
     split: bool = False
     on_gpu: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    latent_values: int = 0
+    draft_layers: int = 0
+    ranks: int = 1
 
     @property
     def longest(self) -> int:
@@ -61,8 +67,8 @@ class Shape:
     def pool_tokens(self) -> int:
         """Whose KV fits on the device."""
         model = self.model
-        values = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
-        return int(self.pool_bytes // (2 * values))
+        values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
+        return int(self.pool_bytes // (2 * values * (model["num_hidden_layers"] + self.draft_layers)))
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
         """What an engine is told."""
@@ -74,6 +80,9 @@ class Shape:
             options["compilation_config"] = dict(self.compilation)
         if self.backend:
             options["attention_backend"] = self.backend
+        if self.ranks > 1:
+            options["tensor_parallel_size"] = self.ranks
+        options |= self.options
         return {
             "kind": kind,
             "address": address,
@@ -315,6 +324,17 @@ class Fleet:
         with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
             answer = admin_pb2_grpc.AdminServiceStub(channel).Verify(admin_pb2.VerifyRequest(checksums=checksums))
         return list(answer.problems)
+
+    def places(self) -> list[dict[str, Any]]:
+        """Pages on each device and on the host, and one rank's bytes of each. What the host keeps once for all ranks
+        has as many pages as fit of these in its pool, and costs as many bytes to store."""
+        with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
+            told = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+        fields = ("place", "capacity", "sealed", "page_bytes")
+        return [
+            {"host_pool_bytes": told.host_pool_bytes, "d2h_bytes": told.counters["d2h_bytes"]},
+            *({name: getattr(each, name) for name in fields} for each in told.pools),
+        ]
 
     def counters(self) -> dict[str, int]:
         """The daemon's, by name."""

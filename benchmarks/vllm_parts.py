@@ -193,6 +193,15 @@ def agents(trace: Path, pool_tokens: int, working_set: float, requests: int, lon
     ]
 
 
+def drafts(engine: Engine, salt: int, requests: int, tokens: int, new: int) -> dict[str, Any]:
+    """One request after another, so that nothing depends on batches: what was said, and what was drafted for it."""
+    before = engine.do("take_drafts")
+    asked = [prompt((salt + each, tokens), new=new, logprobs=SAID_LOGPROBS) for each in range(requests)]
+    said = [_words(each) for each in engine.ask(*asked)["requests"]]
+    after = engine.do("take_drafts")
+    return {"said": said, **{name: after[name] - before[name] for name in after}}
+
+
 def restart(fleet: Fleet, name: str, size: int, salt: int) -> dict[str, Any]:
     """Kill an engine and start it again: until its first answer, which finds what others computed."""
     fleet.kill(name)

@@ -199,7 +199,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--host-chunk", metavar="SIZE", help="the host pool comes in pieces of this size (default 1GiB)")
     add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 8)")
     add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
-    add("--device-memory", choices=DEVICE_MEMORY, help="how engines map GPU pools: IPC handle (default) or fd")
+    add("--device-memory", choices=DEVICE_MEMORY, help="GPU pools: vmm (descriptors) or ipc (handles); auto: as it can")
     add("--movers", choices=MOVERS, help="what copies: a process for each device (default), or threads inside")
     paths = (
         "socket of a cachesvc-mover that runs already; once for each device, in order (default: started by the daemon)"

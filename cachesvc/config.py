@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from cachesvc.model.addresses import parse_address
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.nearest import did_you_mean
@@ -16,7 +17,7 @@ from cachesvc.model.sizes import parse_size
 from cachesvc.model.words import WritePolicy
 
 BACKENDS = ("auto", "shm", "cuda")
-DEVICE_MEMORY = ("ipc", "vmm")
+DEVICE_MEMORY = ("auto", "ipc", "vmm")
 CALIBRATION = ("start", "never")
 MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
@@ -84,7 +85,7 @@ class Config:
     load_limit: int = 0
     store_limit: int = 0
     slice_bytes: int = 32 << 20
-    device_memory: str = "ipc"
+    device_memory: str = "auto"
     movers: str = "process"
     mover: tuple[str, ...] = ()
     calibration: str = "start"
@@ -171,6 +172,8 @@ class Config:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
+        for name in ("device_pool", "host_pool"):
+            _require_pool(name, getattr(self, name))
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):
@@ -213,6 +216,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 
 
+MIN_POOL_BYTES = 1 << 20
 SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes", "checksum_limit")
 
 
@@ -252,27 +256,28 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise InvalidRequest(f"{name}: {value!r} is not one of {', '.join(allowed)}")
 
 
+def _require_pool(name: str, size_bytes: int) -> None:
+    """Raises InvalidRequest for a pool that holds no block of any model: a unit was left out."""
+    if 0 < size_bytes < MIN_POOL_BYTES:
+        raise InvalidRequest(
+            f"{name}: {size_bytes} is {size_bytes} bytes, and a pool has at least {MIN_POOL_BYTES} (1 MiB); did you "
+            f"mean {size_bytes}GiB?"
+        )
+
+
 def _positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise InvalidRequest(f"{name} must be positive and finite, got {value}")
 
 
-def _host_of(name: str, address: str) -> str:
-    """The host of HOST:PORT. Raises InvalidRequest."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidRequest(f"{name}: {address!r} is not HOST:PORT")
-    return host
-
-
 def _check_listen(config: Config) -> None:
     if config.health_listen:
-        _host_of("health_listen", config.health_listen)
+        parse_address("health_listen", config.health_listen)
     if not config.listen:
         if config.tls_certificate or config.tls_key or config.tls_client_ca:
             raise InvalidRequest("tls_certificate, tls_key and tls_client_ca are for listen, which is not set")
         return
-    host = _host_of("listen", config.listen)
+    listen = parse_address("listen", config.listen)
     if bool(config.tls_certificate) != bool(config.tls_key):
         raise InvalidRequest("tls_certificate and tls_key go together")
     if config.tls_client_ca and not config.tls_key:
@@ -282,16 +287,16 @@ def _check_listen(config: Config) -> None:
             "TLS says who calls, not who may: name tokens too. A [[certificate]] of that file lets in who shows one "
             "that tls_client_ca has signed, read-only unless its scopes say otherwise"
         )
-    if not config.tls_key and host not in ("127.0.0.1", "localhost", "[::1]"):
+    if not config.tls_key and not listen.is_loopback:
         raise InvalidRequest(
-            f"listen: {host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost or [::1]"
+            f"listen: {listen.host} is not loopback; without TLS (tls_certificate, tls_key) only 127.0.0.1, localhost "
+            "or [::1]"
         )
 
 
 def _check_telemetry(config: Config) -> None:
-    host, _, port = config.metrics_listen.rpartition(":")
-    if config.metrics_listen and (not host or not port.isdigit() or int(port) > 65535):
-        raise InvalidRequest(f"metrics_listen: {config.metrics_listen!r} is not HOST:PORT")
+    if config.metrics_listen:
+        parse_address("metrics_listen", config.metrics_listen)
     if config.otlp_endpoint and not re.fullmatch(r"https?://[^@/\s]+/?", config.otlp_endpoint):
         raise InvalidRequest(
             f"otlp_endpoint: {config.otlp_endpoint!r} is not http://HOST:PORT or https://HOST:PORT; "
@@ -300,8 +305,7 @@ def _check_telemetry(config: Config) -> None:
 
 
 def _check_web(web_listen: str) -> None:
-    host, _, port = web_listen.rpartition(":")
-    if web_listen and (host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdigit() or int(port) > 65535):
+    if web_listen and not parse_address("web_listen", web_listen).is_loopback:
         raise InvalidRequest(
             f"web_listen: {web_listen!r} is not 127.0.0.1:PORT, localhost:PORT or [::1]:PORT; the page has no login, "
             "so it is served on loopback alone"

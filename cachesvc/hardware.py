@@ -17,7 +17,7 @@ from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.seam import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.mover.listing import Listing
+from cachesvc.mover.listing import ListedGpu, Listing
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
@@ -82,8 +82,26 @@ def choose_hardware(config: Config, listing: Listing | None = None) -> Hardware:
     return Hardware(Inside(ShmBackend(len(names), config.device_pool, rules=rules, fault_copies=faults)), nodes=nodes)
 
 
+def uses_vmm(config: Config, lacking: Sequence[str]) -> bool:
+    """Whether device pools are VMM memory, which a later daemon can put in the place of an earlier one's.
+
+    ``lacking``: devices whose driver has none; under ``auto`` one of them is enough for IPC handles on all, since
+    replicas on several devices share.
+    """
+    if config.device_memory != "auto":
+        return config.device_memory == "vmm"
+    if lacking:
+        events.warning("device_memory_by_handles", devices=",".join(lacking))
+    return not lacking
+
+
 def processes(
-    kind: str, config: Config, devices: Sequence[str], reaches: frozenset[tuple[str, str]] | None = None
+    kind: str,
+    config: Config,
+    devices: Sequence[str],
+    reaches: frozenset[tuple[str, str]] | None = None,
+    *,
+    vmm: bool = False,
 ) -> Processes:
     """A mover in a process of its own for each device. Raises InvalidRequest where those that run already are not as
     many."""
@@ -94,7 +112,7 @@ def processes(
             kind,
             device,
             config.device_pool,
-            vmm=config.device_memory == "vmm",
+            vmm=vmm,
             slice_bytes=config.slice_bytes,
             load_limit=config.load_limit,
             store_limit=config.store_limit,
@@ -122,7 +140,8 @@ def gpu_hardware(config: Config, listing: Listing | None = None) -> Hardware:
     if config.movers != "inside":
         return _gpus_of_movers(config, listing or Listing())
     gpus = find_gpus()
-    backend = CudaBackend(gpus, config.device_pool, vmm=config.device_memory == "vmm", rules=copy_rules(config))
+    vmm = uses_vmm(config, [gpu.uuid for gpu in gpus if not gpu.facts.has_vmm])
+    backend = CudaBackend(gpus, config.device_pool, vmm=vmm, rules=copy_rules(config))
     return Hardware(Inside(backend), gpus, _told_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus}))
 
 
@@ -132,9 +151,10 @@ def _gpus_of_movers(config: Config, listing: Listing) -> Hardware:
         raise CudaMissing(told["absent"])
     if "broken" in told:
         raise Unavailable(f"the GPU cannot be used: {told['broken']}; see nvidia-smi, or use --backend shm")
-    gpus = told["gpus"]
+    gpus: list[ListedGpu] = told["gpus"]
     reaches = frozenset((source, gpu["uuid"]) for gpu in gpus for source in gpu["reaches"])
-    movers = processes("cuda", config, [gpu["uuid"] for gpu in gpus], reaches)
+    vmm = uses_vmm(config, [gpu["uuid"] for gpu in gpus if not gpu["has_vmm"]])
+    movers = processes("cuda", config, [gpu["uuid"] for gpu in gpus], reaches, vmm=vmm)
     return Hardware(movers, nodes=_told_nodes({gpu["uuid"]: gpu["pci"] for gpu in gpus}))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.config import Config
+from cachesvc.model.addresses import parse_address, parse_addresses
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.lender import Lender
@@ -19,7 +20,6 @@ from cachesvc.telemetry import events
 
 MOST_PEERS = 16
 """They are asked one after another."""
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,7 @@ def check_peers(config: Config) -> PeerSpec | None:
     spec.check_options({})
     if config.storage and spec.tier != TierOptions():
         raise InvalidRequest("peers: with storage, the options of both are those of storage")
-    addresses = tuple(filter(None, spec.where.split(",")))
-    if not 0 < len(addresses) <= MOST_PEERS or len(set(addresses)) < len(addresses):
-        raise InvalidRequest(f"peers: {spec.where!r} is not 1 to {MOST_PEERS} different HOST:PORT by comma")
+    addresses = parse_addresses("peers", spec.where, most=MOST_PEERS)
     for address in addresses:
         _check_address(config, "peers", address)
     options = spec.tier
@@ -59,12 +57,10 @@ def check_peers(config: Config) -> PeerSpec | None:
 
 
 def _check_address(config: Config, name: str, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidRequest(f"{name}: {address!r} is not HOST:PORT")
-    if host not in LOOPBACK and not (config.peer_tokens and config.peer_tls_key):
+    parsed = parse_address(name, address)
+    if not parsed.is_loopback and not (config.peer_tokens and config.peer_tls_key):
         raise InvalidRequest(
-            f"{name}: {host} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
+            f"{name}: {parsed.host} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
             "peer_tls_key, peer_tls_ca) to know each other"
         )
 
@@ -94,7 +90,7 @@ class Nodes:
         if not config.peer_listen:
             return
         self.desk = LendingDesk(node, view, config.peer_lease_seconds)
-        host = config.peer_listen.rpartition(":")[0].strip("[]")
+        host = parse_address("peer_listen", config.peer_listen).host
         self._lender = Lender(self.desk.desk, host, config.peer_data_port)
         self._server = PeerServer(PeerService(self.desk, self._lender), self._files, self._tokens)
 

@@ -19,6 +19,7 @@ from gpu_ops.streams import CopyQueue
 
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76
 MAX_PITCH = 11
+VMM_SUPPORTED, DESCRIPTORS_SUPPORTED = 102, 103
 PORTABLE, DEVICE_MAPPED = 1, 2
 PEER_IS_OPEN = 704
 STACK_LIMIT, SMALLEST_STACK = 0, 128
@@ -26,7 +27,8 @@ STACK_LIMIT, SMALLEST_STACK = 0, 128
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What a GPU is. ``uuid`` is what nvidia-smi prints; ``pci`` such as ``0000:3b:00.0``."""
+    """What a GPU is. ``uuid`` is what nvidia-smi prints; ``pci`` such as ``0000:3b:00.0``. ``has_vmm``: its driver has
+    virtual memory management, with descriptors that other processes can map."""
 
     uuid: str
     ordinal: int
@@ -35,6 +37,7 @@ class GpuFacts:
     total_bytes: int
     compute: tuple[int, int]
     max_pitch_bytes: int
+    has_vmm: bool = True
 
 
 class Gpu:
@@ -221,4 +224,5 @@ def _facts(ordinal: int) -> GpuFacts:
         total_bytes=cuda.number("cuDeviceTotalMem_v2", c_size_t, device),
         compute=(attribute(COMPUTE_MAJOR), attribute(COMPUTE_MINOR)),
         max_pitch_bytes=attribute(MAX_PITCH),
+        has_vmm=bool(attribute(VMM_SUPPORTED) and attribute(DESCRIPTORS_SUPPORTED)),
     )

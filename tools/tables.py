@@ -1,6 +1,6 @@
 """Writes the tables of figures from the files in benchmarks/results: ``python -m tools.tables [--check]``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README or in docs/figures.md.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README, docs/figures.md or docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tools import tables_eviction, tables_running, tables_storage
+from tools import tables_eviction, tables_running, tables_storage, tables_vllm
 from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md", tables_vllm.PAGE)
 TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -362,6 +362,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpus": tables_running.gpus,
     "gpus-peers": tables_running.gpus_peers,
     "gpus-beside": tables_running.gpus_beside,
+    "vllm-models": tables_vllm.models,
+    "vllm-features": tables_vllm.features,
 }
 
 

@@ -24,8 +24,8 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int, *, short_suf
         return wait_for(core, (sequence.swap_ticket,))
     require_on_device(sequence)
     first = sequence.blocks
-    if blocks > core.limits.blocks_per_sequence:
-        raise LimitExceeded("blocks of a sequence", blocks, core.limits.blocks_per_sequence)
+    if blocks > call.lease.blocks_per_sequence:
+        raise LimitExceeded("blocks of a sequence", blocks, call.lease.blocks_per_sequence)
     if blocks < max(first, sequence.hit_blocks):
         raise InvalidRequest(
             f"sequence {sequence_id} has {first} blocks and a hit of {sequence.hit_blocks}; allocate at least as many"

@@ -137,6 +137,7 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
+    lease.blocks_per_sequence = core.limits.blocks_per_sequence
     core.ledger.leases[lease.id] = lease
     model.last_used = now
     return lease

@@ -10,7 +10,7 @@ from cachesvc.flows.fetch import fetched_blocks, reach
 from cachesvc.flows.peers import Sharing, share
 from cachesvc.flows.turns import NO_MODEL, TURN, Chore
 from cachesvc.ledger.blocks import Hit
-from cachesvc.ledger.leases import member_of
+from cachesvc.ledger.leases import Lease, member_of
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.requests import PromptPath, Request
@@ -120,7 +120,7 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     """
     if core.ledger.draining:
         raise DaemonDraining("the daemon is draining and opens no new sequences; go on without the cache")
-    check_keys(core, keys)
+    check_keys(call.lease, keys)
     call.model.last_used = call.now
     blocks = call.model.blocks
     before = blocks.misplaced
@@ -134,12 +134,12 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     return hit if wait is None else wait
 
 
-def check_keys(core: Core, keys: bytes) -> None:
+def check_keys(lease: Lease, keys: bytes) -> None:
     """Raises InvalidRequest for packed keys of a ragged length, LimitExceeded for too many."""
     if len(keys) % KEY_BYTES:
         raise InvalidRequest(f"keys has {len(keys)} bytes, which is not a multiple of {KEY_BYTES}")
-    if len(keys) // KEY_BYTES > core.limits.blocks_per_sequence:
-        raise LimitExceeded("block keys", len(keys) // KEY_BYTES, core.limits.blocks_per_sequence)
+    if len(keys) // KEY_BYTES > lease.blocks_per_sequence:
+        raise LimitExceeded("block keys", len(keys) // KEY_BYTES, lease.blocks_per_sequence)
 
 
 def _count_hit(model: Model, hit: Hit, stored: int) -> None:

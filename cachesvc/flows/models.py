@@ -34,6 +34,7 @@ from cachesvc.model.words import Run
 
 MAX_SALT_BYTES = 256
 MAX_MODEL_NAME_BYTES = 512
+MAX_DISPLAY_NAME_BYTES = 128
 MAX_RESERVED_PAGES = 1024
 
 
@@ -73,7 +74,7 @@ class Vault(HasHeadroom, Protocol):
 @dataclass(frozen=True, slots=True)
 class RegisterRequest:
     """Pools for a model's layout on a set of devices (none: the daemon's first), of the tenant of ``budget``. The first
-    ``reserved_pages`` of every device pool are never granted."""
+    ``reserved_pages`` of every device pool are never granted. ``display_name``: for operators."""
 
     name: str
     layout: Layout
@@ -83,6 +84,7 @@ class RegisterRequest:
     host_pool: PoolRequest = field(default_factory=PoolRequest)
     budget: Budget = field(default_factory=Budget)
     reserved_pages: int = 0
+    display_name: str = ""
 
     @property
     def namespace(self) -> bytes:
@@ -177,6 +179,7 @@ class Registration:
             tenant=request.budget.tenant,
             reserved_pages=request.reserved_pages,
             is_salted=bool(request.salt),
+            display_name=request.display_name,
         )
         for group, run in vault.announce(self._model_id):
             host_pages_arrived(core, self._model_id, group, run)
@@ -209,6 +212,7 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
     if model is None:
         return None
     model.require_trusted()
+    model.display_name = model.display_name or request.display_name
     if model.reserved_pages != request.reserved_pages:
         raise Conflict(
             f"model {request.name} is there with {model.reserved_pages} reserved pages, not {request.reserved_pages}; "
@@ -266,6 +270,11 @@ def _check(request: RegisterRequest) -> None:
     layout = request.layout
     if not request.name or len(request.name.encode()) > MAX_MODEL_NAME_BYTES:
         raise InvalidRequest(f"model must be a name of 1 to {MAX_MODEL_NAME_BYTES} bytes")
+    if len(request.display_name.encode()) > MAX_DISPLAY_NAME_BYTES or not request.display_name.isprintable():
+        raise InvalidRequest(
+            f"display_name must be at most {MAX_DISPLAY_NAME_BYTES} bytes of printable text, got "
+            f"{request.display_name[:MAX_DISPLAY_NAME_BYTES]!r}"
+        )
     if len(request.salt) > MAX_SALT_BYTES:
         raise LimitExceeded("tenant_salt bytes", len(request.salt), MAX_SALT_BYTES)
     if request.reserved_pages > MAX_RESERVED_PAGES:

@@ -18,6 +18,7 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.match import check_keys
 from cachesvc.flows.transfers import wait_for
 from cachesvc.flows.turns import TURN
+from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reuse import Miss
@@ -74,7 +75,7 @@ def publish(
     if not publishing.done:
         sequence = call.sequence(sequence_id)
         if not (sequence.swap_ticket or sequence.swapped_out or sequence.loads):
-            _check(core, sequence, first_block, keys, blocks)
+            _check(call.lease, sequence, first_block, keys, blocks)
     done = publishing.done
     now = min(most, count - done)
     part = _publish(core, call, sequence_id, first_block + done, keys[done * KEY_BYTES : (done + now) * KEY_BYTES], now)
@@ -122,7 +123,7 @@ def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: b
     model.last_used = call.now
     if sequence.loads:
         return wait_for(core, sequence.loads)
-    count = _check(core, sequence, first_block, keys, blocks)
+    count = _check(call.lease, sequence, first_block, keys, blocks)
     keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
     rows = _rows(core, model, sequence, keys)
     ready, pending = _until_filling(replica.place, rows)
@@ -253,8 +254,8 @@ def _find_straight(call: Call, publishes: Publishes, entries: range, held: Colle
     return NewBlocks(sequences, list(fresh), bounds)
 
 
-def _check(core: Core, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:
-    check_keys(core, keys)
+def _check(lease: Lease, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:
+    check_keys(lease, keys)
     count = blocks or len(keys) // KEY_BYTES
     if keys and len(keys) // KEY_BYTES != count:
         raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")

@@ -65,7 +65,7 @@ def extend_many(
 ) -> None:
     """``extend`` for ``entries``, in order. ``told`` gets the new length of each; it is short where an entry is left to
     ``extend``, because it may be refused, or its sequence is among ``held``. Those behind it are not looked at."""
-    lease, pools, limit = call.lease, call.replica.place.pools, core.limits.blocks_per_sequence
+    lease, pools, limit = call.lease, call.replica.place.pools, call.lease.blocks_per_sequence
     numbers, starts, columns, _ = growth
     if not _fit(lease, pools, growth, entries):
         entries = entries[:1]
@@ -125,8 +125,8 @@ def _refuse_growth(core: Core, call: Call, sequence_id: int, pages: list[GroupCe
     """Say why a sequence cannot grow by these pages, in the order of their groups."""
     sequence = call.sequence(sequence_id)
     require_on_device(sequence)
-    if sequence.blocks + more > core.limits.blocks_per_sequence:
-        raise LimitExceeded("blocks of a sequence", sequence.blocks + more, core.limits.blocks_per_sequence)
+    if sequence.blocks + more > call.lease.blocks_per_sequence:
+        raise LimitExceeded("blocks of a sequence", sequence.blocks + more, call.lease.blocks_per_sequence)
     if sequence.blocks < sequence.hit_blocks:
         raise InvalidRequest(f"allocate the {sequence.hit_blocks} blocks that were hit before growing")
     for cells, stock, pool in zip(pages, call.lease.stock, call.replica.place.pools, strict=True):

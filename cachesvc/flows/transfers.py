@@ -24,7 +24,8 @@ from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import TicketView, Wait
 from cachesvc.model.errors import CacheError, LedgerBroken, LimitExceeded
-from cachesvc.model.transfer import DONE, Direction, Failed, Outcome, PagePairs, Transfer, Urgency
+from cachesvc.model.layout import Layout
+from cachesvc.model.transfer import DONE, Direction, Failed, Inward, Outcome, PagePairs, Transfer, Urgency
 from cachesvc.model.words import PageState
 
 
@@ -73,7 +74,7 @@ def submit(
     Call it once the ledger knows all about the ticket: one without pages is done at once, and one that the mover
     refuses has failed.
     """
-    ticket.size_bytes = sum(len(pair.device_pages) * model.layout.page_bytes(pair.group) for pair in pairs)
+    ticket.size_bytes = _moved_bytes(model.layout, ticket.direction, pairs)
     if not pairs:
         land(core, ticket.id, DONE)
         return
@@ -98,6 +99,12 @@ def submit(
         return
     onto_device = Count.H2D_BYTES if ticket.source is None else Count.P2P_BYTES
     core.count(Count.D2H_BYTES if ticket.direction is Direction.STORE else onto_device, ticket.size_bytes)
+
+
+def _moved_bytes(layout: Layout, direction: Direction | Inward, pairs: Iterable[PagePairs]) -> int:
+    """Bytes that all ranks move: each has its own on its device, and the host keeps replicated ones once."""
+    copies = layout.host_ranks if direction is Direction.STORE else lambda _: layout.ranks
+    return sum(len(pair.device_pages) * layout.page_bytes(pair.group) * copies(pair.group) for pair in pairs)
 
 
 def wait_for(core: Core, tickets: Iterable[int]) -> Wait:

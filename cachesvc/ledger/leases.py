@@ -55,7 +55,8 @@ class Lease:
     kept for it of these, ``is_replacing`` while more is evicted in turns. ``quarantine``: pages that wait for the
     processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id.
     Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it has is
-    being given back.
+    being given back. ``blocks_per_sequence``: the limit when it was opened, which it keeps: its engine has checked its
+    longest request against it.
     """
 
     id: str
@@ -83,6 +84,7 @@ class Lease:
     stocked_by: int = 0
     is_quiet: bool = False
     is_ending: bool = False
+    blocks_per_sequence: int = 65536
 
     def __post_init__(self) -> None:
         if not self.stock:

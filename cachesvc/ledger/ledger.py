@@ -79,7 +79,8 @@ class Model:
     namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
     served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only had lost
     children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which they are
-    given time for until ``expected_until``.
+    given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine gave.
+    ``weights_version``: the last announcement of an operator.
     """
 
     id: int
@@ -92,6 +93,8 @@ class Model:
     tenant: str = ""
     reserved_pages: int = 0
     is_salted: bool = False
+    display_name: str = ""
+    weights_version: str = ""
     replicas: list[Replica] = field(default_factory=list)
     lost: list[Replica] = field(default_factory=list)
     compared: Compared = field(default_factory=Compared)
@@ -107,6 +110,11 @@ class Model:
     suspect: str = ""
     defects: int = 0
     is_pruning: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The name for operators: the display name, or the model's own without one."""
+        return self.display_name or self.name
 
     @property
     def computing(self) -> dict[bytes, int]:

@@ -34,6 +34,8 @@ What only a client can see is added to the tree in ``cachesvc_client.errors``.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from enum import Enum
 from typing import Self
 
@@ -63,16 +65,25 @@ class ErrorCode(Enum):
 class CacheError(Exception):
     """Base of every expected failure. ``str(error)`` says what was wrong and what to do.
 
-    Facts are fields where the error was raised; who only got its sentence has None there. Errors can be copied and
+    Facts are fields, which cross the wire; a field that the sender did not know is None. Errors can be copied and
     pickled, so they may cross from an engine's worker to its scheduler.
     """
 
     code: ErrorCode = ErrorCode.INVALID
 
     @classmethod
-    def from_message(cls, message: str) -> Self:
-        """The error of which only the sentence is known."""
-        return cls.__new__(cls, message)
+    def from_message(cls, message: str, facts: Mapping[str, int | str] | None = None) -> Self:
+        """Make an error from its sentence and its facts. Facts that this kind of error does not declare are dropped."""
+        error = cls.__new__(cls, message)
+        declared = {name for each in cls.__mro__ for name in inspect.get_annotations(each)} - {"code"}
+        for name, value in (facts or {}).items():
+            if name in declared:
+                setattr(error, name, value)
+        return error
+
+    def facts(self) -> dict[str, int | str]:
+        """Return the fields that are numbers or words, by name."""
+        return {name: value for name, value in self.__dict__.items() if type(value) in (int, str)}
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self).from_message, (str(self),), self.__dict__
@@ -190,9 +201,12 @@ class PoolExhausted(CacheError):
         quarantined: int,
         capacity: int,
     ) -> None:
+        hint = "release sequences, ask for fewer, or recompute"
+        if wanted > capacity:
+            hint = "the pool can never hold that: ask for fewer, or have the operator give the daemon a larger pool"
         super().__init__(
             f"{pool}: wanted {wanted} pages, free {free}, evictable {evictable}, pinned or private {pinned}, "
-            f"quarantined {quarantined}, capacity {capacity}; release sequences, ask for fewer, or recompute"
+            f"quarantined {quarantined}, capacity {capacity}; {hint}"
         )
         self.pool = pool
         self.wanted = wanted
@@ -201,6 +215,11 @@ class PoolExhausted(CacheError):
         self.pinned = pinned
         self.quarantined = quarantined
         self.capacity = capacity
+
+    @property
+    def can_never_fit(self) -> bool:
+        """True where the pool is smaller than what was asked for: no wait and no release helps."""
+        return self.wanted is not None and self.capacity is not None and self.wanted > self.capacity
 
 
 class LimitExceeded(CacheError):

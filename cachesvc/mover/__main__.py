@@ -16,19 +16,24 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cachesvc import __version__
 from cachesvc.command_line import Parser
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
+from cachesvc.mover.listing import ListedGpu
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry.events import start_logging
+
+if TYPE_CHECKING:
+    from gpu_ops.gpu import Gpu
 
 SWITCH_SECONDS = 0.0002
 """How long one thread may keep the interpreter from another: a job that has come waits for no earlier one's plan."""
@@ -135,16 +140,21 @@ def _gpus() -> dict[str, Any]:
         return {"absent": str(missing)}
     except RuntimeError as broken:
         return {"broken": str(broken)}
-    lines = [
+    return {"gpus": listed(gpus)}
+
+
+def listed(gpus: Sequence[Gpu]) -> list[ListedGpu]:
+    """Return what the daemon reads of each GPU, a line each."""
+    return [
         {
             "uuid": gpu.uuid,
             "name": gpu.facts.name,
             "pci": gpu.facts.pci,
+            "has_vmm": gpu.facts.has_vmm,
             "reaches": [other.uuid for other in gpus if other is not gpu and gpu.can_reach(other)],  # reads from them
         }
         for gpu in gpus
     ]
-    return {"gpus": lines}
 
 
 def _listen(path: str, gpu: str) -> NoReturn:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from typing import Any
+from typing import Any, TypedDict
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.model.interpreter import module_command
 
 LIST_SECONDS = 60.0
 """The longest that the driver may take."""
+
+
+class ListedGpu(TypedDict):
+    """A GPU as the process names it. ``has_vmm``: see ``GpuFacts``; ``reaches``: GPUs that it can read from."""
+
+    uuid: str
+    name: str
+    pci: str
+    has_vmm: bool
+    reaches: list[str]
 
 
 class Listing:
@@ -19,7 +29,7 @@ class Listing:
 
     def __init__(self) -> None:
         """Raises Unavailable."""
-        command = [sys.executable, "-m", "cachesvc.mover", "--list"]
+        command = module_command("cachesvc.mover", "--list")
         try:
             self._process = subprocess.Popen(  # noqa: S603
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -12,10 +12,11 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
+
+from cachesvc.model.interpreter import module_command
 
 SO_PEERPIDFD = 77
 """asm-generic/socket.h, from Linux 6.5 on."""
@@ -97,7 +98,7 @@ def child(device: str) -> tuple[socket.socket, Process | None]:
     """Start a device's mover as a child of this process, which ends with it. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "cachesvc.mover", "--connected", str(theirs.fileno()), "--gpu", device]
+        command = module_command("cachesvc.mover", "--connected", str(theirs.fileno()), "--gpu", device)
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])  # noqa: S603
     return ours, Child(process)
 

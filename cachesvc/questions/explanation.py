@@ -129,7 +129,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
     lines = [_line(view, model, event) for event in newest_first]
     if row == NO_ROW or not index.has_copy(row):
         why = _why_not(model, newest_first, view.now()) + _storage_words(view, model, key)
-        return BlockExplanation(model.id, model.name, key, None, [], False, [], lines, 0, why)
+        return BlockExplanation(model.id, model.shown, key, None, [], False, [], lines, 0, why)
     holders = holders_of(view, model, row)
     tickets = [
         ticket.id
@@ -138,7 +138,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
     ]
     return BlockExplanation(
         model.id,
-        model.name,
+        model.shown,
         key,
         block_line(model, row),
         holders.lines,

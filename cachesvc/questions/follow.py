@@ -164,6 +164,21 @@ class Feed:
                         runs.append(BlockRun(Kind.STORED, None, True, group, place.number, root, bytearray()))
                     runs[-1].keys.extend(key)
                     above = row
+        return runs + self._read_stored(start, stop) if self._storage else runs
+
+    def _read_stored(self, start: int, stop: int) -> list[BlockRun]:
+        """Blocks of rows ``start`` to ``stop`` that are known to be in storage. What lies there alone has no row."""
+        index, written = self.model.blocks.index, self.model.stored.written
+        runs: list[BlockRun] = []
+        for row in range(start, stop):
+            key = index.keys[row]
+            if key is not None and key in written:
+                above = index.parent[row]
+                parent = b"" if above == NO_ROW else index.keys[above] or b""
+                runs += [
+                    BlockRun(Kind.TIER_CHANGED, None, True, group, STORAGE, parent, bytearray(key))
+                    for group in self.model.layout.full_groups
+                ]
         return runs
 
 

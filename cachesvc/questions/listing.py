@@ -38,6 +38,8 @@ class ModelLine(NamedTuple):
     device_pages: tuple[int, ...]
     out_of_service: str
     reserved_pages: int
+    display_name: str
+    weights_version: str
 
 
 class SequenceLine(NamedTuple):
@@ -67,6 +69,8 @@ def models(view: View) -> list[ModelLine]:
             next((each.device_pages for each in (*model.replicas, *model.lost)), ()),
             model.suspect,
             model.reserved_pages,
+            model.display_name,
+            model.weights_version,
         )
         for model in view.models()
     ]

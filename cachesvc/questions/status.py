@@ -195,8 +195,8 @@ def _attention(
     """Sentences about what stands out; empty when nothing does."""
     out = ["the daemon is draining: it opens no new leases or sequences"] if view.is_draining else []
     out += [
-        f"model {model.id} ({model.name}) is out of service since a call met a defect ({model.suspect}); a Verify that "
-        "finds it sound puts it back"
+        f"model {model.id} ({model.shown}) is out of service since a call met a defect ({model.suspect}); a Verify "
+        "that finds it sound puts it back"
         for model in view.models()
         if model.suspect
     ]

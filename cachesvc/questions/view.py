@@ -83,7 +83,7 @@ class View:
             return self.model(model_id)
         models = self.models()
         if len(models) > 1:
-            named = ", ".join(f"{model.id} ({model.name})" for model in models[:MODELS_NAMED])
+            named = ", ".join(f"{model.id} ({model.shown})" for model in models[:MODELS_NAMED])
             raise InvalidRequest(f"there are {len(models)} models; name one by model_id: {named}")
         return models[0] if models else None
 

@@ -9,6 +9,7 @@ from kvcache.v1 import admin_pb2
 
 from cachesvc.flows import admin
 from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.questions.view import View
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.node import Node
@@ -19,6 +20,8 @@ EVICTED_AT_ONCE = 32
 """Blocks that leave before calls get their turn: some 0.5 ms."""
 
 DRAIN_LOOK_SECONDS = 0.05
+
+MAX_VERSION_BYTES = 128
 
 
 class Administration:
@@ -44,6 +47,22 @@ class Administration:
             if not view.live_leases:
                 return
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
+
+    async def set_weights_version(
+        self, view: View, request: admin_pb2.SetWeightsVersionRequest
+    ) -> admin_pb2.SetWeightsVersionResponse:
+        """Announce the version of weights that a model's engines load next. Raises NotFound, InvalidRequest."""
+        version = request.version
+        if not 0 < len(version.encode()) <= MAX_VERSION_BYTES or not version.isprintable():
+            raise InvalidRequest(
+                f"a version of weights is 1 to {MAX_VERSION_BYTES} bytes of printable text, such as step-17; got "
+                f"{version[:MAX_VERSION_BYTES]!r}"
+            )
+        model = view.model(request.model_id)
+        previous, model.weights_version = model.weights_version, version
+        if previous != version:
+            events.event("weights_announced", model=model.id, version=version, previous=previous)
+        return admin_pb2.SetWeightsVersionResponse(previous=previous)
 
     async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Drop blocks, some at a time. A request_id that came before gets its answer again.

@@ -41,6 +41,7 @@ from cachesvc.service.watch import CANCELLED, OK, CallWatch, Parent
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Span
 from cachesvc.wire.limits import check_fields
+from cachesvc.wire.refusals import refusal
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -275,11 +276,6 @@ class Dispatcher:
             purse = self._purses.setdefault(ask.who.acts_for, Purse())
             known = self._repeats[lease_id] = Repeats(purse)
         return known
-
-
-def refusal(error: CacheError) -> OperationError:
-    """An error as a value."""
-    return OperationError(code=error.code.value, message=str(error))
 
 
 def is_final(outcome: Message) -> bool:

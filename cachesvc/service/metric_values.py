@@ -62,7 +62,7 @@ class MetricValues:
         self._leases(reading, view, sequences)
         models = view.models()
         for model in models:
-            reading.put("sequences", sequences[model.id], model.name, model.id)
+            reading.put("sequences", sequences[model.id], model.shown, model.id)
             _reuse(reading, model)
             if model.id not in self._sizes:
                 self._sizes[model.id] = _sizes(model.layout)
@@ -144,7 +144,7 @@ class MetricValues:
 
 
 def _reuse(reading: Reading, model: Model) -> None:
-    labels = (model.name, model.id)
+    labels = (model.shown, model.id)
     tokens, reuse = model.layout.block_tokens, model.reuse
     reading.put("requested_tokens", reuse.requested * tokens, *labels)
     reading.put("ceiling_tokens", reuse.ceiling * tokens, *labels)
@@ -173,7 +173,7 @@ def _sizes(layout: Layout) -> Sizes:
 
 
 def _blocks(reading: Reading, model: Model, sizes: Sizes) -> None:
-    labels = (model.name, model.id)
+    labels = (model.shown, model.id)
     layout = model.layout
     reading.put("resident_blocks", len(model.blocks.index), *labels)
     for group, named in enumerate(layout.groups):

@@ -74,6 +74,7 @@ class Registrar:
             "model_registered",
             model=made.model.id,
             model_name=made.model.name,
+            display_name=made.model.display_name,
             devices=made.replica.devices,
             device_pages=made.replica.device_pages,
             host_pages=made.model.host_pages,

@@ -17,6 +17,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple
 
+from cachesvc.model.addresses import parse_address
 from cachesvc.model.errors import CacheError, PermissionDenied, Unauthenticated, Unavailable
 from cachesvc.telemetry import events
 
@@ -83,10 +84,10 @@ class ScrapeServer:
         asyncio.run(self._listen())
 
     async def _listen(self) -> None:
-        host, _, port = self._address.rpartition(":")
+        address = parse_address("metrics_listen", self._address)
         try:
             server = await asyncio.start_server(
-                self._serve, host.strip("[]"), int(port), limit=HEAD_BYTES, backlog=MOST_CONNECTIONS
+                self._serve, address.host, address.port, limit=HEAD_BYTES, backlog=MOST_CONNECTIONS
             )
         except OSError as error:
             self._began.set_exception(error)

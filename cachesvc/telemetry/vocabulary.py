@@ -44,6 +44,12 @@ VOCABULARY: dict[str, Event] = {
         "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
     ),
     "device_back": Event("info", "A device that was broken works again, with a new mover.", ("device",)),
+    "device_memory_by_handles": Event(
+        "warning",
+        "The driver of these GPUs has no VMM memory: pools are mapped by IPC handles, and engines on them do not come "
+        "back by themselves after a restart of the daemon.",
+        ("devices",),
+    ),
     "device_memory_lost": Event(
         "warning",
         "The slabs of a device went with its mover: so many leases are lost, and what replicas had there.",
@@ -115,7 +121,7 @@ VOCABULARY: dict[str, Event] = {
     "model_registered": Event(
         "info",
         "A model, or a further replica of one.",
-        ("model", "model_name", "devices", "device_pages", "host_pages"),
+        ("model", "model_name", "display_name", "devices", "device_pages", "host_pages"),
     ),
     "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
@@ -167,6 +173,11 @@ VOCABULARY: dict[str, Event] = {
     "subscriber_cut_off": Event("warning", "A subscriber fell behind what is kept.", ("behind", "kept")),
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
+    "weights_announced": Event(
+        "info",
+        "An operator announced the version of weights that a model's engines load next.",
+        ("model", "version", "previous"),
+    ),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
     "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),

@@ -44,6 +44,7 @@ NAME = Bound(MAX_NAME_BYTES, Where.FLOW)
 LIMITS: dict[str, Bound] = {
     "RegisterRequest.model": Bound(512, Where.FLOW),
     "RegisterRequest.tenant_salt": Bound(256, Where.FLOW),
+    "RegisterRequest.display_name": Bound(128, Where.FLOW),
     "RegisterRequest.devices": Bound(MAX_RANKS, each=128),
     "PageCounts.pages": GROUPS,
     "Layout.groups": Bound(MAX_GROUPS, Where.FLOW),
@@ -103,6 +104,7 @@ LIMITS: dict[str, Bound] = {
     "ExplainRequest.key_prefix": Bound(32, Where.FLOW),
     "SubscribeRequest.namespace": Bound(32, Where.FLOW),
     "EvictRequest.tier": Bound(16),
+    "SetWeightsVersionRequest.version": Bound(128, Where.FLOW),
     "PurgeStorageRequest.model": Bound(512),
     "LaneHello.token": Bound(4096),
     "BorrowRequest.namespace": Bound(32),

@@ -7,6 +7,8 @@ import grpc
 from cachesvc.model.errors import ErrorCode
 
 ERROR_METADATA_KEY = "kv-error-code"
+ERROR_FACTS_METADATA_KEY = "kv-error-facts-bin"
+"""Metadata of a refused call: the kind of failure, and its facts as a serialized ``OperationError``."""
 
 GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
     ErrorCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,

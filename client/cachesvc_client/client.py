@@ -58,7 +58,7 @@ class CacheClient:
 
     @property
     def connected(self) -> bool:
-        """True while the daemon is there."""
+        """True while the daemon is there. False in a child of the process that connected."""
         return self._calls.connected
 
     @property
@@ -93,6 +93,8 @@ class CacheClient:
         host_pages: Seq[int] | None = None,
         host_share: float | None = None,
         reserved_pages: int = 0,
+        display_name: str = "",
+        timeout_s: float | None = None,
     ) -> Registration:
         """Make or find the pools of a model.
 
@@ -101,6 +103,8 @@ class CacheClient:
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
         pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
         device are the engines' own and never granted; all engines of a model share them, and name the same number.
+        ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
+        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there.
         Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
         pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
@@ -114,6 +118,8 @@ class CacheClient:
             host_pages=host_pages,
             host_share=host_share,
             reserved_pages=reserved_pages,
+            display_name=display_name,
+            timeout_s=timeout_s,
         )
         return drive(registering)
 

@@ -4,8 +4,9 @@ CacheClientError              the same class as CacheError
 ├── InvalidRequest            the request itself is wrong: fix it, do not retry
 │   ├── LayoutRejected        a layout that cannot be built
 │   ├── KeyReused             (the daemon's own: here it is an InvalidRequest)
-│   └── AlreadyClosed         a handle was used after its end, or ended twice
-│       └── UsedAfterFork     a handle was used in a child of the process that made it
+│   ├── AlreadyClosed         a handle was used after its end, or ended twice
+│   │   └── UsedAfterFork     a handle was used in a child of the process that made it
+│   └── TokenFileUnreadable   the token file is missing, empty or torn: it may be whole a moment later
 ├── NotFound                  model, lease, sequence or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
 ├── LeaseLost                 all that the lease held is gone: recompute, open a new lease
@@ -35,9 +36,12 @@ CacheClientError              the same class as CacheError
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
+from kvcache.v1.cache_pb2 import ErrorFact, OperationError
 
 from cachesvc.model.errors import (
     BY_CODE,
@@ -62,7 +66,8 @@ from cachesvc.model.errors import (
     SubscriberTooSlow,
     Unauthenticated,
 )
-from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES
+from cachesvc.wire.refusals import facts_of
+from cachesvc.wire.status import ERROR_FACTS_METADATA_KEY, ERROR_METADATA_KEY, GRPC_CODES
 
 __all__ = [
     "BY_CODE",
@@ -89,6 +94,7 @@ __all__ = [
     "QuotaExceeded",
     "StockEmpty",
     "SubscriberTooSlow",
+    "TokenFileUnreadable",
     "Unauthenticated",
     "UntrustedDaemon",
     "UsedAfterFork",
@@ -106,6 +112,10 @@ class AlreadyClosed(InvalidRequest):
 
 class UsedAfterFork(AlreadyClosed):
     """A handle was used in a child of the process that made it: connect after the fork."""
+
+
+class TokenFileUnreadable(InvalidRequest):
+    """The token file is missing, empty or torn. Where it is being replaced, it is whole a moment later."""
 
 
 class StockEmpty(PoolExhausted):
@@ -150,12 +160,18 @@ class OperationFailure(Protocol):
     def message(self) -> str:
         """What was wrong and what to do."""
 
+    @property
+    def facts(self) -> Iterable[ErrorFact]:
+        """Numbers and names of the failure."""
+
 
 def error_of(failure: grpc.RpcError | OperationFailure) -> CacheClientError:
     """The typed error for a failed call (sync or aio) or a failed operation of a step."""
     if isinstance(failure, grpc.RpcError):
         return _error_of_call(failure)
-    return _named(failure.code, failure.message) or DaemonFault(f"{failure.code}: {failure.message}")
+    return _named(failure.code, failure.message, facts_of(failure.facts)) or DaemonFault(
+        f"{failure.code}: {failure.message}"
+    )
 
 
 def is_refusal(failure: grpc.RpcError) -> bool:
@@ -165,7 +181,7 @@ def is_refusal(failure: grpc.RpcError) -> bool:
 
 def _error_of_call(failure: grpc.RpcError) -> CacheClientError:
     status, details = _status(failure), _details(failure)
-    named = _named(_named_code(failure), details)
+    named = _named(_named_code(failure), details, _facts(failure))
     if named is not None:
         return named
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -181,13 +197,13 @@ def _error_of_call(failure: grpc.RpcError) -> CacheClientError:
     return DaemonFault(f"{status.name if status is not None else 'no status'}: {details}")
 
 
-def _named(code: str, message: str) -> CacheClientError | None:
+def _named(code: str, message: str, facts: Mapping[str, int | str]) -> CacheClientError | None:
     if code not in {each.value for each in ErrorCode}:
         return None
     kind = BY_CODE[ErrorCode(code)]
     if kind is DeadlineExceeded:
         return DeadlineExceeded(message, was_answered=True)
-    return kind.from_message(message)
+    return kind.from_message(message, facts)
 
 
 def _status(failure: grpc.RpcError) -> grpc.StatusCode | None:
@@ -203,8 +219,21 @@ def _details(failure: grpc.RpcError) -> str:
 
 
 def _named_code(failure: grpc.RpcError) -> str:
+    value = _trailing(failure, ERROR_METADATA_KEY)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _facts(failure: grpc.RpcError) -> Mapping[str, int | str]:
+    value = _trailing(failure, ERROR_FACTS_METADATA_KEY)
+    try:
+        return facts_of(OperationError.FromString(value).facts) if isinstance(value, bytes) else {}
+    except DecodeError:  # the code and the sentence are there
+        return {}
+
+
+def _trailing(failure: grpc.RpcError, wanted: str) -> str | bytes:
     if isinstance(failure, grpc.Call | grpc.aio.AioRpcError):
         for key, value in failure.trailing_metadata() or ():
-            if key == ERROR_METADATA_KEY:
-                return value.decode() if isinstance(value, bytes) else value
+            if key == wanted:
+                return value
     return ""

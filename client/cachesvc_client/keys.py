@@ -3,11 +3,15 @@
     key i = BLAKE2b-256(parent, block_tokens, tokens as little-endian u32, extras), 32 bytes; person "kv-block"
 
 The parent of block 0 is the namespace, so key i stands for the whole prefix. The extras of a block are what tokens
-alone do not say: for each kind, in its name's order, the digests that touch the block, in the order of their tokens.
-The kind without a name comes first and is always there; numbers are little-endian u32, so no two lists read alike:
+alone do not say: for each kind, in its name's order, the digests that touch the block and the tokens that they cover,
+in the order of these. The kind without a name comes first and is always there; numbers are little-endian u32, so no two
+lists read alike:
 
-    extras  = digests, then for each named kind that touches the block: length, name, digests
-    digests = count, then for each: length, bytes
+    extras = spans, then for each named kind that touches the block: length, name, spans
+    spans  = count, then for each: start, end, length, digest
+
+Start (i64) and end count from the block's first token. The end is at most the block's; the start is negative where the
+extra began in an earlier block, so the second half of an image is not the first half of the next one.
 
 A last block that is not full has a key only where it is handed over from one engine to another: BLAKE2b-256(parent,
 block_tokens, how many tokens, these, extras), person "kv-tail".
@@ -39,6 +43,7 @@ PackedKeys = bytes | bytearray | memoryview
 _PERSON = b"kv-block"
 _TAIL_PERSON = b"kv-tail"
 _NO_EXTRA = struct.pack("<I", 0)
+_SPAN = struct.Struct("<qII")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,13 +69,14 @@ class ExtraKey:
 
 def extras_for_block(
     extras: Sequence[ExtraKey], start_token: int, end_token: int, cursor: int
-) -> tuple[list[bytes], int]:
-    """Digests that touch ``[start_token, end_token)``, and the cursor for the next block.
+) -> tuple[list[tuple[int, int, bytes]], int]:
+    """Start, end and digest of each extra that touches ``[start_token, end_token)``, and the cursor for the next block.
 
-    ``extras`` are sorted by start. An extra that ends exactly at ``start_token`` contributes nothing; one that reaches
+    Start and end are relative to ``start_token``; the end is clipped to the block, the start is not. ``extras`` are
+    sorted by start. An extra that ends exactly at ``start_token`` contributes nothing; one that reaches
     beyond ``end_token`` is counted here and again in the next block.
     """
-    found: list[bytes] = []
+    found: list[tuple[int, int, bytes]] = []
     index = cursor
     while index < len(extras):
         extra = extras[index]
@@ -79,7 +85,8 @@ def extras_for_block(
             continue
         if extra.start_token >= end_token:
             return found, index
-        found.append(extra.digest)
+        until = min(extra.end_token, end_token)
+        found.append((extra.start_token - start_token, until - start_token, extra.digest))
         if extra.end_token > end_token:
             return found, index
         index += 1
@@ -96,10 +103,11 @@ class _Track:
 
     def bytes_for(self, start_token: int, end_token: int) -> bytes:
         """What the kind adds to the block of these tokens."""
-        digests, self.cursor = extras_for_block(self.extras, start_token, end_token, self.cursor)
-        if self.head and not digests:
+        spans, self.cursor = extras_for_block(self.extras, start_token, end_token, self.cursor)
+        if self.head and not spans:
             return b""
-        return self.head + struct.pack("<I", len(digests)) + b"".join(struct.pack("<I", len(d)) + d for d in digests)
+        packed_spans = [_SPAN.pack(start, end, len(digest)) + digest for start, end, digest in spans]
+        return self.head + struct.pack("<I", len(spans)) + b"".join(packed_spans)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ class Registration:
     layout: Layout
     existed: bool = False
     reserved_pages: int = 0
+    weights_version: str = ""
     first_pages: tuple[int, ...] = ()
 
     @property

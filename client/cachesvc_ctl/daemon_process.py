@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+
+from cachesvc.model.interpreter import module_command
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -51,7 +52,7 @@ class DaemonProcess:
         folder = Path(self._made.name if self._made is not None else str(self._folder))
         self.socket = str(folder / "cachesvc.sock")
         self.log = folder / "cachesvcd.log"
-        command = [*self._under, sys.executable, "-m", "cachesvc", "--socket", self.socket, *self._flags]
+        command = [*self._under, *module_command("cachesvc", "--socket", self.socket, *self._flags)]
         with self.log.open("ab") as log:
             began = log.tell()
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603

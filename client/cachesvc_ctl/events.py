@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 
 from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.kv_events import MEDIA, Event, Form, KvEventMapper, wire_batch
+from cachesvc_client.adapters.kv_event_form import MEDIA, Event, Form, wire_batch
+from cachesvc_client.adapters.kv_events import KvEventMapper
 from cachesvc_client.adapters.zmq_events import ZmqPublisher
 from cachesvc_client.errors import InvalidRequest
 from cachesvc_client.events import EventSubscriber

@@ -26,7 +26,7 @@ from cachesvc_ctl.lab.trace import TraceError
 from cachesvc_ctl.layout import LayoutOfModel
 from cachesvc_ctl.offline.commands import Dump, Load
 from cachesvc_ctl.offline.index_file import IndexFileError
-from cachesvc_ctl.questions.actions import Drain, Evict, Reload
+from cachesvc_ctl.questions.actions import Drain, Evict, Reload, Weights
 from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
 from cachesvc_ctl.questions.index import Blocks, Tree
 from cachesvc_ctl.questions.models import Models, UnknownModel
@@ -35,6 +35,7 @@ from cachesvc_ctl.questions.storage import Storage
 from cachesvc_ctl.questions.verify import Verify
 from cachesvc_ctl.questions.why import Why
 from cachesvc_ctl.target import no_answer
+from cachesvc_ctl.text import for_terminal
 from cachesvc_ctl.top.command import Top
 from cachesvc_ctl.wait import Wait
 
@@ -48,7 +49,7 @@ INTERRUPTED = 130
 COMMANDS: tuple[type[Command], ...] = (
     *(Status, Top, Wait),
     *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Storage, Verify),
-    *(Evict, Drain, Reload),
+    *(Evict, Weights, Drain, Reload),
     *(Dump, Load, Describe),
     *(LayoutOfModel, Calibrate, Replay, Simulate, Synth),
 )
@@ -121,7 +122,7 @@ def _said(failure: BaseException | None, mapped: CacheClientError, arguments: ar
 
 
 def _fail(message: str) -> None:
-    print(f"cachesvc: {message}", file=sys.stderr)
+    print(for_terminal(f"cachesvc: {message}"), file=sys.stderr)
     sys.exit(2)
 
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def one_line(text: str) -> str:
+    """Escape what a terminal would act on: control characters, newlines, and marks that change the writing direction.
+
+    Names of models, engines and tenants come from callers. Printed as they are they could clear an operator's screen or
+    forge a row of a table.
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+def for_terminal(text: str) -> str:
+    """Escape each line of a text of several."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns; numbers to the right. Without rows: ``none``."""
+    """Aligned columns; numbers to the right. Cells are escaped by ``one_line``. Without rows: ``none``."""
     if not rows:
         return "none"
-    cells = [list(head), *([f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows)]
+    cells = [list(head), *([f"{c:,}" if isinstance(c, int) else one_line(str(c)) for c in row] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     right = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(head))]
     lines = [

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import grpc
+from cachesvc_client.errors import NotSupported, PermissionDenied, Unauthenticated, error_of
 from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import ChannelOptions
 
@@ -18,6 +19,8 @@ SERVING = b"\x08\x01"
 """A HealthCheckResponse whose one field, the status, is SERVING. Its generated messages are the daemon's extra."""
 LOOK_SECONDS = 0.2
 CALL_SECONDS = 5.0
+PERMANENT = (Unauthenticated, PermissionDenied, NotSupported)
+"""Refusals that stay as they are until the operator changes a token, or names another daemon."""
 OPTIONS = ChannelOptions(first_reconnect_ms=1000, longest_reconnect_ms=1000)
 """A daemon that comes is found within a second; an attempt to connect has as long."""
 
@@ -34,7 +37,7 @@ class Wait(DaemonCommand):
     )
 
     def run(self) -> int:
-        """0 as soon as it is ready, 1 when the time is over."""
+        """Return 0 as soon as it is ready, 1 when the time is over. Raises grpc.RpcError for a permanent refusal."""
         target, timeout = self.target, self.arguments.timeout
         until = time.monotonic() + timeout
         pause = threading.Event()
@@ -54,9 +57,11 @@ class Wait(DaemonCommand):
                 pause.wait(LOOK_SECONDS)
 
     def _look(self, check: Callable[..., bytes], limit: float) -> str:
-        """Why it is not ready; empty once it is."""
+        """Return why it is not ready; empty once it is. Raises grpc.RpcError for a refusal that no wait cures."""
         try:
             is_ready = check(b"", timeout=limit) == SERVING
         except grpc.RpcError as failure:
+            if isinstance(error_of(failure), PERMANENT):
+                raise
             return no_answer(failure, self.arguments)
         return "" if is_ready else f"{self.target.address} answers NOT_SERVING: it starts, drains or is broken"

@@ -3,9 +3,9 @@ alone, behind which two engines may have two adapters."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,38 +13,54 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc_vllm.checkpoint import WEIGHTS
+from cachesvc_vllm.checkpoint import WEIGHTS, files_digest
 
 CONFIG = "adapter_config.json"
 
+LOOK_S = 1.0
+"""Between two looks at an adapter's files: on a network file system a look takes milliseconds."""
+
 log = logging.getLogger(__name__)
 
-Stamp = tuple[tuple[str, int, int, int], ...]
-"""Of each file: name, bytes, when it was changed, and its inode."""
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+"""Of each file: name, bytes, when its content and when anything of it was changed, and its inode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An adapter's files as they were when they were read."""
+
+    folder: Path
+    stamp: Stamp
+    digest: bytes
 
 
 @dataclass(slots=True)
 class Adapter:
-    """One that this engine has, as its first request named it. ``own``: a salt that nobody else knows, once it cannot
-    be told which files are computed with."""
+    """One that this engine has, as its first request named it. ``look``: whether its files are as they were, by the
+    last look, which began at ``looked_s``. ``own``: a random salt of this engine, once the files that it computes with
+    are unknown."""
 
     path: str
-    digest: Future[tuple[Path, Stamp, bytes]]
+    reading: Future[Reading]
+    look: Future[bool] | None = None
+    looked_s: float = 0.0
     own: bytes = b""
 
 
 class Adapters:
-    """Those of one engine, by vLLM's number of them. ``locate``: where an adapter's files are, which may take long.
-    Used from vLLM's scheduler thread; files are read in another one."""
+    """Those of one engine, by vLLM's number of them. ``locate``: where an adapter's files are, which may take long and
+    raise anything. Used from vLLM's scheduler thread, which touches no file: another thread does."""
 
-    def __init__(self, locate: Callable[[str], str]) -> None:
+    def __init__(self, locate: Callable[[str], str], clock: Callable[[], float] = time.monotonic) -> None:
         self._locate = locate
+        self._clock = clock
         self._known: dict[int, Adapter] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-vllm-adapters")
 
     def salt(self, asked: Any) -> bytes | None:
         """What the keys of a request with this ``LoRARequest`` are mixed with: 32 bytes, nothing without one. None
-        while the files are read, which the first call begins.
+        while the files are read, which the first call begins, or looked at, which one call in ``LOOK_S`` begins.
 
         An engine that has loaded an adapter goes on with what it loaded: once files have changed, or a request of the
         same number names others, what is computed is this engine's own.
@@ -57,15 +73,23 @@ class Adapters:
             adapter = self._known[asked.lora_int_id] = Adapter(asked.lora_path, reading)
         if adapter.own:
             return adapter.own
-        if not adapter.digest.done():
+        if asked.lora_path != adapter.path:
+            return self._keep_apart(adapter, asked, f"it was loaded from {adapter.path}")
+        if not adapter.reading.done():
             return None
-        try:
-            folder, stamp, digest = adapter.digest.result()
-            if _stamp(folder) == stamp and asked.lora_path == adapter.path:
-                return digest
-            why = f"it was loaded from {adapter.path}, whose files have changed or are not meant"
-        except OSError as error:
-            why = str(error)
+        failed = adapter.reading.exception()
+        if failed is not None:
+            return self._keep_apart(adapter, asked, str(failed))
+        found, now_s = adapter.reading.result(), self._clock()
+        if adapter.look is None or (adapter.look.done() and now_s - adapter.looked_s >= LOOK_S):
+            adapter.look, adapter.looked_s = self._reader.submit(_is_unchanged, found), now_s
+        if not adapter.look.done():
+            return None
+        if not adapter.look.result():
+            return self._keep_apart(adapter, asked, "its files have changed since they were read")
+        return found.digest
+
+    def _keep_apart(self, adapter: Adapter, asked: Any, why: str) -> bytes:
         adapter.own = secrets.token_bytes(KEY_BYTES)
         log.warning("adapter_not_shared name=%s path=%s why=%s", asked.lora_name, asked.lora_path, why)
         return adapter.own
@@ -74,16 +98,18 @@ class Adapters:
         """Have the thread end. Idempotent."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, path: str) -> tuple[Path, Stamp, bytes]:
-        """Raises OSError."""
+    def _read(self, path: str) -> Reading:
+        """Raises OSError, and what ``locate`` raises."""
         folder = Path(self._locate(path))
         stamp = _stamp(folder)
-        digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kv-vllm-adapter")
-        for name, size, _, _ in stamp:
-            digest.update(f"{name}:{size};".encode())
-            with (folder / name).open("rb") as file:
-                digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
-        return folder, stamp, digest.digest()
+        return Reading(folder, stamp, bytes.fromhex(files_digest([folder / each[0] for each in stamp], folder)))
+
+
+def _is_unchanged(reading: Reading) -> bool:
+    try:
+        return _stamp(reading.folder) == reading.stamp
+    except OSError:
+        return False
 
 
 def _stamp(folder: Path) -> Stamp:
@@ -92,4 +118,4 @@ def _stamp(folder: Path) -> Stamp:
     if not any(each.suffix in WEIGHTS for each in files):
         raise FileNotFoundError(f"there are no weights ({', '.join(WEIGHTS)}) in {folder}")
     facts = [(each.name, each.stat()) for each in files]
-    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in facts)
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in facts)

@@ -6,7 +6,7 @@ Blocks are objects of one request each, also where requests share a page: who fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from cachesvc_vllm.page_book import PageBook
 from cachesvc_vllm.request_pages import RequestPages
+from cachesvc_vllm.weights_version import WeightsVersion
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]
@@ -30,16 +31,19 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
     ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where. ``counts_own``: set while
-    a request takes pages that it has already, when no others need to be counted.
+    a request takes pages that it has already, when no others need to be counted. ``on_reset``: called when
+    nothing older is found any more.
     """
 
-    def __init__(self, replaced: BlockPool, book: PageBook) -> None:
+    def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion) -> None:
         self.__dict__.update(replaced.__dict__)
         self.book = book
+        self.weights = weights
         self.filling: dict[str, tuple[Any, int]] = {}
         self._current: RequestPages | None = None
         self.counts_own = False
         self._hits: dict[bytes, RequestBlock] = {}
+        self.on_reset: Callable[[], None] = lambda: None
 
     def schedule(self, request: RequestPages) -> None:
         """What is asked for next is for this request."""
@@ -52,6 +56,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             key: RequestBlock(page, request, self)
             for key, page in zip(hashes, request.pages[: request.hit_blocks], strict=False)
         }
+
+    def hits(self) -> list[KVCacheBlock]:
+        """Return the blocks of the current request's hit, in order."""
+        return list(self._hits.values())
 
     def hide_hits(self) -> None:
         """Let vLLM find none."""
@@ -116,14 +124,16 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Nothing to do: what vLLM did not compute well was never sealed, and what is sealed is everybody's."""
 
     def reset_prefix_cache(self) -> bool:
-        """Find nothing that is older than this. False while requests have blocks."""
+        """Go on under the keys of the weights that the engine has now. False while requests have blocks."""
         if not self.book.is_empty:
             return False
-        self.book.change_namespace()
+        self.weights.reset()
+        self.book.change_keys(self.weights.salt)
+        self.on_reset()
         return True
 
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the daemon tells routers of blocks, for all engines."""
+        """Nothing to do: ``kv_events`` announces what the daemon has."""
 
     def cache_partial_block(self, *args: Any, **kwargs: Any) -> None:
         """Of models with several groups alone, which are refused."""

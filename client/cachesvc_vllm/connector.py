@@ -12,12 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from cachesvc_vllm.draft_keys import draft_lookahead, drafts_with_kv
+from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare
-from cachesvc_vllm.worker_side import WorkerSide, instance_of
+from cachesvc_vllm.worker_side import WorkerSide
 
 
 class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -29,8 +31,16 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
+        self._tap: PublisherTap | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._tap = tap_publisher(vllm_config)
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        """KV memory is the daemon's: sleeping does not free it."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -91,7 +101,8 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         up and before any request: later hooks come when the first request's table is written."""
         assert self._worker is not None
         self._worker.end_warm_up()
-        return None if self._worker.share is None else WorkerShare(self._worker.share, self._worker.comes_back)
+        worker = self._worker
+        return None if worker.share is None else WorkerShare(worker.share, worker.comes_back, worker.instance)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -101,12 +112,17 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         assert self._kv_cache_manager is not None
         told: WorkerShare = metadata[0]
-        node = Node(self._settings, instance_of(self._vllm_config), told.share, attaches=False)
+        node = Node(self._settings, told.instance, told.share, attaches=False)
         node.comes_back = told.comes_back
         try:
             node.start()
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            self._scheduler = SchedulerSide(node, self._settings, step_tokens)
+            publisher = None if self._tap is None else self._tap.publisher
+            config = self._vllm_config
+            lookahead, drafts = draft_lookahead(config), drafts_with_kv(config)
+            self._scheduler = SchedulerSide(
+                node, self._settings, step_tokens, lookahead, drafts=drafts, publisher=publisher
+            )
         except BaseException:
             node.close()
             raise
@@ -119,13 +135,13 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load from the host; None: ask again later."""
-        tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request)
+        tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its pages."""
-        if self._scheduler is not None and num_external_tokens:
-            self._scheduler.note_load(request)
+        if self._scheduler is not None:
+            self._scheduler.note_load(request, num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads that have ended on every rank, where these are, and whether one found its step void."""
@@ -145,6 +161,10 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.begin_step(computes=not is_empty)
         return StepTransfers(self._scheduler.take_loads(), self._scheduler.next_lease, is_empty)
 
+    def has_pending_block_frees(self) -> bool:
+        """Pages of requests that have ended come back without preempting others."""
+        return self._scheduler is not None and self._scheduler.has_late_pages
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks may be freed."""
         if self._scheduler is not None:
@@ -152,7 +172,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def take_events(self) -> tuple[()]:
-        """Comes last in each step."""
+        """Comes last in each step. Events are published without vLLM's steps (``kv_events``)."""
         if self._scheduler is not None:
             self._scheduler.end_step()
         return ()

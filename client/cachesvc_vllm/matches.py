@@ -94,8 +94,15 @@ class Matches:
 
 
 def refused(what: str, request_id: str, error: CacheClientError) -> None:
-    """Log what the daemon did not do; a pool that is full is no news."""
+    """Log what the daemon did not do: once for each request and kind of reason, for it is asked again in each
+    iteration. A pool that is full is no news."""
     if isinstance(error, PoolExhausted):
         log.debug("pool_exhausted request=%s why=%s", request_id, error)
-    else:
-        log.warning("%s_refused request=%s why=%s", what, request_id, error)
+        return
+    is_news = _told.get(what) != (request_id, type(error))
+    _told[what] = request_id, type(error)
+    log.log(logging.WARNING if is_news else logging.DEBUG, "%s_refused request=%s why=%s", what, request_id, error)
+
+
+_told: dict[str, tuple[str, type[CacheClientError]]] = {}
+"""By what was asked for: of which request, and why, it was told last."""

@@ -9,18 +9,24 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-COUNTS = ("asked_tokens", "device_tokens", "host_tokens", "loads", "failed_loads")
-"""Of matched requests: their prompts' tokens, and those found in place and in the host pool; loads that have ended, and
-those of them whose blocks did not come."""
+FOUND = ("asked_tokens", "device_tokens", "host_tokens")
+AGAIN = tuple(f"preempted_{name}" for name in FOUND)
+COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads")
+"""Of matched requests: their prompts' tokens, and those found in place and in the host pool; the same of requests that
+were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose blocks did
+not come."""
 
 STEP_SECONDS = "step_seconds"
 """Of each iteration in which it did something: time in vLLM's scheduler thread."""
 
 LOAD_SECONDS = "load_seconds"
 """Of each load: from the request's having its pages until the scheduler has heard of its end."""
+
+SHARES = "shares"
+"""1 while the engine shares with others, 0 while its weights are known to no other or it has no daemon."""
 
 TIMES = (STEP_SECONDS, LOAD_SECONDS)
 BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
@@ -29,7 +35,7 @@ LOAD_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 def _nothing() -> dict[str, Any]:
     counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-    return counts | {name: [] for name in TIMES}
+    return counts | {name: [] for name in TIMES} | {SHARES: 1}
 
 
 @dataclass
@@ -48,6 +54,7 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
             self.data[name] += other.data[name]
         for name in TIMES:
             self.data[name] = [*self.data[name], *other.data[name]]
+        self.data[SHARES] = other.data[SHARES]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -61,8 +68,8 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         return told
 
     def is_empty(self) -> bool:
-        """True where nothing was seen."""
-        return not any(self.data.values())
+        """True where there is nothing to tell."""
+        return not any(value for name, value in self.data.items() if name != SHARES) and bool(self.data[SHARES])
 
 
 class Stopwatch:
@@ -114,6 +121,11 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         asked = metric_types[Counter](
             "vllm:cachesvc_asked_tokens", "Prompt tokens that the daemon was asked for.", labelnames=labelnames
         )
+        again = metric_types[Counter](
+            "vllm:cachesvc_preempted_tokens",
+            "Tokens of requests that were admitted again after a preemption: asked for, and where the daemon had them.",
+            labelnames=[*labelnames, "found"],
+        )
         steps = metric_types[Histogram](
             "vllm:cachesvc_step_seconds",
             "Time of the connector in an iteration of vLLM's scheduler.",
@@ -126,7 +138,11 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             buckets=LOAD_BUCKETS_S,
             labelnames=labelnames,
         )
+        self._shares = metric_types[Gauge](
+            "vllm:cachesvc_shares", "1 while the engine shares its cache with others.", labelnames=labelnames
+        )
         self._tiers, self._loads, self._asked, self._steps, self._waits = tiers, loads, asked, steps, waits
+        self._again = again
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine tells."""
@@ -136,6 +152,9 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._loads.labels(*labels, "came").inc(told["loads"] - told["failed_loads"])
         self._loads.labels(*labels, "failed").inc(told["failed_loads"])
         self._asked.labels(*labels).inc(told["asked_tokens"])
+        self._shares.labels(*labels).set(told[SHARES])
+        for name in AGAIN:
+            self._again.labels(*labels, name.removeprefix("preempted_").removesuffix("_tokens")).inc(told[name])
         for name, histogram in ((STEP_SECONDS, self._steps), (LOAD_SECONDS, self._waits)):
             for seconds in told[name]:
                 histogram.labels(*labels).observe(seconds)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -16,15 +16,17 @@ from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, 
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.keeper import start_keeper
+from cachesvc_vllm.keeper import Keeper
 from cachesvc_vllm.page_check import PageCheck
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
+from cachesvc_vllm.weights_version import Announced
 
 RESERVED_PAGES = 1
 """vLLM's kernels read and write block 0 for rows that are padding."""
 
-INSTANCE_CHARACTERS = 64
+SHOWN_CHARACTERS = 31
+"""Of an engine's id; with what ``new_instance`` adds it is the most that an instance may have."""
 
 RETRY_S = 0.1
 """Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
@@ -44,16 +46,25 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Share:
     """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of each
-    rank's GPU; none for the daemon's first devices."""
+    rank's GPU; none for the daemon's first devices. ``display_name``: for operators. ``longest_blocks``: of a request;
+    0 where it does not matter."""
 
     model: str
     layout: Layout
     pages: int
     devices: tuple[str, ...] = ()
+    display_name: str = ""
+    longest_blocks: int = 0
+
+
+def new_instance(engine_id: str) -> str:
+    """The name under which the processes of one start of an engine share a lease. Its first worker makes it and tells
+    the others: an engine's id may be another engine's too, where it was set by hand."""
+    return f"{engine_id[:SHOWN_CHARACTERS]}-{secrets.token_hex(16)}"
 
 
 class Node:
-    """``instance``: the engine's id, under which its processes share a lease, and the name that operators see.
+    """``instance``: of ``new_instance``: the name under which the engine's processes share a lease.
     ``attaches``: this process uses the slab of ``rank``; one that uses none is the scheduler's, and has a ``keeper``
     for the lease.
     ``comes_back``: look for a lost daemon.
@@ -61,12 +72,12 @@ class Node:
 
     def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool, rank: int = 0) -> None:
         self._settings = settings
-        self._instance = instance[:INSTANCE_CHARACTERS]
+        self._instance = instance
         self.share = share
         self._attaches = attaches
         self._rank = rank
         self.comes_back = True
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._keeper: Keeper | None = None
         self._client = CacheClient(
             settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file, timeouts=TIMEOUTS
         )
@@ -112,16 +123,23 @@ class Node:
         return PageCheck(self.socket_path, settings.token_file, model_id, settings.verify_steps)
 
     def start(self) -> None:
-        """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes), and what these calls raise."""
+        """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes, the longest request), and what
+        these calls raise."""
         client = self._client
         client.connect()
         self._lease = self._watched(client.open_lease(self._register(), instance=self._instance))
+        self._require_room(self._lease)
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
         else:
-            self._keep(self._lease)
+            self._keep(self._lease).wait_begun()
         client.on_lost(self._wake.set)
         self._thread.start()
+
+    def announced_weights(self) -> Announced:
+        """Ask for the version of weights that an operator announced last. Raises ConnectorRefused (sizes), and what
+        ``register`` raises."""
+        return announced_in(self._register(TIMEOUTS.call_s))
 
     def keep_address(self) -> None:
         """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
@@ -183,8 +201,9 @@ class Node:
         self._end_keeper()
         self._client.close()
 
-    def _register(self) -> Registration:
-        """The pools, made or found. Raises ConnectorRefused (sizes), and what ``register`` raises."""
+    def _register(self, timeout_s: float | None = None) -> Registration:
+        """The pools, made or found. ``timeout_s``: for pools that are there. Raises ConnectorRefused (sizes), and what
+        ``register`` raises."""
         settings, share = self._settings, self.share
         registration = self._client.register(
             share.model,
@@ -194,6 +213,8 @@ class Node:
             device_pages=[share.pages],
             host_pages=None if settings.host_blocks is None else [settings.host_blocks],
             reserved_pages=RESERVED_PAGES,
+            display_name=share.display_name,
+            timeout_s=timeout_s,
         )
         if registration.device_pages != (share.pages,):
             raise ConnectorRefused(
@@ -201,6 +222,16 @@ class Node:
                 f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
             )
         return registration
+
+    def _require_room(self, lease: Lease) -> None:
+        """Raises ConnectorRefused where the engine's longest request has more blocks than the daemon lets one have."""
+        limit, longest = lease.record.blocks_per_sequence, self.share.longest_blocks
+        if 0 < limit < longest:
+            raise ConnectorRefused(
+                f"the longest request of this engine has {longest} blocks, and the daemon lets one have {limit}: start "
+                f"the daemon with --blocks-per-sequence {longest} or more, or the engine with a --max-model-len of at "
+                f"most {limit * self.share.layout.block_tokens}"
+            )
 
     def _map(self, lease: Lease) -> AttachedPool:
         """The slab of a new lease, where the tensors are."""
@@ -217,14 +248,15 @@ class Node:
             raise
         return pool
 
-    def _keep(self, lease: Lease) -> None:
+    def _keep(self, lease: Lease) -> Keeper:
         self._end_keeper()
-        self._keeper = start_keeper(self.socket_path, lease.id, lease.record.beat_interval_s, self._settings.token_file)
+        self._keeper = Keeper(self.socket_path, lease.id, lease.record.beat_interval_s, self._settings.token_file)
+        self._keeper.start()
+        return self._keeper
 
     def _end_keeper(self) -> None:
         if self._keeper is not None:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._keeper.end()
             self._keeper = None
 
     def _watched(self, lease: Lease) -> Lease:
@@ -263,6 +295,7 @@ class Node:
                 raise ConnectorRefused(
                     f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"
                 )
+            self._require_room(lease)
         except (CacheClientError, ConnectorRefused) as error:
             is_news, self._refusal = type(error) is not self._refusal, type(error)
             log.log(logging.WARNING if is_news else logging.DEBUG, "daemon_not_back why=%s", error)
@@ -275,6 +308,11 @@ class Node:
             self._came.set()
         log.warning("daemon_back blocks=%s", pages)
         return True
+
+
+def announced_in(registration: Registration) -> Announced:
+    """Return the announcement that a registration was answered with."""
+    return Announced((registration.epoch, registration.model_id), registration.weights_version)
 
 
 def _give_up(lease: Lease) -> None:

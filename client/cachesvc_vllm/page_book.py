@@ -9,20 +9,19 @@ waited for. Knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.draft_keys import salted
 from cachesvc_vllm.giving_way import GivingWay
 from cachesvc_vllm.matches import Matches, refused
 from cachesvc_vllm.private_pages import PrivatePages
 from cachesvc_vllm.request_pages import RequestPages, Wish
+from cachesvc_vllm.untold import Untold
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
@@ -42,7 +41,8 @@ log = logging.getLogger(__name__)
 class PageBook:
     """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: of requests
     that wait, so many are matched and reserved together. ``without_host``: requests that have what is in place alone,
-    because a load of theirs has failed and might do so for ever."""
+    because a load of theirs has failed and might fail each time. ``drops_last``: leave out the last block of each hit,
+    whose drafter's KV is right for another continuation."""
 
     def __init__(
         self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
@@ -53,15 +53,15 @@ class PageBook:
         self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
-        self._matches = Matches(self._stream, self._keys)
-        self._sealing: dict[RequestPages, Sequence[bytes]] = {}
-        self._ended: list[RequestPages] = []
+        self._matches = Matches(self._stream, self.keys)
+        self.untold = Untold()
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
-        self._salt = b""
+        self.salt = b""
         self._short_until_s = 0.0
         self._way = GivingWay(clock)
         self.without_host: set[str] = set()
+        self.drops_last = False
         self.held_blocks = 0
         self.is_adrift = False
         self.is_moving = False
@@ -87,8 +87,7 @@ class PageBook:
         return not self.is_adrift
 
     def expect(self, request_id: str, wish: Wish) -> None:
-        """A request has come. A lone one is matched while vLLM does other things; of many, all that may run next once
-        the first of them is to."""
+        """Note a request. A lone one is matched at once, many together when the first of them is scheduled."""
         self._matches.expect(request_id, wish)
         if not self._matches.are_under_way and self.is_with_daemon():
             self._send_matches({request_id: wish})
@@ -98,22 +97,29 @@ class PageBook:
         known = self._requests.get(request_id)
         if known is not None and known.is_matching:
             self._take_matches()
-        if known is not None and (known.is_matching or self._is_fresh(known, wish)):
-            return known
-        begun = self._match(request_id, wish)
+        is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
+        begun = known if known is not None and is_usable else self._match(request_id, wish)
         while begun.host_blocks and request_id in self.without_host:
-            begun = self._match(request_id, replace(wish, most_blocks=begun.hit_blocks))
+            begun = self.shorten(request_id, wish, begun.hit_blocks)
+        if self.drops_last and not begun.is_shortened and (found := begun.hit_blocks + begun.host_blocks):
+            begun = self.shorten(request_id, wish, found - 1)
+            begun.is_shortened = True
         return begun
 
+    def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
+        """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: vLLM computes
+        those blocks, so their cells must be private pages."""
+        return self._match(request_id, replace(wish, most_blocks=blocks))
+
     def forget(self, request_id: str) -> None:
-        """The request's pages are no longer its own: given back at once, or when vLLM has freed the last of them."""
+        """Give the request's pages back, at once or when vLLM has freed the last of them."""
         self._matches.forget(request_id)
         request = self._requests.pop(request_id, None)
         if request is None or request.held:
             return
         request.is_forgotten = request.is_matching
         if not request.is_matching:
-            self._ended.append(request)
+            self.untold.ready.ended.append(request)
 
     def has(self, request: RequestPages, blocks: int) -> bool:
         """True where a request that runs has ``blocks`` pages already, and may go on in them. A loss of the daemon is
@@ -122,19 +128,17 @@ class PageBook:
 
     def reserve(self, request: RequestPages, blocks: int) -> bool:
         """Make the request's table ``blocks`` long; False where there is no room now."""
-        is_with_daemon = self.is_with_daemon()
-        if self.is_moving:
-            return False
-        if not is_with_daemon:
-            self._private.take_ended(self._ended)
-            self._ended.clear()
+        if not self.is_with_daemon() and not self.is_moving:
+            self.untold.settle()
+            self._private.take_ended(self.untold.ready.ended)
+            self.untold.clear()
             return self._private.lengthen(request, blocks)
-        if request.sequence is None or request.is_growing:
+        if self.is_moving or request.sequence is None or request.is_growing:
             return False
         request.take_cells()
         if len(request.pages) >= blocks or self._grow(request, blocks):
             return True
-        if self._ended:  # vLLM has preempted somebody for this
+        if self.untold.ready.ended:  # vLLM has preempted a request for this
             self.flush()
         elif self._clock() < self._short_until_s:
             return False
@@ -169,17 +173,16 @@ class PageBook:
             return
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
-        self._ended.append(request)
+        self.untold.end(request)
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
-        if blocks > request.wanted and request.sequence is not None and not self.is_adrift:
+        if blocks > request.wanted and request.is_shared and not self.is_adrift:
             request.wanted = blocks
-            self._sealing[request] = hashes
+            self.untold.seal(request, blocks, hashes)
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
-        """How many blocks vLLM may count on, ``request``'s own reservation included. Hits that it has not touched yet
-        are free for vLLM, which counts them among those that it takes."""
+        """Count the blocks that vLLM may take, ``request``'s reservation and its untouched hits included."""
         spare = 0 if request is None else len(request.pages) - request.taken
         if self.is_adrift:
             return len(self._private) + spare
@@ -194,19 +197,16 @@ class PageBook:
 
     def flush(self) -> None:
         """Send what has been computed and what has ended; the answer is taken in the next time."""
-        if not self.is_with_daemon():
-            return
-        if not (self._sealing or self._ended or self._lease.record.growing):
+        if not self.is_with_daemon() or not (self.untold or self._lease.record.growing):
             return
         try:
             self._collect()
             batch = self._stream.batch()
-            for request, hashes in self._sealing.items():
-                self._publish(batch, request, hashes)
-            self._sealing.clear()
-            ended, self._ended = self._ended, []
-            for request in ended:
+            for request, (blocks, hashes) in self.untold.ready.sealing.items():
+                self._publish(batch, request, blocks, hashes)
+            for request in self.untold.ready.ended:
                 self._release(batch, request)
+            self.untold.ready.clear()
             self._pending = self._stream.send(batch)
         except CacheClientError as error:
             refused("step", "", error)
@@ -223,17 +223,17 @@ class PageBook:
             refused("step", "", error)
 
     def give_way(self, request: RequestPages) -> None:
-        """A request found no room. Where nothing of this engine runs, what those that wait got goes back now and then:
-        another engine may wait for it; without the daemon, all but its own, for nobody else will ever need it."""
+        """A request found no room. Where nothing of this engine runs, give back now and then what waiting requests got:
+        another engine may wait for it. Without the daemon, keep ``request``'s own."""
         if self._way.is_due(is_idle=self.is_empty and not request.is_growing):
             self._drop_idle(request if self.is_adrift else None)
 
-    def change_namespace(self) -> None:
-        """What is computed from now on is found by nobody else, and nothing older is found. No request has a page."""
+    def change_keys(self, salt: bytes) -> None:
+        """Mix keys with another salt from now on. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
-        self._sealing.clear()  # it would be told under the new keys
-        self._salt = secrets.token_bytes(KEY_BYTES)
+        self.untold.forget_blocks()  # they would be told under the new keys
+        self.salt = salt
 
     def close(self) -> None:
         """Tell what is left to tell, and end the stream. Idempotent."""
@@ -248,19 +248,16 @@ class PageBook:
         self._lease = lease
         self._requests.clear()
         self._matches.move(self._stream)
-        self._sealing.clear()
-        self._ended.clear()
+        self.untold.clear()
         self._private = PrivatePages()
         self._pending = None
         self.is_adrift = self.is_moving = False
 
     # -- with the daemon ---------------------------------------------------------------------------------------------
 
-    def _keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
-        keys = b"".join(hashes)
-        for each in filter(None, (self._salt, salt)):
-            keys = (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(each, np.uint8)).tobytes()
-        return keys
+    def keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
+        """Pack the keys that the daemon knows blocks by: the hashes mixed with the engine's salt and the request's."""
+        return salted(hashes, self.salt, salt)
 
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
         """Match a request, and those beside it that may run next."""
@@ -292,16 +289,17 @@ class PageBook:
             self._requests[request.request_id] = request
 
     def _take_matches(self) -> None:
-        self._ended += self._matches.take(ANSWER_S)
+        self.untold.ready.ended += self._matches.take(ANSWER_S)
 
-    def _publish(self, batch: Any, request: RequestPages, hashes: Sequence[bytes]) -> None:
+    def _publish(self, batch: Any, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         assert request.sequence is not None
         record = request.sequence.record
-        if request.wanted <= record.asked_blocks:
+        if blocks <= record.asked_blocks:
             return
-        keys = b"" if request.wanted <= record.known_keys else self._keys(hashes[: request.wanted], request.salt)
+        first = record.asked_blocks
+        keys = b"" if blocks <= record.known_keys else self.keys(hashes[first:blocks], request.salt)
         try:
-            batch.publish(request.sequence, request.wanted, keys)
+            batch.publish(request.sequence, blocks, keys, first_key=first)
         except CacheClientError as error:
             refused("publish", request.request_id, error)
 
@@ -394,7 +392,7 @@ class PageBook:
         self.is_adrift = True
         self.is_moving = isinstance(self._lease.record.loss, LeaseLost) or not self._lease.is_sure
         self._take_matches()
-        self._sealing.clear()
+        self.untold.forget_blocks()
         self._pending = None
         self._private.take_stock(self._lease.record.stock)
         log.warning("daemon_gone private_pages=%s", len(self._private))

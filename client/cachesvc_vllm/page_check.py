@@ -11,6 +11,7 @@ import grpc
 from cachesvc_client.wire.credentials import credentials_from
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
+from cachesvc.model.addresses import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from cachesvc_vllm.errors import ConnectorRefused
 
@@ -46,7 +47,7 @@ class PageCheck:
         proof = ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else ()
         request = admin_pb2.VerifyRequest(checksums=True, model_id=self._model_id)
         try:
-            with grpc.insecure_channel(f"unix:{self._socket_path}") as channel:
+            with grpc.insecure_channel(unix_target(str(self._socket_path))) as channel:
                 admin = admin_pb2_grpc.AdminServiceStub(channel)
                 answer = admin.Verify(request, timeout=DEADLINE_S, metadata=proof)
         except grpc.RpcError as error:

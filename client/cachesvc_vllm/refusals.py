@@ -13,14 +13,49 @@ DIGESTS = ("sha256", "sha256_cbor")
 """Hash algorithms whose digests are 32 bytes, and the same in every process."""
 
 
-def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ConnectorRefused for the first thing that cannot be served."""
+DRAFTERS = (
+    *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
+    *("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
+)
+"""Methods without KV of their own, and those whose KV the keys cover. Others may write KV at what no key says."""
+
+ROLES = ("kv_both", "kv_consumer")
+"""Roles for which vLLM keeps the pages of an ended request until no step under way writes them. Of a producer it frees
+them at once, and another engine would get them."""
+
+NAME = "CachesvcConnector"
+
+
+def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any = None) -> None:
+    """``whole_config``: vLLM's own, where a MultiConnector gave this connector a copy of it. Raises ConnectorRefused
+    for the first thing that cannot be served."""
+    whole = vllm_config if whole_config is None else whole_config
     for why in (
+        *_of_role(vllm_config.kv_transfer_config),
+        *_of_role(whole.kv_transfer_config),
+        *_of_siblings(whole.kv_transfer_config),
         *_of_parallelism(vllm_config.parallel_config),
         *_of_caching(vllm_config),
         *_of_groups(kv_cache_config),
     ):
         raise ConnectorRefused(f"cachesvc_vllm: {why}")
+
+
+def _of_role(transfer: Any) -> list[str]:
+    if transfer.kv_role in ROLES:
+        return []
+    why = f"kv_role is {transfer.kv_role}, for which vLLM frees pages that a step under way still writes"
+    return [f'{why}: write "kv_role": "kv_both", for an engine that only prefills too']
+
+
+def _of_siblings(transfer: Any) -> list[str]:
+    """Of connectors under a MultiConnector, the first that has tokens loads them; only the first in the list knows
+    that it is the one."""
+    children = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    names = [each.get("kv_connector") for each in children]
+    if transfer.kv_connector != "MultiConnector" or names[:1] == [NAME]:
+        return []
+    return [f"MultiConnector has {', '.join(map(str, names))}: write {NAME} first"]
 
 
 def _of_parallelism(parallel: Any) -> list[str]:
@@ -57,8 +92,10 @@ def _of_caching(vllm_config: Any) -> list[str]:
             "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
         )
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        found.append(f"speculative decoding by {speculative.method} is not supported: ngram is")
+    if speculative is not None and speculative.method not in DRAFTERS:
+        found.append(
+            f"speculative decoding by {speculative.method} is not supported: take one of {', '.join(DRAFTERS)}"
+        )
     return found
 
 

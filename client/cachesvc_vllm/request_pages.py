@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cachesvc_client import Sequence as DaemonSequence
 
 
-def computed_blocks(*, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int) -> int:
-    """How many leading blocks of a request may be sealed, at most one for each of its ``keys``: vLLM counts tokens as
-    computed that steps under way still write."""
-    return min(max(0, computed_tokens - in_flight_tokens) // block_tokens, keys)
+def computed_blocks(
+    *, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int, redrafted_tokens: int = 0
+) -> int:
+    """Return how many leading blocks of a request may be sealed, at most one for each of its ``keys``.
+
+    vLLM counts tokens as computed that steps under way still write, and a drafter of several modules writes its KV of
+    the last ``redrafted_tokens`` of them again.
+    """
+    return min(max(0, computed_tokens - in_flight_tokens - redrafted_tokens) // block_tokens, keys)
+
+
+def blocks_wanted(
+    request: Any,
+    new_tokens: int,
+    *,
+    external_tokens: int,
+    lookahead_tokens: int,
+    longest_tokens: int,
+    block_tokens: int,
+) -> int:
+    """Return how long a request's table has to be for ``new_tokens`` behind what is computed, ``external_tokens`` that
+    are loaded and ``lookahead_tokens`` of a drafter; no longer than ``longest_tokens``."""
+    tokens = new_tokens + external_tokens + lookahead_tokens
+    if external_tokens:  # it holds them while it waits, so it gets all that it needs to run
+        tokens = max(tokens, request.num_tokens + max(block_tokens, lookahead_tokens))
+    tokens = min(int(request.num_computed_tokens) + tokens, longest_tokens)
+    return -(-tokens // block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +58,8 @@ class RequestPages:
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
     blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
     what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
+    ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
     the wish had it.
     """
@@ -50,6 +76,9 @@ class RequestPages:
     full_blocks: int = 0
     output_tokens: int = 0
     first_blocks: int = 0
+    is_shortened: bool = False
+    is_loading: bool = False
+    is_foreign: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
     salt: bytes = b""
@@ -58,6 +87,11 @@ class RequestPages:
     def is_ahead(self) -> bool:
         """True while vLLM has taken nothing of it."""
         return not self.held and not self.taken
+
+    @property
+    def is_shared(self) -> bool:
+        """True where others may get what it computes."""
+        return self.sequence is not None and not self.is_foreign
 
     @property
     def wants_pages(self) -> bool:

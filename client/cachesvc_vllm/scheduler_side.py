@@ -3,50 +3,66 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from cachesvc_client import DaemonUnavailable, LeaseLost
-from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.block_pool import DaemonBlockPool
-from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.metrics import LOAD_SECONDS, STEP_SECONDS, CacheStats, Stopwatch
-from cachesvc_vllm.node import Node
+from cachesvc_vllm.draft_keys import LookaheadKeys, keep_last_blocks
+from cachesvc_vllm.errors import NOT_FIRST, STUCK, ConnectorRefused
+from cachesvc_vllm.kv_events import Announcer
+from cachesvc_vllm.media import Media
+from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
+from cachesvc_vllm.node import Node, announced_in
 from cachesvc_vllm.page_book import PageBook
-from cachesvc_vllm.request_pages import RequestPages, Wish, computed_blocks
+from cachesvc_vllm.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.vouching import Vouching
-
-STUCK = (
-    "the daemon is gone or took this engine's lease, what is asked for needs pages that are not the engine's own, and "
-    "its memory cannot be replaced: start it again; with --device-memory vmm the daemon's next memory takes its place"
-)
-"""An engine that can serve nothing any more ends, so that whoever watches it starts it again."""
+from cachesvc_vllm.weights_version import WeightsVersion
+from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 """States of a request that waits for its turn; with the last one it may be that it need not know yet."""
-
-AHEAD_DIVISOR = 8
-"""Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
 
 
 class SchedulerSide:
     """Begun once the workers have their memory from the daemon. Used from vLLM's scheduler thread."""
 
-    def __init__(self, node: Node, settings: Settings, step_tokens: int) -> None:
-        """``step_tokens``: the most that vLLM schedules in an iteration."""
+    def __init__(
+        self,
+        node: Node,
+        settings: Settings,
+        step_tokens: int,
+        lookahead_tokens: int = 0,
+        *,
+        drafts: bool = False,
+        publisher: Any = None,
+    ) -> None:
+        """``step_tokens``: the most that vLLM schedules in an iteration. ``lookahead_tokens``: those that a drafter
+        reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``). ``publisher``: of KV
+        events; None: none."""
         self._node = node
-        self._step_tokens = step_tokens
+        self._has_lookahead = settings.draft_blocks == "lookahead"
+        self._lookahead_tokens = lookahead_tokens
         registration = node.lease.registration
-        ahead_blocks = min(
-            step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR
+        self._book = PageBook(node.lease, settings.stock_blocks, blocks_ahead(step_tokens, registration))
+        self._book.untold.is_late = drafts
+        self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
+        block_tokens = registration.layout.block_tokens
+        self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
+        self._weights = WeightsVersion(
+            settings.weights_version, announced_in(node.lease.registration), node.announced_weights
         )
-        self._book = PageBook(node.lease, settings.stock_blocks, ahead_blocks)
-        self._adapters = Adapters(get_adapter_absolute_path)
+        self._book.salt = self._weights.salt
+        self._announcer: Announcer | None = None
+        if publisher is not None:
+            self._announcer = Announcer(node, settings.token_file, publisher, self._book.keys)
+        media = Media(is_shared=settings.share_media)
+        self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._is_dropped = False
@@ -64,13 +80,18 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book)
+        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights)
+        if self._announcer is not None:
+            pool.on_reset = self._announcer.reset
+            self._announcer.start()
         manager.block_pool = manager.coordinator.block_pool = pool
         for group in manager.coordinator.single_type_managers:
             group.block_pool = pool
             group._null_block = pool.null_block  # noqa: SLF001 - there is no other way to it
         self._manager = manager
         self._block_tokens = pool.hash_block_size
+        if self._lookahead_tokens:
+            keep_last_blocks(manager.coordinator)
         self._find_hits, self._allocate = manager.get_computed_blocks, manager.allocate_slots
         manager.get_computed_blocks, manager.allocate_slots = self.get_computed_blocks, self.allocate_slots
 
@@ -110,6 +131,13 @@ class SchedulerSide:
         self._look()
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
+        if pages is not None and not pages.taken:
+            taken_blocks = (num_new_computed_tokens + num_external_computed_tokens) // self._block_tokens
+            if taken_blocks < pages.hit_blocks + pages.host_blocks:
+                pages = self._take_less(request, num_new_computed_tokens // self._block_tokens, taken_blocks)
+                if pages is None:
+                    return None
+                new_computed_blocks = self._manager.create_kv_cache_blocks((pool.hits(),))
         asked = (
             request,
             num_new_tokens,
@@ -119,13 +147,16 @@ class SchedulerSide:
             num_external_computed_tokens,
             *args,
         )
-        tokens = num_new_computed_tokens + num_external_computed_tokens + num_new_tokens + num_lookahead_tokens
-        if num_external_computed_tokens:  # it holds them while it waits, so it gets all that it needs to run
-            tokens = max(tokens, request.num_tokens + self._block_tokens)
-        tokens = min(request.num_computed_tokens + tokens, self._manager.max_model_len)
-        blocks_wanted = -(-tokens // self._block_tokens)
-        if pages is not None and self._book.has(pages, blocks_wanted):
-            if pages.taken >= blocks_wanted and self._fills_nothing(request, pages, num_new_tokens):
+        wanted = blocks_wanted(
+            request,
+            num_new_computed_tokens + num_new_tokens,
+            external_tokens=num_external_computed_tokens,
+            lookahead_tokens=num_lookahead_tokens,
+            longest_tokens=self._manager.max_model_len,
+            block_tokens=self._block_tokens,
+        )
+        if pages is not None and self._book.has(pages, wanted):
+            if pages.taken >= wanted and self._fills_nothing(request, pages, num_new_tokens):
                 return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.counts_own = True
@@ -133,23 +164,8 @@ class SchedulerSide:
             pool.counts_own = False
             if blocks is not None:
                 return blocks
-        with self._watch:
-            pages = self._reserve(request, blocks_wanted)
-        if pages is None:
-            return None
-        pool.schedule(pages)
-        is_admitted = bool(pages.taken)
-        blocks = self._allocate(*asked, **kwargs)
-        if blocks is None:
-            with self._watch:
-                self._book.ask_room()
-                self._book.give_way(pages)
-        elif not is_admitted:
-            self._has_admitted = True
-            self._unfinished[request.request_id] = request
-            self._stats.data["asked_tokens"] += request.num_tokens
-            self._stats.data["device_tokens"] += pages.hit_blocks * self._block_tokens
-        return blocks
+        allocate = partial(self._allocate, *asked, **kwargs)
+        return self._reserve_and_allocate(request, wanted, allocate, num_external_computed_tokens)
 
     @property
     def next_lease(self) -> str:
@@ -164,18 +180,28 @@ class SchedulerSide:
             self._check = self._node.page_check()  # the model may have another number
             with suppress(DaemonUnavailable, LeaseLost):  # then they move again
                 self._book.adopt(self._node.lease)
+            if self._announcer is not None:
+                self._announcer.restart()
 
-    def host_tokens(self, request: Any) -> int | None:
-        """Tokens of the request's hit that have to be loaded from the host; None where it was not matched yet."""
+    def host_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens to load from the host behind ``local_tokens`` that vLLM has in place; None where the request was not
+        matched yet. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
         pages = self._book.find(request.request_id)
-        return None if pages is None else pages.host_blocks * self._block_tokens
+        if pages is None:
+            return None
+        return pages.host_blocks * self._block_tokens if local_tokens == pages.hit_blocks * self._block_tokens else 0
 
-    def note_load(self, request: Any) -> None:
-        """vLLM has the pages that the request's host blocks are loaded into."""
+    def note_load(self, request: Any, external_tokens: int) -> None:
+        """vLLM has the request's pages, ``external_tokens`` of which this connector loads. Raises ConnectorRefused
+        where another connector loads into the pages that the daemon fills."""
         pages = self._book.find(request.request_id)
-        assert pages is not None
+        if pages is None or not pages.host_blocks or pages.is_loading:
+            return
+        pages.is_loading = True
+        if external_tokens != pages.host_blocks * self._block_tokens:
+            raise ConnectorRefused(NOT_FIRST)
         assert pages.sequence is not None
-        self._stats.data["host_tokens"] += pages.host_blocks * self._block_tokens
+        self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
         self._loads[request.request_id] = pages.sequence.tickets
         self._loading_since_s[request.request_id] = time.perf_counter()
 
@@ -192,6 +218,7 @@ class SchedulerSide:
 
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""
+        self._book.untold.begin_step()
         self._vouching.begin_step(computes=computes)
 
     def drop_step(self) -> None:
@@ -215,23 +242,29 @@ class SchedulerSide:
             self._unfinished.pop(request.request_id, None)
             self._book.without_host.discard(request.request_id)
             self._loading_since_s.pop(request.request_id, None)
+            keys = self._keys.of(request)
+            self._keys.forget(request.request_id)
             pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
-                return
-            self._seal(request)
-            self._book.finish(pages, request.num_output_tokens)
+            else:
+                self._seal(request, keys)
+                self._book.finish(pages, request.num_output_tokens)
+            if self._announcer is not None:
+                self._announcer.drop(request.request_id)
 
     def end_step(self) -> None:
         """A step's output has come: seal what it has computed, and tell the daemon. Raises PagesLapsed."""
         assert self._pool is not None
         is_dropped, self._is_dropped = self._is_dropped, False
-        self._vouching.end_step(is_dropped=is_dropped)
+        computes = self._vouching.end_step(is_dropped=is_dropped)
         with self._watch:
+            self._book.untold.begin_output()
             filling = self._pool.filling
             for request_id, (request, full_blocks) in list(filling.items()):
                 if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
                     del filling[request_id]
+            self._book.untold.end_output(computes=computes)
             if not self._unfinished:  # there may be no iteration after this; else answers to users come first
                 self._book.flush()
             self._leave_if_back()
@@ -240,16 +273,29 @@ class SchedulerSide:
         if not self._book.is_adrift:
             self._check.step()
 
+    @property
+    def has_late_pages(self) -> bool:
+        """True where pages come back once the next output has: nothing need be preempted for them."""
+        return self._book.untold.has_late_pages
+
     def take_stats(self) -> CacheStats:
         """What was seen since the last call."""
         taken, self._stats = self._stats, CacheStats()
+        taken.data[SHARES] = int(self._weights.is_shared and not self._book.is_adrift)
         return taken
 
     def close(self) -> None:
         """Tell what is left to tell, and end the lease. Idempotent."""
+        if self._announcer is not None:
+            self._announcer.close()
         self._book.close()
-        self._adapters.close()
+        self._wishes.close()
         self._node.close()
+
+    def _count(self, request: Any, name: str, tokens: int) -> None:
+        """Tokens of an admission. What a request finds again after a preemption or a failed load is no prompt's hit."""
+        again = request.num_preemptions or request.request_id in self._book.without_host
+        self._stats.data[f"preempted_{name}" if again else name] += tokens
 
     def _look(self) -> None:
         """Once in an iteration, before it schedules anything: what is lost is used no more."""
@@ -258,14 +304,44 @@ class SchedulerSide:
 
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """None while its adapter is read."""
-        salt = self._adapters.salt(request.lora_request)
-        if salt is None:
+        return self._wishes.of(request, most_tokens, may_hit=self._manager.prefix_cache_lookup_enabled(request))
+
+    def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
+        """vLLM takes ``blocks`` blocks of a longer hit, ``device_blocks`` of them in place: let go of the others, whose
+        pages it would write. None where the daemon does not have exactly these: vLLM asks again."""
+        assert self._pool is not None
+        with self._watch:
+            wish = self._wish(request, blocks * self._block_tokens)
+            if wish is None:
+                return None
+            pages = self._book.shorten(request.request_id, wish, blocks)
+            self._pool.show_hits(pages, request.block_hashes)
+        is_exact = (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks)
+        return pages if is_exact else None
+
+    def _reserve_and_allocate(
+        self, request: Any, wanted: int, allocate: Callable[[], Any], external_tokens: int
+    ) -> Any:
+        """Have vLLM ``allocate`` once there are ``wanted`` blocks, else None. ``external_tokens``: loaded by any."""
+        assert self._pool is not None
+        with self._watch:
+            pages = self._reserve(request, wanted)
+        if pages is None:
             return None
-        tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
-        may_hit = self._manager.prefix_cache_lookup_enabled(request)
-        most = min(tokens // self._block_tokens, len(request.block_hashes)) if may_hit else 0
-        first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
-        return Wish(request.block_hashes, most, first, salt)
+        self._pool.schedule(pages)
+        pages.is_foreign |= external_tokens > pages.host_blocks * self._block_tokens
+        is_admitted = bool(pages.taken)
+        blocks = allocate()
+        if blocks is None:
+            with self._watch:
+                self._book.ask_room()
+                self._book.give_way(pages)
+        elif not is_admitted:
+            self._has_admitted = True
+            self._unfinished[request.request_id] = request
+            self._count(request, "asked_tokens", request.num_tokens)
+            self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
+        return blocks
 
     def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
         """Have a request's table be so many blocks long; None where there is no room. Raises ConnectorRefused where
@@ -300,16 +376,21 @@ class SchedulerSide:
         tokens = request.num_computed_tokens + num_new_tokens
         return num_new_tokens > 0 and min(tokens // self._block_tokens, len(request.block_hashes)) <= pages.full_blocks
 
-    def _seal(self, request: Any) -> int:
+    def _seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:
+        if keys is None:
+            keys = self._keys.of(request)
         full_blocks = computed_blocks(
             computed_tokens=request.num_computed_tokens,
             in_flight_tokens=request.num_in_flight_tokens,
             block_tokens=self._block_tokens,
-            keys=len(request.block_hashes),
+            keys=len(keys),
+            redrafted_tokens=max(0, self._lookahead_tokens - 1),
         )
         pages = self._book.find(request.request_id)
         if pages is not None:
-            self._book.seal(pages, min(full_blocks, pages.taken), request.block_hashes)
+            if self._announcer is not None:
+                self._announcer.note(request, keys, pages.salt)
+            self._book.seal(pages, min(full_blocks, pages.taken), keys)
         return full_blocks
 
     def _leave_if_back(self) -> None:

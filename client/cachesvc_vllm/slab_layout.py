@@ -47,6 +47,28 @@ def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
     return layout
 
 
+def place_wider_first(kv_cache_config: Any) -> None:
+    """Move vLLM's layers, before it allocates them, to where a slab has planes: wider ones lie first there.
+
+    vLLM places layers of one kind after another, and a drafter's behind its target's, also where they are wider. The
+    placement is data of its configuration alone, so each region moves as a whole. A placement of another form stays.
+    """
+    tensors, pages = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset != end or tensor.layer_stride != pages * tensor.block_stride:
+            return
+        end += _region_bytes(tensor)
+    offset = 0
+    for tensor in sorted(tensors, key=lambda tensor: (-tensor.block_stride, tensor.offset)):
+        tensor.offset = offset
+        offset += _region_bytes(tensor)
+
+
+def _region_bytes(tensor: Any) -> int:
+    return len(tensor.layers) * int(tensor.layer_stride)
+
+
 def _is_replicated(spec: Any) -> bool:
     """True where each rank computes all of it, as latents are."""
     layers = getattr(spec, "kv_cache_specs", {"": spec}).values()

@@ -17,10 +17,11 @@ from cachesvc_vllm.node import Share
 @dataclass
 class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """From a worker, once: its memory is the daemon's, under this name. ``comes_back``: after a loss it can go on with
-    the next daemon."""
+    the next daemon. ``instance``: the one of ``Node``, for the scheduler's."""
 
     share: Share
     comes_back: bool
+    instance: str
 
 
 @dataclass

@@ -55,22 +55,22 @@ class Vouching:
         self._has_looked = False
         self._under_way.append(self._lease() if computes else None)
 
-    def end_step(self, *, is_dropped: bool) -> None:
+    def end_step(self, *, is_dropped: bool) -> bool:
         """The output of the first of the steps under way has come. ``is_dropped``: a worker has found it void, and vLLM
         has begun all requests with pages anew, which is good where it had scheduled none of them again, and where they
-        will find the lease lost. Raises PagesLapsed."""
+        will find the lease lost. True where the step has computed. Raises PagesLapsed."""
         lease = self._under_way.popleft()
         if lease is None or (lease.is_sure and not is_dropped):
-            return
+            return lease is not None
         limit_s, why = lease.record.silence_limit_s, "a worker says so"
         try:
             lease.make_sure(limit_s)
             if not is_dropped:
-                return
+                return True
         except (LeaseLost, DaemonUnavailable) as lost:
             if is_dropped and not self._under_way:
                 log.warning("step_computed_again lease=%s why=%s", lease.id, lost)
-                return
+                return True
             why = str(lost)
         except CacheClientError as error:
             why = str(error)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import torch
 import vllm
+import vllm.envs as envs
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.memory.pool import LoadOutcome
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_tp_group
@@ -19,20 +23,25 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
+from cachesvc_vllm.draft_keys import drafts_with_kv
 from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.identity import config_details
 from cachesvc_vllm.memory import SlabMode, require_on_slab
-from cachesvc_vllm.naming import Runtime, model_facts, model_name
-from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
+from cachesvc_vllm.node import Node, Share, new_instance
 from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
-from cachesvc_vllm.slab_layout import GROUP, slab_layout
+from cachesvc_vllm.slab_layout import GROUP, place_wider_first, slab_layout
 from cachesvc_vllm.transfers import WorkerLease
 from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.vouching import LOOK_S
 from cachesvc_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "deep-gemm", "flash-mla", "sgl-kernel")
+"""What attention and matrix products come from, beside vLLM's own extensions."""
 
 EMPTY_STEP_S = 0.005
 """So long a step that computes nothing waits for a load, or for the daemon. A request that comes meanwhile is scheduled
@@ -43,11 +52,12 @@ log = init_logger("vllm." + __name__)
 
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
-    ``comes_back``: after a loss it can go on with the next daemon."""
+    ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
+    whose ranks have the same."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
-        require_supported(vllm_config, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config, get_current_vllm_config_or_none())
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning('a request whose load fails will fail: set "kv_load_failure_policy": "recompute"')
         self._vllm_config = vllm_config
@@ -55,19 +65,22 @@ class WorkerSide:
         self._settings = settings
         self.share: Share | None = None
         self.comes_back = False
+        self.instance = ""
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._warm_up = WarmUp()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._may_wait = False
+        self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
 
     def memory_context(self) -> SlabMode | None:
         """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there.
         Every rank calls it, and has the same of these, or an error."""
-        uuids = self._tell_all(_uuid())
+        told = self._tell_all((_uuid(), new_instance(str(self._vllm_config.kv_transfer_config.engine_id))))
+        self.instance = told[0][1]
         try:
-            node = self._start(tuple(each for each in uuids if each))
+            node = self._start(tuple(uuid for uuid, _ in told if uuid))
         except BaseException as error:
             self._tell_all(Start(failure=f"{type(error).__name__}: {error}"))
             raise
@@ -117,6 +130,8 @@ class WorkerSide:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""
         self._loads.update(loads)
         self._may_wait = may_wait
+        if may_wait and self._drafts and self._node is not None and self._node.pool.is_on_gpu:
+            torch.cuda.synchronize()  # the scheduler tells what drafters wrote once this step's output has come
 
     def take_results(self) -> KVConnectorTransferResults:
         """Loads that have ended since, well or not."""
@@ -165,12 +180,18 @@ class WorkerSide:
     def _start(self, devices: tuple[str, ...]) -> Node | None:
         """Have this rank's slab; None where no daemon is there, and none is required."""
         config, ranks = self._kv_cache_config, get_tp_group()
-        facts = model_facts(self._vllm_config, config, self._settings.model, _runtime(self._vllm_config))
-        name = model_name(self._vllm_config.model_config.model, facts)
-        share = Share(name, slab_layout(config, ranks.world_size), config.num_blocks, devices)
+        settings, runtime = self._settings, _runtime(self._vllm_config)
+        facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
+        name = model_name(facts)
+        shown = display_name(self._vllm_config.model_config.model)
+        place_wider_first(config)
+        layout = slab_layout(config, ranks.world_size)
+        longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens)
+        share = Share(name, layout, config.num_blocks, devices, shown, longest)
         if ranks.is_first_rank:
-            log.info("shares_as model=%s facts=%s", name, facts)
-        node = Node(self._settings, instance_of(self._vllm_config), share, attaches=True, rank=ranks.rank_in_group)
+            log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
+            log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
+        node = Node(self._settings, self.instance, share, attaches=True, rank=ranks.rank_in_group)
         try:
             node.start()
         except DaemonUnavailable as gone:
@@ -201,16 +222,28 @@ class WorkerSide:
         return told
 
 
-def instance_of(vllm_config: Any) -> str:
-    """The engine's id, which all of its processes know."""
-    return str(vllm_config.kv_transfer_config.engine_id)
-
-
 def _uuid() -> str:
     """Of this process's GPU, empty without one."""
     if not torch.cuda.is_available():
         return ""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def _releases() -> dict[str, str]:
+    """Of the packages that compute, those that are there."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _processor() -> str:
+    """The kind of GPU, or of processor, that kernels are chosen for."""
+    if not torch.cuda.is_available():
+        return platform.machine()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name}, sm_{properties.major}{properties.minor}"
 
 
 def _runtime(vllm_config: Any) -> Runtime:
@@ -219,4 +252,7 @@ def _runtime(vllm_config: Any) -> Runtime:
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         hash_root=resolve_none_hash_seed(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)),
         backends=tuple(sorted(each.get_name() for each in get_current_attn_backends(vllm_config))),
+        packages=_releases(),
+        processor=_processor(),
+        environment=envs.compile_factors(),
     )

@@ -106,6 +106,7 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
             for call in (
                 lambda: admin.Drain(admin_pb2.DrainRequest()),
                 lambda: admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device")),
+                lambda: admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=1, version="step-1")),
             ):
                 assert isinstance(refusal(call), PermissionDenied)
         with operator(daemon.socket, OPERATOR) as admin:
@@ -336,6 +337,16 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
                 assert ask_status(admin) == "router"
             with operator(address, root_ca=str(folder / "root.pem")) as admin:
                 assert isinstance(refusal(lambda: ask_status(admin)), Unauthenticated)
+
+
+def test_wait_ends_at_once_where_the_daemon_refuses_its_caller_for_good() -> None:
+    with short_folder() as folder, guarded(folder, PLAIN_FILE) as daemon:
+        line = [sys.executable, "-m", "cachesvc_ctl", "wait", "--timeout", "3600", "--socket", daemon.socket]
+        for environment in ({}, {"CACHESVC_TOKEN": "x" * 32}):
+            ended = subprocess.run(line, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+            assert ended.returncode == 2
+            assert "token" in ended.stderr
+            assert "is the daemon running" not in ended.stderr
 
 
 @pytest.mark.parametrize(

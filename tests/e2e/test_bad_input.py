@@ -18,6 +18,7 @@ from cachesvc_client import (
     PoolExhausted,
     Registration,
 )
+from cachesvc_client.errors import error_of
 from cachesvc_client.wire.messages import build_register
 from grpc import StatusCode
 from kvcache.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2, lease_pb2
@@ -238,6 +239,8 @@ WORKING = [
          "5 bytes"),
     Case("publish other keys than Match had", lambda s: s.publish(keys=b"k" * 32), InvalidRequest,
          StatusCode.INVALID_ARGUMENT, "contradict those of Match"),
+    Case("publish other keys than Match had, by the client", lambda s: s.sequence.publish(4, b"k" * 32 * 4),
+         InvalidRequest, StatusCode.INVALID_ARGUMENT, "contradict those of Match"),
     Case("publish keys for another count", lambda s: s.publish(keys=s.keys[64:128], blocks=1), InvalidRequest,
          StatusCode.INVALID_ARGUMENT, "2 keys were sent for 1 blocks"),
     Case("publish without a sequence", lambda s: s.publish(sequence_id=HUGE), NotFound, StatusCode.NOT_FOUND,
@@ -287,6 +290,28 @@ def test_refused(site: Site, case: Case) -> None:
     assert refusal.status is case.status
     with pytest.raises(case.error, match=case.message):
         raise refusal.error
+    assert all(str(fact) in str(refusal.error) for fact in refusal.error.facts().values())
+
+
+@pytest.mark.usefixtures("each_way")
+def test_the_facts_of_a_refusal_reach_the_client_as_fields(shared_node: Node) -> None:
+    with Engine(shared_node.socket, device_pages=16) as engine:
+        with engine.lease.match(b"") as sequence, pytest.raises(PoolExhausted) as full:
+            sequence.allocate(17)
+        facts = full.value.facts()
+        assert (facts["wanted"], facts["capacity"]) == (17, 16)
+        assert f"free {facts['free']}, evictable {facts['evictable']}" in str(full.value)
+        assert full.value.can_never_fit
+        with pytest.raises(LimitExceeded) as long:
+            engine.lease.match(b"k" * 32 * 65537)
+        assert (long.value.what, long.value.got, long.value.limit) == ("block keys", 65537, 65536)
+        with pytest.raises(NotFound) as unknown:
+            engine.lease.wait_tickets([77_777])
+        assert (unknown.value.kind, unknown.value.name) == ("ticket", 77_777)
+        with engine.lease.match(b"") as sequence, bare_stubs(shared_node.socket) as bare:
+            allocate = cache_pb2.StepOperation(allocate=cache_pb2.AllocateRequest(sequence_id=sequence.id, blocks=17))
+            step = cache_pb2.StepRequest(lease_id=engine.lease.id, request_id=1 << 41, operations=[allocate])
+            assert error_of(bare.step(step).results[0].error).facts() == facts
 
 
 def test_releasing_twice_is_told_by_the_client_and_by_the_daemon(site: Site) -> None:

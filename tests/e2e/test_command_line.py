@@ -46,6 +46,13 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
         (["--device-pool", "many"], "'many' is not a size; write a number of bytes"),
         (["--host-pool", "-1"], "'-1' is not a size"),
         (["--device-pool", "0"], "device_pool must be positive and finite, got 0"),
+        (["--device-pool", "40"], "device_pool: 40 is 40 bytes, and a pool has at least 1048576 (1 MiB); did you mean"),
+        (["--host-pool", "64"], "did you mean 64GiB?"),
+        (["--listen", "localhost:²"], "'localhost:²' is not HOST:PORT"),
+        (["--health-listen", "::1:9465"], "write an IPv6 address in brackets, such as [::1]"),
+        (["--metrics-listen", ":::9464"], "write an IPv6 address in brackets"),
+        (["--peers", "::1:7100"], "write an IPv6 address in brackets"),
+        (["--peers", "127.0.0.1:1, nowhere"], "peers: 'nowhere' is not HOST:PORT"),
         (["--shm-devices", "0"], "shm_devices must be positive and finite, got 0"),
         (["--lease-seconds", "0"], "lease_seconds must be positive"),
         (["--lease-seconds", "nan"], "lease_seconds must be positive"),
@@ -127,6 +134,29 @@ def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
     ended = run("cachesvc", "--socket", str(folder / "nowhere" / "s"))
     assert ended.returncode == BAD_START
     assert f"the folder of the socket {folder}/nowhere/s does not exist; make it" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["a b.sock", "k%41v.sock", "node%i.sock", "ünï.sock", "q?x.sock", "h#x.sock"])
+def test_a_socket_may_have_any_name(folder: Path, name: str) -> None:
+    path = folder / name
+    with subprocess.Popen([sys.executable, "-m", "cachesvc", "--socket", str(path)], cwd=ROOT) as daemon:
+        try:
+            wait_until(path.is_socket, "the socket is there")
+            assert run("cachesvc_ctl", "wait", "--socket", str(path)).stdout == "ready\n"
+            assert run("cachesvc_ctl", "status", "--socket", f"unix:{path}").returncode == 0
+            with Engine(str(path)) as engine:
+                assert engine.serve(prompt(1, 2)).computed == 2
+            assert sorted(each.name for each in folder.iterdir() if each.is_socket()) == [name, f"{name}.life"]
+        finally:
+            daemon.terminate()
+
+
+def test_a_path_that_no_socket_can_have_is_refused_by_clients_in_words() -> None:
+    for path in ("/tmp/" + "d" * 120 + "/kv.sock", "unix:"):
+        said = run("cachesvc_ctl", "status", "--socket", path)
+        assert said.returncode == BAD_START
+        assert "the path of a daemon's socket has 1 to 102 bytes" in said.stderr
+        assert "Traceback" not in said.stderr
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_named(folder: Path) -> None:

@@ -257,7 +257,7 @@ def test_models_go_by_name_and_number_and_several_are_asked_about(run: Run, node
         code, text = run("blocks", "--socket", node.socket)
         assert (code, text) == (
             2,
-            "cachesvc: which of 2 models? say --model with a number: 1 (model@1), 2 (other@2)\n",
+            "cachesvc: which of 2 models? name one by its number: 1 (model@1), 2 (other@2)\n",
         )
         assert ask(run, node, "blocks", "--model", "other@2")[1]["blocks"] == []
         assert ask(run, node, "blocks", "--model", "model@1")[1] == by_name

@@ -57,6 +57,8 @@ def test_what_may_change_is_applied_and_told(node: Node, file: Path) -> None:
             "load_limit": (str(1 << 30), "0"),
             "store_limit": ("0", str(2 << 30)),
         }
+        assert engine.serve(prompt(1, 6)).device == 6, "a lease keeps the limit that its engine was told"
+    with Engine(node.socket, device_pages=8) as engine:
         with pytest.raises(LimitExceeded, match="4"):
             engine.serve(prompt(1, 6))
         assert engine.serve(prompt(1, 4)).device == 4

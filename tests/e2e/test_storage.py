@@ -107,6 +107,11 @@ def test_what_is_stored_and_what_goes_is_told_and_why_knows_it(tmp_path: Path) -
             while len(in_storage()) < BLOCKS:
                 mirror.apply(next(batches))
             assert not keys & in_storage(), "what was purged is still in memory, and was not used again"
+            with EventSubscriber(node.socket, engine.registration.namespace, storage=True) as late:
+                snapshot, later = late.follow(), BlockMirror()
+                while not later.is_whole:
+                    later.apply(next(snapshot))
+            assert later.spots == mirror.spots, "a snapshot has of storage what is in memory too"
             key = next(iter(in_storage())).hex()
         code, said = cachesvc(node, key, ask="why")
         assert code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cachesvc_client import CacheClient
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.node import RETRY_S, Node, Share
+from cachesvc_vllm.keeper import Keeper
+from cachesvc_vllm.node import RETRY_S, Node, Share, new_instance
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
 
@@ -176,11 +179,12 @@ def test_an_operator_is_told_once_why_an_engine_does_not_come_back(
         return [each for each in said if each.startswith("daemon_not_back why=device pool")]
 
     with running_node(folder=folder) as large:
-        engine = Node(Settings(socket=large.socket), "engine", SHARE, attaches=True)
+        share = Share("m", slab_layout(layers_outermost(64, page_bytes=1 << 14)), 64)
+        engine = Node(Settings(socket=large.socket), "engine", share, attaches=True)
         engine.start()
         try:
             large.daemon.kill()
-            with running_node(["--device-pool", "4KiB"], folder=folder):
+            with running_node(["--device-pool", "1MiB"], folder=folder):
                 wait_until(lambda: len(refusals(logging.DEBUG)) > 2, "it tries again and again")
                 assert len(refusals(logging.WARNING)) == 1
         finally:
@@ -299,3 +303,66 @@ def test_an_engine_that_holds_its_interpreter_keeps_its_lease() -> None:
         )
         assert done.stdout == "lives\n", done.stderr
         assert done.returncode == 0, done.stderr
+
+
+def test_a_keeper_that_is_killed_is_missed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "cachesvc_vllm.keeper")
+    with running_node() as node, CacheClient(node.socket) as client:
+        registration = client.register("m", SHARE.layout, device_pages=[64])
+        lease = client.open_lease(registration)
+        keeper = Keeper(node.socket, lease.id, 0.1, None)
+        keeper.start()
+        try:
+            assert keeper.wait_begun()
+            first = keeper.pid
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: keeper.pid != first, "another one was started")
+            assert [f"keeper_ended lease={lease.id} code=-9" in each.getMessage() for each in caplog.records] == [True]
+        finally:
+            keeper.end()
+
+
+def test_a_keeper_imports_nothing_from_the_working_directory(folder: Path) -> None:
+    """A file there may be called as one of its modules; the engine itself, a console script, looks elsewhere."""
+    for name in ("grpc.py", "json.py", "cachesvc_vllm.py"):
+        (folder / name).write_text("raise SystemExit(1)", encoding="utf-8")
+    with running_node(["--lease-seconds", "1"]) as node:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", HOLD, node.socket],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen")),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout == "lives\n", done.stderr
+
+
+def test_two_starts_of_an_engine_under_one_id_have_a_lease_each(node: Daemon) -> None:
+    nodes = [
+        Node(Settings(socket=node.socket), new_instance("an-id-" * 20), SHARE, attaches=attaches)
+        for attaches in (True, True)
+    ]
+    try:
+        for each in nodes:
+            each.start()
+        assert nodes[0].lease.id != nodes[1].lease.id
+    finally:
+        for each in nodes:
+            each.close()
+
+
+def test_a_daemon_whose_sequences_are_shorter_than_the_engine_s_requests_is_refused() -> None:
+    with running_node(["--blocks-per-sequence", "8"]) as node:
+        short = Node(Settings(socket=node.socket), "short", replace(SHARE, longest_blocks=8), attaches=True)
+        long = Node(Settings(socket=node.socket), "long", replace(SHARE, longest_blocks=9), attaches=True)
+        try:
+            short.start()
+            with pytest.raises(ConnectorRefused, match=r"has 9 blocks.*one have 8.*--max-model-len of at most 256"):
+                long.start()
+        finally:
+            long.close()
+            short.close()

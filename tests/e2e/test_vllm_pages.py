@@ -172,10 +172,10 @@ def test_the_last_pages_come_from_the_engine_s_own_stock_and_from_hits_of_reques
 def test_what_is_computed_before_the_namespace_changes_is_not_found_after(engine: Engine, other: Engine) -> None:
     keys = hashes("a", 5)
     engine.compute("first", keys)
-    engine.book.change_namespace()
+    engine.book.change_keys(b"a" * 32)
     engine.compute("second", keys)
     assert engine.book.begin("third", Wish(keys, 5, 0)).hit_blocks == 5
-    other.book.change_namespace()
+    other.book.change_keys(b"b" * 32)
     assert other.book.begin("fourth", Wish(keys, 5, 0)).hit_blocks == 0
     engine.book.forget("third")
     other.book.forget("fourth")
@@ -189,7 +189,7 @@ def test_what_is_computed_and_not_told_when_the_namespace_changes_is_not_found_a
     engine.book.take(request, 5)
     engine.book.seal(request, 5, keys)
     engine.book.drop(request, request.held)
-    engine.book.change_namespace()
+    engine.book.change_keys(b"c" * 32)
     engine.book.flush()
     assert engine.book.begin("second", Wish(keys, 5, 0)).hit_blocks == 0
     engine.book.forget("second")
@@ -341,3 +341,37 @@ def test_only_blocks_that_no_step_under_way_writes_are_computed() -> None:
     assert computed_blocks(computed_tokens=100, in_flight_tokens=5, block_tokens=32, keys=9) == 2
     assert computed_blocks(computed_tokens=100, in_flight_tokens=0, block_tokens=32, keys=2) == 2
     assert computed_blocks(computed_tokens=0, in_flight_tokens=40, block_tokens=32, keys=2) == 0
+
+
+def test_only_the_keys_of_new_blocks_are_handed_over_to_be_published(engine: Engine, other: Engine) -> None:
+    """A publish in each iteration of a long answer costs what it adds."""
+    keys = hashes("long", 6)
+    request = engine.book.begin("a", Wish(keys[:1], 1, 0))
+    assert engine.book.reserve(request, 6)
+    engine.book.use_hits(request)
+    engine.book.take(request, 6)
+    handed: list[int] = []
+
+    class Hashes(list[bytes]):
+        def __getitem__(self, at: object) -> object:  # type: ignore[override]
+            part = super().__getitem__(at)  # type: ignore[call-overload]
+            handed.append(len(part))
+            return part
+
+    for blocks in range(2, 7):
+        engine.book.seal(request, blocks, Hashes(keys))
+        engine.book.flush()
+    assert handed == [2, 1, 1, 1, 1]
+    engine.end(request)
+    engine.book.flush()
+    assert other.book.begin("b", Wish(keys, 6, 0)).hit_blocks == 6
+
+
+def test_what_another_connector_has_loaded_is_not_published(engine: Engine, other: Engine) -> None:
+    keys = hashes("foreign", 3)
+    request = engine.admit("a", keys, 3)
+    request.is_foreign = True
+    engine.book.seal(request, 3, keys)
+    engine.end(request)
+    engine.book.flush()
+    assert other.book.begin("b", Wish(keys, 3, 0)).hit_blocks == 0

@@ -270,11 +270,13 @@ def rig_of(
 ) -> Rig:
     mover = RecordingMover()
     core = Core(Ledger(), mover, eviction_policy(eviction), WriteRule(policy, threshold, remember))
-    vault = CountedVault({f"gpu-{i}": 1 << 20 for i in range(replicas)})
+    devices = tuple(f"gpu-{i}" for i in range(replicas * layout.ranks))
+    vault = CountedVault(dict.fromkeys(devices, 1 << 20))
     on_host = PoolRequest(tuple(host) if host is not None else (0,) * len(layout.groups))
     for i in range(replicas):
         on_device = PoolRequest(tuple(pages + reserved_pages for pages in device))
-        request = RegisterRequest("m", layout, b"", (f"gpu-{i}",), on_device, on_host, reserved_pages=reserved_pages)
+        mine = devices[i * layout.ranks : (i + 1) * layout.ranks]
+        request = RegisterRequest("m", layout, b"", mine, on_device, on_host, reserved_pages=reserved_pages)
         register(core, vault, request, 0.0)
     for replica in core.ledger.models[1].replicas:
         replica.place.pieces.piece_blocks = 2  # so that short prompts have some

@@ -24,7 +24,8 @@ from cachesvc_client.errors import (
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model import errors as model_errors
-from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LeaseLost, PoolExhausted
+from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LeaseLost, LimitExceeded, PoolExhausted
+from cachesvc.wire.refusals import MAX_FACT_CHARACTERS, refusal
 from cachesvc.wire.status import GRPC_CODES
 
 ERRORS_TABLE = Path(__file__).resolve().parents[2] / "proto/ERRORS.md"
@@ -39,6 +40,23 @@ def test_a_failed_operation_becomes_the_error_of_its_code(code: ErrorCode) -> No
     assert type(error) is BY_CODE[code]
     assert error.code is code
     assert str(error) == "what to do"
+
+
+def test_facts_cross_the_wire_by_name_and_unknown_ones_are_dropped() -> None:
+    full = PoolExhausted(pool="p", wanted=3, free=1, evictable=0, pinned=1, quarantined=0, capacity=2)
+    message = refusal(full)
+    message.facts.add(name="from_the_future", number=1)
+    message.facts.add(name="from_message", text="no")
+    error = error_of(message)
+    assert isinstance(error, PoolExhausted)
+    assert error.facts() == full.facts()
+    assert error.can_never_fit
+    assert error.from_message("again").wanted is None
+
+
+def test_a_fact_that_is_too_long_is_cut_and_a_number_that_is_too_large_left_out() -> None:
+    assert len(refusal(LeaseLost("lease", "x" * 5000)).facts[1].text) == MAX_FACT_CHARACTERS
+    assert [fact.name for fact in refusal(LimitExceeded("keys", 1 << 70, 1)).facts] == ["what", "limit"]
 
 
 def test_one_table_leads_from_the_error_to_its_code_and_back() -> None:

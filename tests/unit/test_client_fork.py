@@ -38,6 +38,10 @@ with CacheClient(sys.argv[1]) as client:
     if not child:
         told = names({
             "match": lambda: lease.match(b""),
+            "tables": lambda: sequence.tables,
+            "publish": lambda: sequence.publish(1),
+            "release": sequence.release,
+            "make_sure": lambda: lease.make_sure(1),
             "allocate": lambda: sequence.allocate(1),
             "step": lambda: lease.step().submit(),
             "attach": lease.attach,
@@ -52,6 +56,7 @@ with CacheClient(sys.argv[1]) as client:
             "subscribe": lambda: next(events.subscribe()),
             "events.close": events.close,
         })
+        told["states"] = [client.connected, lease.is_sure]
         os.write(writing, json.dumps(told).encode())
         del sequence, other, lease, pool, client
         os._exit(0)
@@ -72,6 +77,7 @@ def test_a_child_is_told_and_the_parent_goes_on(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert told.pop("parent") == [True, False, 2, 2]
+    assert told.pop("states") == [False, False]
     assert set(told.values()) == {"UsedAfterFork"}, told
     assert [len(daemon.seen[rpc]) for rpc in ("Close", "Detach", "Allocate", "Release", "Match")] == [1, 1, 1, 1, 2]
     daemon.close()

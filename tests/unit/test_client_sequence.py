@@ -95,6 +95,14 @@ def test_publish_sends_keys_only_of_blocks_that_match_was_not_told() -> None:
     assert mine.publish(10, chain).request.keys == chain[-64:]
 
 
+def test_publish_sends_given_keys_so_that_the_daemon_compares_them_with_those_of_match() -> None:
+    mine = record(blocks=8)
+    assert mine.publish(2, KEYS).request.keys == KEYS[:64]
+    assert mine.publish(4, b"").request.keys == b""
+    with pytest.raises(InvalidRequest, match="needs the keys of all 6 blocks"):
+        mine.publish(6, KEYS[:32])
+
+
 def test_a_publish_that_stops_early_or_fails_is_asked_again_from_there() -> None:
     mine = record()
     mine.publish(4, b"").apply(cache_pb2.PublishResponse(sealed_blocks=1, pending=True))

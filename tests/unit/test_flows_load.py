@@ -16,6 +16,7 @@ from cachesvc.flows.release import release
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LoadFailed
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
@@ -31,6 +32,18 @@ def hosted(prompt: str, *, device: int = 16, policy: WritePolicy = WritePolicy.W
     assert rig.device_keys() == set()
     assert len(rig.host_keys()) == len(prompt)
     return rig
+
+
+@pytest.mark.parametrize(("replicated", "stored"), [(False, 2), (True, 1)])
+def test_bytes_are_those_of_all_ranks_and_the_host_has_replicated_ones_once(replicated: bool, stored: int) -> None:
+    layout = Layout(16, 2, (PlaneGroup("full", replicated=replicated),), (Plane("k", 0, "full", (8,), "uint8"),))
+    rig = rig_of(layout, device=(16,), host=(32,), policy=WritePolicy.WRITE_THROUGH)
+    serve(rig, rig.lease("first"), 1, "abcd")
+    rig.settle()
+    assert rig.core.counters["d2h_bytes"] == 4 * 8 * stored
+    admin.evict(rig.core, 1, "device", 0)
+    serve(rig, rig.lease(), 1, "abcd")
+    assert rig.core.counters["h2d_bytes"] == 4 * 8 * 2
 
 
 def test_a_load_brings_the_prefix_back_by_position() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 
 import numpy as np
@@ -19,18 +20,18 @@ TOKENS = list(range(1, 9))
 
 
 def test_the_digests_are_frozen() -> None:
-    """Computed once, 2026-11-21. A change here makes every stored block unreachable: raise a version instead."""
+    """Computed on 2026-11-21, with an image on 2026-11-25. A change here makes every stored block unreachable."""
     assert NAMESPACE.hex() == "18178254936f17aae210db841aae16db4b020f3a5177bc5f2711c82c29c67016"
     assert block_keys(NAMESPACE, TOKENS, 4).hex() == (
         "6ef1fdcd7a3fa023766359b6f789ca2027297f9cc5f401e1a1be7e609db4b64c"
         "2b5ad5580fac2b0f252211c74d291e52c8012bb09f9342bc2fa23bafcc735827"
     )
     with_image = block_keys(NAMESPACE, TOKENS[:4], 4, (ExtraKey(1, 3, b"img"),))
-    assert with_image.hex() == "45cb8be853dfe2d5121b1796e886fbed9db41f12f8143684a70c50fa1a9f3906"
+    assert with_image.hex() == "91be7bf7574ced3ea442fb13cbe47c4c25a4cd0f13bb40fe812cc15451595383"
 
 
 def test_a_key_is_the_hash_that_the_format_says() -> None:
-    body = NAMESPACE + struct.pack("<I4I", 4, 1, 2, 3, 4) + struct.pack("<II", 1, 3) + b"img"
+    body = NAMESPACE + struct.pack("<I4I", 4, 1, 2, 3, 4) + struct.pack("<IqII", 1, 1, 3, 3) + b"img"
     expected = hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
     assert block_keys(NAMESPACE, [1, 2, 3, 4], 4, (ExtraKey(1, 3, b"img"),)) == expected
 
@@ -92,7 +93,7 @@ def test_the_vector_of_the_specification() -> None:
     for block in range(4):
         found, cursor = extras_for_block(extras, 4 * block, 4 * block + 4, cursor)
         seen.append((found, cursor))
-    assert seen == [([b"h0"], 0), ([b"h0"], 1), ([b"h1"], 2), ([b"h2"], 2)]
+    assert seen == [([(2, 4, b"h0")], 0), ([(-2, 1, b"h0")], 1), ([(0, 4, b"h1")], 2), ([(2, 4, b"h2")], 2)]
 
 
 def test_an_image_counts_where_it_lies_and_no_further() -> None:
@@ -129,7 +130,11 @@ def test_each_block_gets_the_images_that_overlap_it(gaps: list[tuple[int, int]],
     for block in range(40 // block_tokens):
         start, end = block * block_tokens, (block + 1) * block_tokens
         found, cursor = extras_for_block(extras, start, end, cursor)
-        assert found == [e.digest for e in extras if e.start_token < end and e.end_token > start]
+        assert found == [
+            (e.start_token - start, min(e.end_token, end) - start, e.digest)
+            for e in extras
+            if e.start_token < end and e.end_token > start
+        ]
 
 
 def test_an_image_and_an_adapter_on_one_block_are_both_in_its_key() -> None:
@@ -155,16 +160,14 @@ def test_named_kinds_follow_the_nameless_one_in_the_order_of_their_names() -> No
     """Frozen like the digests: another order would make stored blocks unreachable."""
     extras = (ExtraKey.of_prompt("b", b"x"), ExtraKey(0, 9, b"yy", "a"), ExtraKey(0, 2, b"i"), ExtraKey(3, 4, b"jj"))
     tail = (
-        struct.pack("<II", 2, 1) + b"i" + struct.pack("<I", 2) + b"jj"
-        + struct.pack("<I", 1) + b"a" + struct.pack("<II", 1, 2) + b"yy"
-        + struct.pack("<I", 1) + b"b" + struct.pack("<II", 1, 1) + b"x"
+        struct.pack("<IqII", 2, 0, 2, 1) + b"i" + struct.pack("<qII", 3, 4, 2) + b"jj"
+        + struct.pack("<I", 1) + b"a" + struct.pack("<IqII", 1, 0, 4, 2) + b"yy"
+        + struct.pack("<I", 1) + b"b" + struct.pack("<IqII", 1, 0, 4, 1) + b"x"
     )  # fmt: skip
     body = NAMESPACE + struct.pack("<I4I", 4, *TOKENS[:4]) + tail
     expected = hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
     assert block_keys(NAMESPACE, TOKENS[:4], 4, extras) == expected
-    only_named = (
-        body[: -len(tail)] + struct.pack("<I", 0) + struct.pack("<I", 1) + b"b" + struct.pack("<II", 1, 1) + b"x"
-    )
+    only_named = body[: -len(tail)] + struct.pack("<II", 0, 1) + b"b" + struct.pack("<IqII", 1, 0, 4, 1) + b"x"
     expected = hashlib.blake2b(only_named, digest_size=32, person=b"kv-block").digest()
     assert block_keys(NAMESPACE, TOKENS[:4], 4, extras[:1]) == expected
 
@@ -178,7 +181,7 @@ def test_a_named_kind_counts_where_it_lies_and_an_adapter_for_all_that_is_still_
     assert plain.key(0) == spans.key(0)
     assert len({plain.key(1), spans.key(1), adapted.key(1)}) == 3
     body = adapted.key(2) + struct.pack("<I2I", 2, *TOKENS[6:]) + struct.pack("<I", 0)
-    body += struct.pack("<I", 7) + b"adapter" + struct.pack("<II", 1, 6) + b"lora-7"
+    body += struct.pack("<I", 7) + b"adapter" + struct.pack("<IqII", 1, -6, 2, 6) + b"lora-7"
     assert adapted.key(3) == hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
 
 
@@ -199,11 +202,78 @@ def test_kinds_are_independent_of_each_other(spans: list[tuple[str, int, int]]) 
                 tail += struct.pack("<I", len(kind)) + kind.encode()
             if not kind or mine:
                 tail += struct.pack("<I", len(mine)) + b"".join(
-                    struct.pack("<I", len(e.digest)) + e.digest for e in mine
+                    struct.pack("<qII", e.start_token - start, min(e.end_token, end) - start, len(e.digest)) + e.digest
+                    for e in mine
                 )
         body = parent + struct.pack("<I3I", 3, *range(start, end)) + tail
         parent = hashlib.blake2b(body, digest_size=32, person=b"kv-block").digest()
         assert keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] == parent
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((ExtraKey(0, 4, b"A"),), (ExtraKey(6, 10, b"A"),)),
+        ((ExtraKey(0, 4, b"A"),), (ExtraKey(0, 12, b"A"),)),
+        ((ExtraKey(0, 4, b"A"), ExtraKey(4, 16, b"B")), (ExtraKey(0, 9, b"A"), ExtraKey(9, 16, b"B"))),
+        ((ExtraKey(3, 1 << 62, b"L", "adapter"),), (ExtraKey(11, 1 << 62, b"L", "adapter"),)),
+        ((ExtraKey(0, 4, b"A"), ExtraKey(4, 8, b"A")), (ExtraKey(0, 8, b"A"),)),
+    ],
+)
+def test_the_place_of_an_extra_in_its_block_is_in_the_key(
+    one: tuple[ExtraKey, ...], other: tuple[ExtraKey, ...]
+) -> None:
+    tokens = [151655] * 32
+    ours, theirs = block_keys(NAMESPACE, tokens, 16, one), block_keys(NAMESPACE, tokens, 16, other)
+    assert ours[:KEY_BYTES] != theirs[:KEY_BYTES]
+    tails = []
+    for extras in (one, other):
+        hasher = BlockHasher(NAMESPACE, 16, extras)
+        hasher.extend(tokens[:14])
+        tails.append(hasher.tail_key())
+    assert tails[0] != tails[1]
+
+
+def test_two_images_in_a_row_are_not_one_of_twice_the_length() -> None:
+    twice, once = (ExtraKey(0, 4, b"A"), ExtraKey(4, 8, b"A")), (ExtraKey(0, 8, b"A"),)
+    tokens = [7] * 8
+    assert block_keys(NAMESPACE, tokens, 4, twice)[:KEY_BYTES] == block_keys(NAMESPACE, tokens, 4, once)[:KEY_BYTES]
+    assert block_keys(NAMESPACE, tokens, 4, twice)[KEY_BYTES:] != block_keys(NAMESPACE, tokens, 4, once)[KEY_BYTES:]
+
+
+SPANS = st.lists(
+    st.tuples(
+        st.sampled_from(["", "a", "b"]), st.integers(0, 5), st.integers(1, 5), st.sampled_from([b"", b"x", b"xy"])
+    ),
+    max_size=4,
+)
+
+
+def _extras_of(spans: list[tuple[str, int, int, bytes]]) -> list[ExtraKey]:
+    """Those of ``spans`` that may stand together. Each has a digest object of its own."""
+    extras: list[ExtraKey] = []
+    for kind, start, length, digest in spans:
+        extra = ExtraKey(start, start + length, bytes(bytearray(digest)), "".join(list(kind)))
+        if all(e.kind != kind or e.end_token <= start or extra.end_token <= e.start_token for e in extras):
+            extras.append(extra)
+    return extras
+
+
+@given(SPANS, SPANS, st.randoms())
+def test_keys_are_equal_exactly_where_spans_and_digests_are(
+    left: list[tuple[str, int, int, bytes]], right: list[tuple[str, int, int, bytes]], dice: random.Random
+) -> None:
+    ours, theirs = _extras_of(left), _extras_of(right)
+    again = _extras_of([(e.kind, e.start_token, e.end_token - e.start_token, e.digest) for e in ours])
+    dice.shuffle(again)
+    tokens = [7] * 6
+    keys = block_keys(NAMESPACE, tokens, 6, ours)
+    assert keys == block_keys(NAMESPACE, tokens, 6, again), "of whatever objects, in whatever order"
+
+    def covers(extras: list[ExtraKey]) -> set[tuple[str, int, int, bytes]]:
+        return {(e.kind, e.start_token, min(e.end_token, 6), e.digest) for e in extras if e.start_token < 6}
+
+    assert (keys == block_keys(NAMESPACE, tokens, 6, theirs)) == (covers(ours) == covers(theirs))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Dynamo  github.com/ai-dynamo/dynamo   lib/kv-router/src/zmq_wire/{types,deserial
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any, Union
 
@@ -18,7 +19,9 @@ import pytest
 import zmq
 from cachesvc_client import KEY_BYTES, EventsMissed, InvalidRequest, Layout, Plane, PlaneGroup, block_keys, opaque
 from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.kv_events import FIELDS, Form, KnownTokens, KvEventMapper, hash_of, wire_batch
+from cachesvc_client.adapters.known_tokens import KnownTokens
+from cachesvc_client.adapters.kv_event_form import FIELDS, Form, hash_of, wire_batch
+from cachesvc_client.adapters.kv_events import KvEventMapper
 from cachesvc_client.adapters.zmq_events import END, ZmqPublisher
 from cachesvc_client.records.event_batch import Batch, Kind, Part, Run, Spot
 
@@ -57,6 +60,16 @@ SCHEMA: dict[str, dict[str, tuple[Any, bool]]] = {
 }
 DYNAMO_TIERS = {"GPU": "device", "DEVICE": "device", "CPU": "host", "CPU_PINNED": "host", "DISK": "storage"}
 DYNAMO_KINDS = {"full_attention", "sliding_window"}
+
+
+def has_ipv6_loopback() -> bool:
+    """True where a socket can be bound to ::1."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def structs(*, array_like: bool) -> Any:
@@ -128,10 +141,8 @@ def test_every_event_decodes_against_the_published_schema(form: Form) -> None:
     mapper = KvEventMapper(WINDOWED, tokens=knowing(), lora_name="adapter")
     window = Spot(1, "device", 0)
     events = mapper.events_of(
-        feeder.changes(
-            stored(GPU, KEYS[:3]), stored(window, KEYS[:3]), stored(HOST, KEYS[:1]), removed(window, KEYS[:1])
-        )
-    )
+        feeder.changes(stored(GPU, KEYS[:3]), stored(window, KEYS[:3]), stored(HOST, KEYS[:1]))
+    ) + mapper.events_of(feeder.changes(removed(window, KEYS[:1])))
     full, windowed, host, gone = decode(events, form)
     assert full.block_hashes == [int.from_bytes(key[24:], "big") for key in KEYS[:3]]
     assert (full.parent_block_hash, full.token_ids, full.block_size) == (None, TOKENS[:12], BLOCK_TOKENS)
@@ -152,26 +163,15 @@ def test_the_order_of_array_fields_is_that_of_the_schema() -> None:
 
 def test_readers_of_dynamo_and_llm_d_can_use_what_is_told() -> None:
     mapper = KvEventMapper(LAYOUT, tokens=knowing())
-    (event,) = mapper.events_of(Feeder().changes(stored(GPU, KEYS[1:3], KEYS[0])))
+    feeder = Feeder()
+    mapper.events_of(feeder.changes(stored(GPU, KEYS[:1])))
+    (event,) = mapper.events_of(feeder.changes(stored(GPU, KEYS[1:3], KEYS[0])))
     assert DYNAMO_TIERS[event["medium"]] == "device"
     assert DYNAMO_TIERS[KvEventMapper(LAYOUT).media["host"]] == "host"
     assert DYNAMO_TIERS[KvEventMapper(LAYOUT).media["storage"]] == "storage"
     assert all(0 <= number < 1 << 64 for number in [*event["block_hashes"], event["parent_block_hash"]])
     assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"], "llm-d skips a ragged event"
     assert len({*event["block_hashes"], event["parent_block_hash"]}) == 3, "Dynamo drops an event that repeats a hash"
-
-
-def test_unknown_tokens_split_a_chain_and_keep_its_parents() -> None:
-    events = KvEventMapper(LAYOUT, tokens=knowing(2)).events_of(Feeder().changes(stored(GPU, KEYS[:4])))
-    assert [(e["token_ids"], len(e["block_hashes"])) for e in events] == [(TOKENS[:8], 2), ([], 2)]
-    assert events[1]["parent_block_hash"] == hash_of(KEYS[1])
-
-
-def test_tokens_are_known_for_the_last_blocks_only() -> None:
-    tokens = KnownTokens(limit=2)
-    tokens.learn(b"".join(KEYS[:3]), TOKENS, BLOCK_TOKENS)
-    assert tokens.of(KEYS[0]) is None
-    assert tokens.of(KEYS[1]) == TOKENS[4:8]
 
 
 def test_a_worker_sees_its_own_replica_and_the_host() -> None:
@@ -243,6 +243,33 @@ def test_published_batches_arrive_and_are_replayed(context: Any) -> None:
         for expected in (last - 1, last):
             assert asker.recv_multipart()[:3] == [b"", b"kv@pod@model", expected.to_bytes(8, "big")]
         assert asker.recv_multipart() == [b"", b"", END, b""]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://[::1]:*", "tcp://[::]:*", "tcp://*:*"])
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
+def test_events_and_replays_are_reached_over_ipv6(context: Any, endpoint: str) -> None:
+    with (
+        ZmqPublisher(endpoint, endpoint) as publisher,
+        context.socket(zmq.SUB) as listener,
+        context.socket(zmq.DEALER) as asker,
+    ):
+        listener.ipv6 = asker.ipv6 = True
+        listener.subscribe(b"")
+        listener.connect(f"tcp://[::1]:{publisher.endpoint.rpartition(':')[2]}")
+        while not listener.poll(20):
+            publisher.publish([{"type": "AllBlocksCleared"}])
+        asker.rcvtimeo = WAIT_MS
+        asker.connect(f"tcp://[::1]:{publisher.replay_endpoint.rpartition(':')[2]}")
+        asker.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert asker.recv_multipart()[2] == (0).to_bytes(8, "big")
+
+
+def test_every_address_is_reached_over_ipv4_too(context: Any) -> None:
+    with ZmqPublisher("tcp://*:*") as publisher, context.socket(zmq.SUB) as listener:
+        listener.subscribe(b"")
+        listener.connect(f"tcp://127.0.0.1:{publisher.endpoint.rpartition(':')[2]}")
+        while not listener.poll(20):
+            publisher.publish([{"type": "AllBlocksCleared"}])
 
 
 def test_an_endpoint_in_use_is_named() -> None:

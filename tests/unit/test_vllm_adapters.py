@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cachesvc_vllm.adapters import CONFIG, Adapters
+from cachesvc_vllm.adapters import CONFIG, LOOK_S, Adapters
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -26,9 +26,9 @@ class LoRARequest:
 
 
 @contextmanager
-def adapters(locate: Callable[[str], str] = str) -> Iterator[Adapters]:
+def adapters(locate: Callable[[str], str] = str, clock: Callable[[], float] = lambda: 0.0) -> Iterator[Adapters]:
     """Those of an engine."""
-    made = Adapters(locate)
+    made = Adapters(locate, clock)
     try:
         yield made
     finally:
@@ -93,10 +93,12 @@ def test_nothing_is_waited_for_while_files_are_read(folder: Path) -> None:
 
 
 def test_an_engine_whose_adapter_s_files_change_shares_nothing_under_it(folder: Path) -> None:
-    with adapters() as made:
+    now = [0.0]
+    with adapters(clock=lambda: now[0]) as made:
         asked = LoRARequest(str(folder))
         before = salt_of(made, asked)
         (folder / WEIGHTS).write_bytes(os.urandom(1001))
+        now[0] += LOOK_S
         own = salt_of(made, asked)
         assert own not in (before, first_salt(folder))
         assert salt_of(made, asked) == own
@@ -117,3 +119,27 @@ def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
         asked = LoRARequest(str(missing))
         with adapters() as one, adapters() as other:
             assert salt_of(one, asked) == salt_of(one, asked) != salt_of(other, asked)
+
+
+def test_no_call_touches_a_file_and_one_in_a_second_has_them_looked_at(folder: Path) -> None:
+    """Once the thread that reads has ended, every further look raises."""
+    now = [0.0]
+    with adapters(clock=lambda: now[0]) as made:
+        asked = LoRARequest(str(folder))
+        first = salt_of(made, asked)
+        made.close()
+        shutil.rmtree(folder)
+        now[0] += LOOK_S / 2
+        assert [made.salt(asked) for _ in range(100)] == [first] * 100
+        now[0] += LOOK_S / 2
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            made.salt(asked)
+
+
+def test_any_error_of_finding_an_adapter_keeps_it_apart(folder: Path) -> None:
+    def locate(path: str) -> str:
+        raise ValueError(f"no repository is called {path}")
+
+    with adapters(locate) as one, adapters(locate) as other:
+        asked = LoRARequest(str(folder))
+        assert salt_of(one, asked) == salt_of(one, asked) != salt_of(other, asked)

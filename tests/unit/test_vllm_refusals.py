@@ -27,13 +27,21 @@ def test_a_plain_engine_is_served() -> None:
         ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash is not collision-free.*take one of sha256"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "xxhash_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
     ],
 )
 def test_a_configuration_is_refused_with_what_works(part: str, name: str, value: Any, words: str) -> None:
     config = vllm_config()
     setattr(getattr(config, part) if part else config, name, value)
     with pytest.raises(ConnectorRefused, match=words):
+        require_supported(config, layers_outermost())
+
+
+def test_a_drafter_whose_kv_no_key_covers_is_refused() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="extract_hidden_states")
+    with pytest.raises(
+        ConnectorRefused, match=r"by extract_hidden_states is not supported: take one of ngram.* eagle3"
+    ):
         require_supported(config, layers_outermost())
 
 
@@ -57,3 +65,37 @@ def test_hybrid_models_windows_and_finer_hashes_are_refused() -> None:
     ):
         with pytest.raises(ConnectorRefused, match=words):
             require_supported(vllm_config(), config)
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_roles_for_which_vllm_keeps_pages_that_are_written_are_served(role: str) -> None:
+    config = vllm_config()
+    config.kv_transfer_config.kv_role = role
+    require_supported(config, layers_outermost())
+
+
+def test_a_producer_is_refused_also_as_the_role_of_a_multi_connector() -> None:
+    config, child = vllm_config(), vllm_config()
+    config.kv_transfer_config = multi_connector("CachesvcConnector", "ExampleConnector")
+    require_supported(child, layers_outermost(), config)
+    config.kv_transfer_config.kv_role = "kv_producer"
+    with pytest.raises(ConnectorRefused, match=r'kv_role is kv_producer.*write "kv_role": "kv_both"'):
+        require_supported(child, layers_outermost(), config)
+    child.kv_transfer_config.kv_role = "kv_producer"
+    with pytest.raises(ConnectorRefused, match='write "kv_role": "kv_both"'):
+        require_supported(child, layers_outermost())
+
+
+def test_under_a_multi_connector_another_one_before_it_is_refused() -> None:
+    config = vllm_config()
+    config.kv_transfer_config = multi_connector("ExampleConnector", "CachesvcConnector")
+    with pytest.raises(ConnectorRefused, match="ExampleConnector, CachesvcConnector: write CachesvcConnector first"):
+        require_supported(vllm_config(), layers_outermost(), config)
+
+
+def multi_connector(*names: str) -> SimpleNamespace:
+    """The outer configuration, with these children."""
+    children = [{"kv_connector": name} for name in names]
+    return SimpleNamespace(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )

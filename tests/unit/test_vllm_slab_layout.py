@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.slab_layout import slab_layout
+from cachesvc_vllm.slab_layout import place_wider_first, slab_layout
 
 from cachesvc.model.geometry import device_geometry
 from tests.unit.vllm_rig import FullAttentionSpec, KVCacheConfig, KVCacheTensor, blocks_outermost, layers_outermost
@@ -17,6 +18,17 @@ def starts(config: KVCacheConfig) -> list[tuple[int, int]]:
     return [
         (span.offset, span.page_stride) for span in device_geometry(slab_layout(config), 0, config.num_blocks).spans
     ]
+
+
+def target_and_drafter() -> KVCacheConfig:
+    """Two layers of a target, and behind them a wider and a narrower one of a drafter."""
+    size = 8 * (2 * 512 + 1024 + 256)
+    tensors = [
+        KVCacheTensor(size, ["a", "b"], 4096, 512, 0),
+        KVCacheTensor(size, ["c"], 8192, 1024, 8192),
+        KVCacheTensor(size, ["d"], 2048, 256, 16384),
+    ]
+    return KVCacheConfig(8, tensors)
 
 
 def test_layer_after_layer_is_a_plane_for_each() -> None:
@@ -31,6 +43,28 @@ def test_layers_of_several_tensors_are_planes_too() -> None:
 
 def test_block_after_block_is_one_plane() -> None:
     assert starts(blocks_outermost(8, 512, 3)) == [(0, 1536)]
+
+
+def test_a_drafter_that_is_wider_than_its_target_has_a_slab_too() -> None:
+    config = target_and_drafter()
+    with pytest.raises(ConnectorRefused, match="in a way that a slab"):
+        slab_layout(config)
+    place_wider_first(config)
+    assert [tensor.offset for tensor in config.kv_cache_tensors] == [8192, 0, 16384]
+    assert starts(config) == [(0, 1024), (8192, 512), (12288, 512), (16384, 256)]
+    placed = [replace(tensor) for tensor in config.kv_cache_tensors]
+    place_wider_first(config)
+    assert config.kv_cache_tensors == placed
+
+
+def test_layers_that_do_not_lie_one_after_another_stay_where_they_are() -> None:
+    blocks, overlaid, apart = blocks_outermost(8, 512, 3), target_and_drafter(), target_and_drafter()
+    overlaid.kv_cache_tensors[1].offset = 0
+    apart.kv_cache_tensors[2].block_stride = 128
+    for config in (blocks, overlaid, apart):
+        before = [tensor.offset for tensor in config.kv_cache_tensors]
+        place_wider_first(config)
+        assert [tensor.offset for tensor in config.kv_cache_tensors] == before
 
 
 def test_each_rank_has_a_slab_and_the_host_one_copy_of_what_all_ranks_compute() -> None:

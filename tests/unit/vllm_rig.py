@@ -59,32 +59,74 @@ def blocks_outermost(blocks: int = 8, page_bytes: int = 512, layers: int = 3) ->
     return KVCacheConfig(blocks, [tensor])
 
 
+class HubConfig:
+    """A model's ``config.json``."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **values}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As of transformers."""
+        return dict(self.values)
+
+
+class ModelConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
+class CacheConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
+class ParallelConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
+class LoRAConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
+class SpeculativeConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
+class LoadConfig(SimpleNamespace):
+    """As vLLM's own, by name."""
+
+
 def vllm_config() -> Any:
     """One that is served."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(
+        model_config=ModelConfig(
             model="/models/tiny",
             revision=None,
             dtype="torch.bfloat16",
             quantization=None,
             seed=0,
-            hf_config=SimpleNamespace(to_json_string=lambda: '{"rope_theta": 10000.0}'),
+            max_model_len=2048,
+            hf_config=HubConfig(),
+            hf_text_config=HubConfig(),
         ),
-        load_config=SimpleNamespace(load_format="dummy"),
-        cache_config=SimpleNamespace(
+        load_config=LoadConfig(load_format="dummy"),
+        cache_config=CacheConfig(
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256",
             cache_dtype="auto",
             calculate_kv_scales=False,
+            num_gpu_blocks=8,
         ),
-        parallel_config=SimpleNamespace(
+        parallel_config=ParallelConfig(
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             nnodes_within_dp=1,
+            data_parallel_rank=0,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="one", kv_connector="CachesvcConnector", kv_role="kv_both", kv_connector_extra_config={}
+        ),
         lora_config=None,
         speculative_config=None,
     )

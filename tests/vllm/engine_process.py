@@ -26,6 +26,10 @@ def make(wish: dict[str, Any]) -> Any:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": wish["extra"],
         }
+    if wish.get("events"):
+        from vllm.config.kv_events import KVEventsConfig
+
+        options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, endpoint=wish["events"])
     plain: dict[str, Any] = {
         "model": wish["model"],
         "load_format": wish["load_format"],
@@ -52,7 +56,10 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
     if asked.get("metrics"):
         from prometheus_client import REGISTRY
 
-        samples = [each for metric in REGISTRY.collect() for each in metric.samples if "cachesvc" in each.name]
+        words = ("cachesvc", "spec_decode")
+        samples = [
+            each for metric in REGISTRY.collect() for each in metric.samples if any(word in each.name for word in words)
+        ]
         marks = ("tier", "outcome")
         return {
             ".".join([each.name, *(each.labels[key] for key in marks if key in each.labels)]): each.value

@@ -143,7 +143,7 @@ class Engine:
         return bool(self._read())
 
     def metrics(self) -> dict[str, float]:
-        """Of the connector, as vLLM's own metrics have them. Wants ``disable_log_stats`` false."""
+        """Of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats`` false."""
         self._write({"metrics": True})
         return dict(self._read())
 
@@ -275,3 +275,14 @@ def random_prompt(seed: int, blocks: float, new: int = 8, head: Sequence[int] = 
     """``blocks`` blocks of tokens, after a shared ``head``."""
     rng = random.Random(seed)
     return Prompt((*head, *(rng.randrange(3, VOCABULARY) for _ in range(int(blocks * BLOCK_TOKENS)))), new)
+
+
+def random_requests(seed: int, count: int) -> list[Prompt]:
+    """Prompts of up to 13 blocks, most of which begin as others do and go on otherwise."""
+    rng = random.Random(seed)
+    heads = [random_prompt(each, 10).tokens for each in range(6)]
+    requests = []
+    for each in range(count):
+        head = rng.choice(heads)[: rng.randrange(0, 10 * BLOCK_TOKENS)]
+        requests.append(random_prompt(1000 + each, rng.random() * 3 + 0.1, new=rng.randrange(1, 40), head=head))
+    return requests

@@ -1,6 +1,7 @@
 """vLLM's own scheduler and both sides of the connector on a real daemon, without a model: what runs instead writes into
 each token's slot a digest of the tokens up to there, and before that looks whether all slots behind it hold theirs. So
-a page that is lost, another's, or of other weights is found in the step that reads it."""
+a page that is lost, another's, or of other weights is found in the step that reads it. A drafter has a second slot for
+each token, with a digest of the next token too, as EAGLE-like drafters have."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cachesvc_vllm.node import Node, Share
+from cachesvc_vllm.metrics import CacheStats
+from cachesvc_vllm.node import Node, Share, new_instance
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP
 from cachesvc_vllm.transfers import WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide
+from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -32,26 +36,10 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.vllm.rig import MODEL
+from tests.vllm.shape import BLOCK_TOKENS, Shape
 
-BLOCK_TOKENS, LONGEST, VOCABULARY = 4, 128, 50
-DIGEST_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How an engine is started. ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``:
-    what was not loaded; else its request ends with an error."""
-
-    pages: int = 96
-    at_a_time: int = 8
-    step_tokens: int = 64
-    stock: int = 4
-    drafts: int = 0
-    is_async: bool = False
-    page_bytes: int = BLOCK_TOKENS * DIGEST_BYTES
-    recomputes: bool = True
+LONGEST, VOCABULARY = 128, 50
 
 
 class Worker(WorkerSide):
@@ -60,7 +48,7 @@ class Worker(WorkerSide):
     def __init__(self, node: Node, page_bytes: int) -> None:
         self._node: Node = node
         self._loads: dict[str, Any] = {}
-        self._may_wait = False
+        self._may_wait = self._drafts = False
         self._told = None
         node.start()
         node.keep_address()
@@ -101,25 +89,35 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``loads``, and the ``failed_loads`` of these, have ended.
+    """``answers``: by request, as far as they have come. ``hits``: tokens that were there when it was first scheduled.
+    ``loads``, and the ``failed_loads`` of these, have ended.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``."""
 
     def __init__(self, name: str, socket: str, seed: int, shape: Shape) -> None:
         self.name, self.shape, self.model = name, shape, Model()
         self._rng = random.Random(seed)
-        settings = Settings(socket=socket, stock_blocks=shape.stock)
-        plane = Plane("kv", 0, GROUP, (shape.page_bytes,), "uint8")
-        share = Share("m", Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (plane,)), shape.pages)
-        self.worker = Worker(Node(settings, name, share, attaches=True), shape.page_bytes)
+        settings = Settings(
+            socket=socket,
+            stock_blocks=shape.stock,
+            draft_blocks=shape.draft_blocks or "lookahead",
+            weights_version=shape.weights_version,
+        )
+        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
+        instance = new_instance(name)
+        self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = _scheduler(name, settings, shape)
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back)})
+        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
+        self.connector.get_kv_connector_stats = self.take_stats
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
+        self._late: list[Callable[[], None]] = []
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
+        self.hits: dict[str, int] = {}
         self.loads = self.failed_loads = self.misread = 0
         self.interrupt: Callable[[], None] | None = None
         self._was_interrupted = False
@@ -142,11 +140,23 @@ class Engine:
         """Its client has gone."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
+    def load(self, root: int) -> None:
+        """Load other weights, while nothing runs, and reset."""
+        self.model.root = root
+        assert self.scheduler.reset_prefix_cache()
+
     def reset(self) -> None:
         """There are new weights, unless vLLM cannot take them now."""
         with suppress(RuntimeError):  # what is loaded cannot be preempted
             if self.scheduler.reset_prefix_cache(reset_running_requests=True):
                 self.model.root += 1
+
+    def take_stats(self) -> CacheStats | None:
+        """As the connector's, which vLLM asks in each iteration; ``stats`` has the sum."""
+        told: CacheStats | None = self._tell_stats()
+        if told is not None:
+            self.stats.aggregate(told)
+        return told
 
     @property
     def is_adrift(self) -> bool:
@@ -202,7 +212,9 @@ class Engine:
         side = self.connector._scheduler  # noqa: SLF001 - it shall be empty
         book, record = side._book, side._book._lease.record  # noqa: SLF001
         kept: dict[str, Any] = {"loads": self.worker._loads, "scheduler": self.scheduler.requests}  # noqa: SLF001
-        for owner in (side, side._pool, book, book._matches, record):  # noqa: SLF001
+        parts = [getattr(book.untold, each) for each in ("ready", "_late", "_fresh")]
+        kept |= {"untold": [part for part in parts if part.sealing or part.ended]}
+        for owner in (side, side._pool, side._keys, book, book._matches, record):  # noqa: SLF001
             kept |= {each: value for each, value in vars(owner).items() if isinstance(value, dict | list | set)}
         ours = ("pools", "blocks", "kv_event_queue", "_callbacks", "_hits")
         return {each: value for each, value in kept.items() if value and each not in ours}
@@ -218,6 +230,7 @@ class Engine:
         for name, count in said.num_scheduled_tokens.items():
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             places[name] = list(table), self.requests[name].num_computed_tokens - count
+            self.hits.setdefault(name, places[name][1])
         return _Step(said, places)
 
     def _run(self, steps: int) -> None:
@@ -227,6 +240,7 @@ class Engine:
 
     def _execute(self, step: _Step) -> ModelRunnerOutput:
         told = step.said.kv_connector_metadata
+        self._finish_drafts()
         self.worker.begin_step(told.next_lease)
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
@@ -269,14 +283,45 @@ class Engine:
                 wrong = 1
         self.misread += wrong
         digests = [digest + wrong for digest in digests]
-        if computed + count < len(tokens):
+        sampled = self._sample(tokens, row, digests, is_whole=computed + count >= len(tokens))
+        tokens += sampled
+        if self.shape.draft_blocks:
+            self._late.append(partial(self._write_drafter, name, table, computed, digests, list(tokens)))
+            if not self.shape.drafts_late:
+                self._finish_drafts()
+        return sampled
+
+    def _finish_drafts(self) -> None:
+        late, self._late = self._late, []
+        for draft in late:
+            draft()
+
+    def _write_drafter(
+        self, name: str, table: list[int], computed: int, digests: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """The drafter's pass behind the target's: it reads its slots of what was computed before, and writes those of
+        this step, each with the token behind it; those of drafts that were refused are left wrong. Keys without
+        lookahead do not tell apart what follows a block, as in vLLM alone: its last slot may be for another token."""
+        slots = self.worker.slots
+        for at in range(len(digests)):
+            page, slot = table[at // BLOCK_TOKENS], BLOCK_TOKENS + at % BLOCK_TOKENS
+            if at + 1 >= len(tokens):
+                slots[page, slot] = 1
+                continue
+            expected = self.model.follow(digests[at], tokens[at + 1])
+            if at >= computed:
+                slots[page, slot] = expected
+            elif self.shape.draft_blocks == "lookahead" or (at + 1) % BLOCK_TOKENS:
+                assert slots[page, slot] == expected, f"{name}: the drafter's token {at} of {computed} is another's"
+
+    def _sample(self, tokens: list[int], row: list[int], digests: list[int], *, is_whole: bool) -> list[int]:
+        if not is_whole:
             return []
         sampled = [digests[len(tokens) - 1] % VOCABULARY]
         for at in range(len(tokens), len(row)):
             if row[at] != sampled[-1]:
                 break
             sampled.append(digests[at] % VOCABULARY)
-        tokens += sampled
         return sampled
 
     def _draft(self) -> None:
@@ -302,7 +347,12 @@ def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
     """vLLM's own, with our connector."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        drafting = {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 3}
+        drafting: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 3}
+        if shape.draft_blocks:
+            drafter = Path(folder, "drafter")
+            drafter.mkdir()
+            Path(drafter, "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 1}), encoding="utf-8")
+            drafting = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": shape.drafts}
         config = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -317,13 +367,21 @@ def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
             speculative_config=drafting if shape.drafts else None,
             disable_hybrid_kv_cache_manager=True,
             prefix_caching_hash_algo="sha256_cbor",
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=bool(shape.events), endpoint=f"ipc://{shape.events}/{name}"
+            ),
             kv_transfer_config={
                 "kv_connector": "CachesvcConnector",
                 "kv_connector_module_path": "cachesvc_vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute" if shape.recomputes else "fail",
                 "engine_id": name,
-                "kv_connector_extra_config": {"socket": settings.socket, "stock_blocks": settings.stock_blocks},
+                "kv_connector_extra_config": {
+                    "socket": settings.socket,
+                    "stock_blocks": settings.stock_blocks,
+                    "draft_blocks": settings.draft_blocks,
+                    "weights_version": settings.weights_version,
+                },
             },
         ).create_engine_config()
     config.cache_config.num_gpu_blocks = shape.pages

@@ -15,13 +15,17 @@ from typing import Any
 
 from cachesvc_vllm.vouching import PagesLapsed
 
-from tests.vllm.scheduling import VOCABULARY, Engine, Shape
+from tests.vllm.scheduling import VOCABULARY, Engine
+from tests.vllm.shape import Shape
 
 STUCK_S = 30.0
 """A run in which nothing happens for so long has failed."""
 
 TIGHT = Shape(pages=40, at_a_time=4, step_tokens=16, stock=1)
 """One request hardly fits beside another."""
+
+LATE: dict[str, Any] = {"drafts": 3, "draft_blocks": "lookahead", "drafts_late": True}
+"""As on a GPU."""
 
 SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
@@ -166,6 +170,63 @@ def stopped_async(socket: str, seed: int) -> list[Engine]:
     return []
 
 
+def weights(socket: str, seed: int) -> list[Engine]:
+    """Three versions of weights over two engines, and a third one that starts with the last of them. Within a version
+    the second engine has the first one's blocks from its first request on; across versions there is no hit."""
+    one, two = Engine("e0", socket, seed, Shape()), Engine("e1", socket, seed + 1, Shape(weights_version="step-0"))
+    prompt = [random.Random(seed).randrange(VOCABULARY) for _ in range(40)]
+    assert [cached(each, prompt) for each in (one, two)] == [0, 0], "the checkpoint's weights are not step-0 by name"
+    for root in (1, 2, 3):
+        tell(f"announce step-{root}")
+        one.load(root)
+        assert cached(one, prompt) == 0, "it has other weights"
+        assert cached(two, prompt) == 36, "it has the old ones, and what was computed with them"
+        two.load(root)
+        assert cached(two, prompt) == 36, "the first request"
+        two.load(root)  # as after a pause without new weights
+        assert cached(two, prompt) == 36
+    three = Engine("e2", socket, seed + 2, Shape(weights_version="step-3"))
+    three.model.root = 3
+    assert cached(three, prompt) == 36
+    one.load(4)
+    assert cached(one, prompt) == 0, "not announced, so of no name"
+    assert cached(one, prompt) == 36, "its own"
+    assert [cached(each, prompt) for each in (two, three)] == [36, 36], "step-3"
+    _forget_an_announcement([one, two, three], prompt)
+    return [one, two, three]
+
+
+def _forget_an_announcement(engines: Sequence[Engine], prompt: Sequence[int]) -> None:
+    """A version is announced, and the daemon is replaced before the engines load it. They share again with the next."""
+    tell("announce step-5")
+    for each in engines:
+        each.load(5)
+    tell("announce step-6")
+    tell("kill")
+    tell("start")
+    while any(each.is_adrift for each in engines):
+        for each in engines:
+            cached(each, [1, 2, 3])
+    assert [cached(each, prompt) for each in engines] == [0, 36, 36], "still of step-5"
+    engines[0].load(6)
+    assert cached(engines[0], prompt) == 0, "step-6, of which the daemon knows nothing"
+    engines[1].load(6)
+    assert cached(engines[1], prompt) == 0, "nor of this one's"
+    assert cached(engines[2], prompt) == 36, "step-5"
+    tell("announce step-6")
+    for each in engines:
+        each.load(6)
+    assert [cached(each, prompt) for each in engines] == [0, 36, 36]
+
+
+def cached(engine: Engine, prompt: Sequence[int]) -> int:
+    """Serve a prompt; how many of its tokens were there. The answer is that of the engine's weights."""
+    name = engine.add(prompt, 3)
+    run_out(engine)
+    assert engine.answers[name] == engine.model.answer(prompt, 3)
+    return engine.hits[name]
+
+
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
     """Requests that have hits, and run."""
     prompts = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(4)]
@@ -196,11 +257,17 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "plain": lambda socket, seed: two(socket, seed, Shape()),
     "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
+    "lookahead": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="lookahead")),
+    "late": lambda socket, seed: two(socket, seed, Shape(**LATE)),
+    "tight-late": lambda socket, seed: tight(socket, seed, replace(TIGHT, **LATE)),
+    "drop": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="drop")),
+    "tight-lookahead": lambda socket, seed: tight(socket, seed, replace(TIGHT, drafts=2, draft_blocks="lookahead")),
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
     "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
+    "weights": weights,
     "stopped": stopped,
     "stopped-async": stopped_async,
     "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
@@ -212,12 +279,15 @@ def main() -> None:
     """Run, and tell."""
     run, socket, seed = sys.argv[1:]
     engines = RUNS[run](socket, int(seed))
-    told: dict[str, int] = {"whole": 0, "loads": 0, "failed_loads": 0, "preempted": 0}
+    told: dict[str, int] = {"whole": 0, "loads": 0, "failed_loads": 0, "preempted": 0, "again": 0}
     for engine in engines:
         told["loads"] += engine.loads
         told["failed_loads"] += engine.failed_loads
         told["preempted"] += sum(each.num_preemptions for each in engine.requests.values())
-        if run != "resets":  # else answers are of several weights
+        engine.take_stats()
+        told["again"] += engine.stats.data["preempted_asked_tokens"]
+        assert engine.stats.data["asked_tokens"] <= sum(each.num_prompt_tokens for each in engine.requests.values())
+        if run not in ("resets", "weights"):  # else answers are of several weights
             told["whole"] += engine.check_answers()
         assert engine.leftovers() == {}, engine.leftovers()
         engine.close()

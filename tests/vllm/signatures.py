@@ -46,13 +46,37 @@ POOL_METHODS = {
 INHERITED = {"get_usage", "is_block_writable", "take_events"}
 """Right as they are: they ask the others."""
 
+SINCE = {"supports_sleep_mode": "0.33"}
+"""Hooks that older releases do not know, and do without."""
+
 TEXTS = {
-    "v1/request.py": ("self.num_in_flight_tokens", "self.num_computed_tokens", "def block_hashes|self.block_hashes"),
+    "v1/request.py": (
+        "self.all_token_ids",
+        "self.cache_salt",
+        "self.mm_features",
+        "self.prompt_embeds",
+        "self.num_in_flight_tokens",
+        "self.num_computed_tokens",
+        "def block_hashes|self.block_hashes",
+    ),
     "v1/core/block_pool.py": ("self.hash_block_size", "self.null_block", "self.num_gpu_blocks"),
     "v1/core/kv_cache_manager.py": ("self.empty_kv_cache_blocks",),
     "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),
     "v1/worker/gpu/block_table.py": ("if self.redirect_writes_to_null_block:",),
-    "v1/core/kv_cache_utils.py": ("def resolve_none_hash_seed(",),
+    "v1/core/kv_cache_utils.py": (
+        "def resolve_none_hash_seed(",
+        "def generate_block_hash_extra_keys(",
+        "def maybe_convert_block_hash(",
+        "def to_event_extra_keys(",
+        'extra_keys.append(("mm", mm_feature.identifier, offset - start_token_idx))',
+    ),
+    "distributed/kv_events.py": (
+        "def register_publisher(cls, name",
+        "    def create(",
+        "lora_name:",
+        "extra_keys:",
+        "group_idx:",
+    ),
     "v1/kv_cache_interface.py": (
         "kv_cache_layout:",
         "hash_block_size:",
@@ -64,6 +88,7 @@ TEXTS = {
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/utils.py": ("def get_adapter_absolute_path(",),
+    "v1/core/sched/scheduler.py": ("if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:",),
     "v1/outputs.py": ("finished_recving:", "failed_recving:", "invalid_block_ids:"),
 }
 """What is read, or stepped into, without being called by a signature; of alternatives one."""
@@ -75,6 +100,8 @@ IN_ORDER = {
         "self.batch_queue_size",
     ),
     "v1/core/sched/scheduler.py": (
+        "KVConnectorFactory.create_connector(",
+        "EventPublisherFactory.create(",
         "def update_from_output(",
         "if kv_connector_output and kv_connector_output.invalid_block_ids:",
         "self._update_from_kv_xfer_finished(kv_connector_output)",
@@ -127,7 +154,8 @@ def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
         (CacheMetrics, told["KVConnectorPromMetrics"]),
     ):
         own = {name for name, each in vars(mine).items() if inspect.isroutine(each) and not name.startswith("_")}
-        yield from (f"{release}: there is no hook {name}" for name in sorted(own - theirs.keys()))
+        expected = {name for name in own if _numbers(release) >= _numbers(SINCE.get(name, "0"))}
+        yield from (f"{release}: there is no hook {name}" for name in sorted(expected - theirs.keys()))
         yield from _unlike(release, mine, {name: theirs[name] for name in sorted(own & theirs.keys())})
     yield from (f"{release}: {text}" for text in told["lacks"])
 
@@ -145,6 +173,11 @@ def _unlike(release: str, mine: type, theirs: dict[str, list[str]]) -> Iterator[
         wanted = parameters[: len(names)] if takes_any else parameters
         if names[: len(wanted)] != wanted or any(each.default is each.empty for each in more):
             yield f"{release}: {mine.__name__}.{name} takes {names}, and is called with {parameters}"
+
+
+def _numbers(release: str) -> list[int]:
+    """A release's first two numbers, for comparing."""
+    return [int(each) for each in release.split(",", maxsplit=1)[0].split(".")[:2]]
 
 
 def _names(arguments: ast.arguments) -> list[str]:

@@ -3,57 +3,40 @@ nothing is kept of requests that have ended, and whatever happens, requests end.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
 import pytest
 from cachesvc_client import CacheClient, PoolExhausted
 from cachesvc_vllm.slab_layout import GROUP
+from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
-from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
+from tests.vllm.harness import daemon_faults, run_module
 
 PAGES = 96
-LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (32,), "uint8"),))
+LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (64,), "uint8"),))
 """As engines of ``scheduling`` have it, whose module wants vLLM."""
 
 LARGE_PAGES = ("--device-pool", "1GiB", "--host-pool", "2GiB")
 
 
-def run(name: str, node: Node, seed: int) -> Mapping[str, int]:
-    """What became of a run. The daemon suffers what it asks for."""
-    process = subprocess.Popen(
-        [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.scheduling_runs", name, node.socket, str(seed)],
-        cwd=ROOT,
-        env=engine_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    suffer: Mapping[str, Callable[[], object]] = {
-        "@kill": node.daemon.kill,
-        "@start": node.daemon.start,
-        "@stop": lambda: stop(process, node),
+def run(name: str, node: Node, seed: int) -> dict[str, int]:
+    """Return the counts of a run. The daemon suffers what the run asks for."""
+    faults = {
+        **daemon_faults(node.daemon.kill, node.daemon.start),
+        "@announce": lambda _, version: announce(node, version),
+        "@stop": lambda process: stop(process, node),
     }
-    told = ""
-    with process:
-        for line in process.stdout:
-            if line.strip() in suffer:
-                suffer[line.strip()]()
-                process.stdin.write("done\n")
-                process.stdin.flush()
-            else:
-                told = line
-    assert process.returncode == 0
-    found: Mapping[str, int] = json.loads(told)
-    return found
+    return run_module("tests.vllm.scheduling_runs", name, node.socket, str(seed), faults=faults)
+
+
+def announce(node: Node, version: str) -> None:
+    """Name the weights that engines load next."""
+    (model,) = node.admin.ListModels(admin_pb2.ListModelsRequest()).models
+    node.admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
 
 
 def stop(process: subprocess.Popen[str], node: Node) -> None:
@@ -76,11 +59,11 @@ def stop(process: subprocess.Popen[str], node: Node) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "drafts", "resets"])
+@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", "late", "drop", "resets"])
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
-        assert min(told["loads"], told["preempted"]) >= 10
+        assert min(told["loads"], told["preempted"], told["again"]) >= 10, "what is admitted again is counted apart"
         assert told["failed_loads"] == 0
 
 
@@ -90,7 +73,7 @@ def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str
         assert run(name, node, 2)["failed_loads"] >= 10
 
 
-@pytest.mark.parametrize("name", ["tight", "tight-async"])
+@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late"])
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 200
@@ -105,6 +88,11 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50
+
+
+def test_engines_share_within_an_announced_version_of_weights_and_never_across() -> None:
+    with short_folder() as folder, running_node(folder=folder) as node:
+        assert run("weights", node, 1)["failed_loads"] == 0
 
 
 @pytest.mark.parametrize(("name", "whole"), [("stopped", 24), ("stopped-async", 0)])

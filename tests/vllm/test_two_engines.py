@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from cachesvc_ctl.daemon_process import DaemonProcess
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import FLAGS, short_folder
-from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, check_daemon, random_prompt, random_requests
 
 REQUESTS = 300
 BATCH = 12
@@ -53,17 +54,6 @@ def two(node: Node, plain: Engine) -> Iterator[list[Engine]]:
     finally:
         for engine in running:
             engine.kill_if_running()
-
-
-def random_requests(seed: int, count: int) -> list[Prompt]:
-    """Prompts of up to 24 blocks, most of which begin as others do."""
-    rng = random.Random(seed)
-    heads = [random_prompt(each, 10).tokens for each in range(6)]
-    requests = []
-    for each in range(count):
-        head = rng.choice(heads)[: rng.randrange(0, 10 * BLOCK_TOKENS)]
-        requests.append(random_prompt(1000 + each, rng.random() * 3 + 0.1, new=rng.randrange(1, 40), head=head))
-    return requests
 
 
 def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(
@@ -133,3 +123,17 @@ def test_after_a_reset_nothing_older_is_found_and_nothing_newer_by_others(two: l
     answers.append(two[1].ask(prompt)[0])
     assert answers[-1].cached == 0
     assert {answer.said for answer in answers} == {expected}
+
+
+def test_engines_that_are_reset_after_an_announcement_share_again(node: Node, two: list[Engine], plain: Engine) -> None:
+    prompt = random_prompt(91, 4.5)
+    expected = plain.ask(prompt)[0].said
+    with grpc.insecure_channel(f"unix:{node.daemon.socket}") as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        (model,) = admin.ListModels(admin_pb2.ListModelsRequest()).models
+        for version in ("step-1", "step-2"):
+            admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
+            assert [engine.reset() for engine in two] == [True, True]
+            answers = [engine.ask(prompt)[0] for engine in two]
+            assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS]
+            assert {answer.said for answer in answers} == {expected}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from tests.e2e.rig import running_node
 from tests.vllm.image_model import OPTIONS, write_image_model
-from tests.vllm.rig import BLOCK_TOKENS, MODEL, PYTHON_VARIABLE, Fleet, engine_environment, engines, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, MODEL, Fleet, engines, random_prompt
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -31,16 +29,8 @@ HYBRID = {
 """Every second layer sees two blocks alone."""
 
 
-def has_numba() -> bool:
-    """Whether this vLLM can look for n-grams."""
-    command = [os.environ[PYTHON_VARIABLE], "-c", "import numba"]
-    return not subprocess.run(command, env=engine_environment(), capture_output=True, check=False).returncode
-
-
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"speculative_config": NGRAM}], ids=["fp8", "ngram"])
 def test_engines_that_agree_share_and_others_do_not(fleet: Fleet, options: dict[str, Any]) -> None:
-    if "speculative_config" in options and not has_numba():
-        pytest.skip("needs numba")
     prompts = [random_prompt(each, 6.5, new=60) for each in range(4)]
     with engines(fleet.engine(None, caching=False, options=options)) as (plain,):
         expected = [answer.said for answer in plain.ask(*prompts)]

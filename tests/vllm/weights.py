@@ -25,7 +25,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None
     }
     for layer in range(config["num_hidden_layers"]):
         stem = f"model.layers.{layer}"
-        shapes |= {f"{stem}.{name}.weight": shape for name, shape in _projections(config).items()}
+        shapes |= {f"{stem}.{name}.weight": shape for name, shape in projection_shapes(config).items()}
         shapes |= {
             f"{stem}.mlp.gate_proj.weight": (between, hidden),
             f"{stem}.mlp.up_proj.weight": (between, hidden),
@@ -41,7 +41,7 @@ def write_adapter(folder: Path, config: Mapping[str, Any], seed: int, rank: int 
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(config["num_hidden_layers"]):
-        for name, (rows, columns) in _projections(config).items():
+        for name, (rows, columns) in projection_shapes(config).items():
             stem = f"base_model.model.model.layers.{layer}.{name}"
             shapes |= {f"{stem}.lora_A.weight": (rank, columns), f"{stem}.lora_B.weight": (rows, rank)}
     _write(folder / "adapter_model.safetensors", shapes, seed)
@@ -50,14 +50,14 @@ def write_adapter(folder: Path, config: Mapping[str, Any], seed: int, rank: int 
         "base_model_name_or_path": "tiny",
         "r": rank,
         "lora_alpha": 64 * rank,
-        "target_modules": sorted(name.rpartition(".")[2] for name in _projections(config)),
+        "target_modules": sorted(name.rpartition(".")[2] for name in projection_shapes(config)),
         "bias": "none",
         "task_type": "CAUSAL_LM",
     }
     (folder / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
 
 
-def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def projection_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     hidden, width = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
     shapes = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden)}
@@ -65,12 +65,19 @@ def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-    """In the format of safetensors: a length, names and places in JSON, and the bytes."""
-    rng, header, parts, offset = np.random.default_rng(seed), {}, [], 0
-    for name, shape in shapes.items():
-        values = rng.normal(1.0 if len(shape) == 1 else 0.0, SCALE, shape).astype(np.float32)
+    rng = np.random.default_rng(seed)
+    write_tensors(
+        path, {name: rng.normal(1.0 if len(shape) == 1 else 0.0, SCALE, shape) for name, shape in shapes.items()}
+    )
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    """In the format of safetensors: a length, names and places in JSON, and the bytes, as bfloat16."""
+    header, parts, offset = {}, [], 0
+    for name, tensor in tensors.items():
+        values = np.ascontiguousarray(tensor, np.float32)
         parts.append((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())  # bfloat16: the upper half
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + len(parts[-1])]}
+        header[name] = {"dtype": "BF16", "shape": values.shape, "data_offsets": [offset, offset + len(parts[-1])]}
         offset += len(parts[-1])
     told = json.dumps(header).encode()
     path.write_bytes(len(told).to_bytes(8, "little") + told + b"".join(parts))

@@ -19,10 +19,10 @@ import grpc
 
 from cachesvc.model.errors import CacheError, PermissionDenied, Unauthenticated
 from cachesvc.service.access.undecodable import readable
+from cachesvc.wire.refusals import refusal, status_metadata
 from cachesvc.wire.status import (
     AUTHORIZATION_METADATA_KEY,
     BEARER,
-    ERROR_METADATA_KEY,
     GRPC_CODES,
     PROCESS_METADATA_KEY,
 )
@@ -269,7 +269,7 @@ def refusing(error: CacheError) -> Any:
     """A handler for a call of any shape that ends it with the error's status."""
 
     async def refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
-        context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+        context.set_trailing_metadata(status_metadata(refusal(error)))
         await context.abort(GRPC_CODES[error.code], str(error))
         yield b""  # not reached: it makes this a stream
 
@@ -283,7 +283,7 @@ def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
         try:
             enter(context)
         except CacheError as error:
-            context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+            context.set_trailing_metadata(status_metadata(refusal(error)))
             await context.abort(GRPC_CODES[error.code], str(error))
         serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
         return await serve(request, context)
@@ -292,7 +292,7 @@ def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
         try:
             enter(context)
         except CacheError as error:
-            context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code.value),))
+            context.set_trailing_metadata(status_metadata(refusal(error)))
             await context.abort(GRPC_CODES[error.code], str(error))
         serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
         async for answer in serve(request, context):

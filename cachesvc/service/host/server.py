@@ -25,6 +25,7 @@ from kvcache.v1 import (
     lease_pb2_grpc,
 )
 
+from cachesvc.model.addresses import unix_target
 from cachesvc.model.errors import Unavailable
 from cachesvc.service.access.auth import LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
 from cachesvc.service.access.connections import Option, Ways, local_options, tcp_options
@@ -93,7 +94,7 @@ class Server:
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
         try:
-            server.add_insecure_port(f"unix:{self._listening.unix}")
+            server.add_insecure_port(unix_target(self._listening.unix))
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on the socket {self._listening.unix}: {error}") from error
         finally:

@@ -147,7 +147,7 @@ class WebPage:
             "lease_seconds": facts.lease_seconds,
             "draining": found.draining,
             "attention": [*found.attention, *facts.attention()],
-            "models": [{"id": model.id, "name": model.name, "blocks": len(model.blocks.index)} for model in models],
+            "models": [{"id": model.id, "name": model.shown, "blocks": len(model.blocks.index)} for model in models],
             "pools": [_pool(line) for line in found.pools][:MOST_LISTED],
             "hits": {**found.hits._asdict(), "missed_blocks": found.hits.missed_blocks},
             "transfers": found.transfers._asdict(),

@@ -26,7 +26,7 @@ from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitEx
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.quota import FREE_BYTES
-from cachesvc.service.dispatch import Dispatcher, Method, refusal
+from cachesvc.service.dispatch import Dispatcher, Method
 from cachesvc.service.lane.outbox import Outbox
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
@@ -46,6 +46,7 @@ from cachesvc.wire.lane import (
 )
 from cachesvc.wire.limits import check_fields
 from cachesvc.wire.parse import parse
+from cachesvc.wire.refusals import refusal
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 TURN_SECONDS = 0.25e-3

@@ -133,6 +133,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         return await self._serve(context, request, self._drain)
 
+    async def SetWeightsVersion(
+        self, request: admin_pb2.SetWeightsVersionRequest, context: Context
+    ) -> admin_pb2.SetWeightsVersionResponse:
+        announce = self._administration.set_weights_version
+        return await self._serve(context, request, lambda: announce(self._inspection.view(), request))
+
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
         return await self._serve(context, request, partial(self._evict, request))
 

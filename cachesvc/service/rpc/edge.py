@@ -15,10 +15,11 @@ from cachesvc.model.errors import CacheError, LimitExceeded
 from cachesvc.service.access.admission import CallerKey, Kind
 from cachesvc.service.access.auth import caller, credentials_of
 from cachesvc.service.access.undecodable import unread
-from cachesvc.service.dispatch import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served, refusal
+from cachesvc.service.dispatch import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served
 from cachesvc.service.watch import Parent
 from cachesvc.telemetry.tracing import Tracer
-from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES
+from cachesvc.wire.refusals import refusal, status_metadata
+from cachesvc.wire.status import GRPC_CODES
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -96,5 +97,5 @@ async def refuse(context: Context, error: CacheError) -> NoReturn:
 async def end_with(context: Context, error: OperationError) -> NoReturn:
     """End the call with a refusal's status, and its name in the trailing metadata; a defect has none."""
     if error.code != INTERNAL:
-        context.set_trailing_metadata(((ERROR_METADATA_KEY, error.code),))
+        context.set_trailing_metadata(status_metadata(error))
     await context.abort(_STATUSES[error.code], error.message)

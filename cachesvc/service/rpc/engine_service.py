@@ -61,6 +61,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             _pool(request.host_pool) if request.HasField("host_pool") else PoolRequest(),
             self._budget(ask.who.acts_for),
             request.reserved_pages,
+            request.display_name,
         )
         found = self.registrar.find(asked)
         if found is not None:
@@ -83,6 +84,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             existed=made.existed,
             reserved_pages=made.model.reserved_pages,
             first_pages=made.model.layout.first_pages(made.replica.device_pages),
+            weights_version=made.model.weights_version,
         )
 
     def _budget(self, tenant: str) -> Budget:

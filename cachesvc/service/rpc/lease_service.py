@@ -87,6 +87,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             joined=number > 0,
             first_id=first_id(number),
             instance_id=instance,
+            blocks_per_sequence=lease.blocks_per_sequence,
         )
 
     def _beat(self, ask: Ask, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:

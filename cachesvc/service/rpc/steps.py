@@ -30,7 +30,7 @@ from cachesvc.ledger.place import Place as DevicePlace
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import Kind, Place
-from cachesvc.service.dispatch import INTERNAL, Ask, refusal
+from cachesvc.service.dispatch import INTERNAL, Ask
 from cachesvc.service.node import end_wait
 from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, Spot
 from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
@@ -38,6 +38,7 @@ from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
 from cachesvc.wire.limits import check_fields
+from cachesvc.wire.refusals import refusal
 
 OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 """What an operation, or an entry that is not straight, counts for among ``TURN_BLOCKS``, and what entries that go

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cachesvc.model.addresses import parse_address
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
 
@@ -35,8 +36,7 @@ class MooncakeOptions:
     @property
     def address(self) -> tuple[str, int]:
         """The master's."""
-        host, _, port = self.master.rpartition(":")
-        return host.strip("[]"), int(port)
+        return parse_address("storage", self.master)
 
 
 def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
@@ -53,9 +53,7 @@ def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
         "discard": seconds_option,
     }
     spec.check_options(readers)
-    host, colon, port = spec.where.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InvalidRequest(f"storage: mooncake:{spec.where} is not a master's HOST:PORT, such as mooncake:kv:50051")
+    parse_address("storage: the master of mooncake", spec.where, least_port=1)
     values = {name: readers[name](name, value) for name, value in spec.options.items()}
     made = MooncakeOptions(spec.where, **values)  # type: ignore[arg-type]
     if made.protocol not in PROTOCOLS:

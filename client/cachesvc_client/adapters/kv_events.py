@@ -1,201 +1,210 @@
-"""Batches of changes in the form that the cache-aware routers of vLLM, Dynamo and llm-d read.
+"""Turns a subscription to a model's blocks into the KV events that one worker publishes for routers.
 
-    batch     [seconds since 1970, [event, ...], data-parallel rank]
-    event     {"type": "BlockStored", ...}, {"type": "BlockRemoved", ...}, {"type": "AllBlocksCleared"}
-
-That is what vLLM publishes as msgpack; before mid-2026 its events were arrays with the tag first, which
-``Form.ARRAY`` still writes. A hash is the last 8 bytes of a block's key as an unsigned number, as vLLM cuts its own.
-
-Routers look prompts up by their tokens, and the daemon knows none: it is never told more than digests. Who publishes
-for a router in an engine's process gives a ``KnownTokens`` that the engine fills as it hashes prompts. A stored block
-whose tokens are not known is told without them: llm-d then takes it for another tier of a block that it knows,
-Dynamo passes it over.
+Routers look prompts up by hashes of their own over an event's tokens: a block without tokens, or whose parent they were
+not sent, is dropped or lands in the wrong place. So with ``tokens`` a block is announced once its tokens are known and
+its parent was announced, and at once when the last of the two becomes true.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Spot
+from cachesvc_client.adapters.known_tokens import Adapter, KnownBlock, KnownTokens
+from cachesvc_client.adapters.kv_event_form import CLEARED, MEDIA, Event, Form, hash_of, wire_batch
+from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Spot, with_spot, without_spot
 
-Event = dict[str, Any]
-MEDIA: Mapping[str, str] = {"device": "GPU", "host": "CPU", "storage": "DISK"}
-"""Dynamo before 2026-06 knows the host only as CPU_PINNED."""
+__all__ = ["Adapter", "Event", "Form", "KnownTokens", "KvEventMapper", "hash_of", "wire_batch"]
 
-FIELDS = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-        "kv_cache_spec_sliding_window",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
-"""Order of an event's fields behind its tag, where it is an array."""
 BLOCKS_PER_EVENT = 1024
 """Blocks of one event at most."""
 
+MOST_ORPHANS = 65_536
+"""Parents that blocks wait for. Beyond that their blocks are announced with the next snapshot alone."""
 
-class Form(Enum):
-    """How an event is written."""
-
-    MAP = "map"
-    ARRAY = "array"
-
-
-def hash_of(key: bytes) -> int:
-    """A block's hash as routers know it."""
-    return int.from_bytes(key[-8:], "big")
-
-
-class KnownTokens:
-    """The tokens of the last ``limit`` blocks that this process hashed. One thread may learn while others ask."""
-
-    def __init__(self, limit: int = 65_536) -> None:
-        self._limit = limit
-        self._tokens: OrderedDict[bytes, npt.NDArray[np.uint32]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def learn(self, keys: bytes, tokens: Sequence[int] | npt.NDArray[np.integer], block_tokens: int) -> None:
-        """``keys``: packed keys of the full blocks of ``tokens``, from the first on, as ``block_keys`` gives them."""
-        flat = np.asarray(tokens, np.uint32)
-        with self._lock:
-            for block in range(len(keys) // KEY_BYTES):
-                key = keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
-                if key not in self._tokens:
-                    self._tokens[key] = flat[block * block_tokens : (block + 1) * block_tokens].copy()
-                self._tokens.move_to_end(key)
-            while len(self._tokens) > self._limit:
-                self._tokens.popitem(last=False)
-
-    def of(self, key: bytes) -> list[int] | None:
-        """One block's tokens; None where they are not known."""
-        with self._lock:
-            tokens = self._tokens.get(key)
-        return None if tokens is None else tokens.tolist()
+_NOWHERE: frozenset[Spot] = frozenset()
+_UNKNOWN = KnownBlock(b"", Adapter(), None)
 
 
 @dataclass
 class KvEventMapper:
-    """Turns a subscription into what one worker would publish: an engine on ``replica`` and the host behind it.
+    """The view of one worker: an engine on ``replica``, the host behind it, and storage where the subscription has it.
 
-    ``layout`` gives the block size, and each group its kind. ``lora_name``: told with every stored block, where the
-    model is one with an adapter. Only whole truths are told: a snapshot as AllBlocksCleared and all blocks, each behind
-    its parent, once its last part is there.
+    ``layout`` gives the block size, the groups and their kinds; a marker group holds no KV and is left out. ``tokens``:
+    announce exactly the blocks that these know; None: announce all, without tokens. ``lora_name``: of every block,
+    where the model is one with an adapter. ``hash_of``: a key's hash in events.
+
+    A snapshot becomes AllBlocksCleared and all blocks, each behind its parent, once its last part is there.
     """
 
     layout: Layout
     replica: int = 0
-    tokens: KnownTokens = field(default_factory=KnownTokens)
+    tokens: KnownTokens | None = None
     media: Mapping[str, str] = field(default_factory=lambda: MEDIA)
     lora_name: str | None = None
+    hash_of: Callable[[bytes], int | bytes] = hash_of
     mirror: BlockMirror = field(default_factory=BlockMirror)
+    _told: dict[bytes, frozenset[Spot]] = field(default_factory=dict)
+    _orphans: dict[bytes, set[bytes]] = field(default_factory=dict)
+    _stores: set[Spot] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        own = set(self.layout.own_groups)
+        self._groups = {number: group for number, group in enumerate(self.layout.groups) if group in own}
 
     def events_of(self, batch: Batch) -> list[Event]:
-        """What routers are told of a batch, in order. Raises EventsMissed where one is missing before it."""
+        """Events for a batch, in order. Raises EventsMissed where one is missing before it."""
         self.mirror.apply(batch)
+        for run in batch.runs:
+            if run.present and run.spot.tier == "storage":
+                self._forget_unknown(run.spot, run.keys)
         if batch.part is Part.LAST:
-            return [{"type": "AllBlocksCleared"}, *self._all()]
+            self._clear()
+            known = None if self.tokens is None else self.tokens.keys()
+            return [CLEARED, *self._announce(self._places(self.mirror.root_first(known)))]
         if batch.part is not Part.NONE:
             return []
         out: list[Event] = []
         for run in batch.runs:
-            if not self._concerns(run.spot):
+            if not self._concerns(run.spot) or run.kind is Kind.COPY_FAILED:
                 continue
-            if run.present:
-                out += self._stored(run.spot, run.parent, run.keys)
-            elif run.kind is not Kind.COPY_FAILED:
-                out.append(self._removed(run.spot, run.keys))
+            # The mirror has the state after the batch: a block that comes and goes within it is not announced.
+            keys = [key for key in run.keys if (run.spot in self.mirror.spots.get(key, ())) == run.present]
+            if not run.present:
+                out += self._removed(run.spot, keys)
+                continue
+            out += self._announce([(run.spot, keys)])
         return out
 
+    def news(self) -> list[Event]:
+        """Events for what ``tokens`` learned or forgot since the last call."""
+        if self.tokens is None:
+            return []
+        learned = self.tokens.take()
+        out: list[Event] = []
+        if learned.is_forgotten:
+            self._clear()
+            out.append(CLEARED)
+        if self.mirror.is_whole:
+            out += self._announce(self._places([key for key in learned.fresh if key in self.mirror.spots]))
+        for spot in [spot for spot in self._stores if learned.dropped]:
+            out += self._removed(spot, learned.dropped)
+            self.mirror.take_away(spot, learned.dropped)
+        return out
+
+    def forget(self) -> list[Event]:
+        """Events where the subscription ended: what is true now will come with the next snapshot."""
+        self.mirror = BlockMirror()
+        self._clear()
+        return [CLEARED]
+
+    def _forget_unknown(self, spot: Spot, keys: Sequence[bytes]) -> None:
+        """Storage may hold more than fits into memory: keep of it what is known, which is bounded."""
+        self._stores.add(spot)
+        if self.tokens is not None:
+            self.mirror.take_away(spot, [key for key in keys if self.tokens.find(key) is None])
+
+    def _clear(self) -> None:
+        self._told.clear()
+        self._orphans.clear()
+
     def _concerns(self, spot: Spot) -> bool:
-        return spot.tier != "device" or spot.replica == self.replica
+        return spot.group in self._groups and (spot.tier != "device" or spot.replica == self.replica)
 
-    def _all(self) -> Iterator[Event]:
-        """Everything in the mirror, as runs of chained blocks."""
-        spots = sorted({spot for spots in self.mirror.spots.values() for spot in spots if self._concerns(spot)})
-        keys = self.mirror.root_first()
-        for spot in spots:
-            run: list[bytes] = []
-            for key in keys:
-                if spot not in self.mirror.spots[key]:
-                    continue
-                if run and self.mirror.parents[key] != run[-1]:
-                    yield from self._stored(spot, self.mirror.parents[run[0]], run)
-                    run = []
-                run.append(key)
-            if run:
-                yield from self._stored(spot, self.mirror.parents[run[0]], run)
-
-    def _stored(self, spot: Spot, parent: bytes, keys: Sequence[bytes]) -> Iterator[Event]:
-        """Events of a chain: each of blocks whose tokens are all known, or all not."""
-        hashes: list[int] = []
-        tokens: list[int] = []
-        first = parent
+    def _places(self, keys: Sequence[bytes]) -> list[tuple[Spot, list[bytes]]]:
+        """``keys``, which the mirror has, by the places of this worker where they have copies."""
+        places: dict[Spot, list[bytes]] = {}
         for key in keys:
-            mine = self.tokens.of(key)
-            if hashes and (bool(tokens) != (mine is not None) or len(hashes) == BLOCKS_PER_EVENT):
-                yield self._stored_event(spot, first, hashes, tokens)
-                first, hashes, tokens = parent, [], []
-            hashes.append(hash_of(key))
-            tokens += mine or []
-            parent = key
-        if hashes:
-            yield self._stored_event(spot, first, hashes, tokens)
+            for spot in self.mirror.spots[key]:
+                places.setdefault(spot, []).append(key)
+        return [(spot, places[spot]) for spot in sorted(places) if self._concerns(spot)]
 
-    def _stored_event(self, spot: Spot, parent: bytes, hashes: list[int], tokens: list[int]) -> Event:
-        window = self.layout.groups[spot.group].window_tokens
+    def _announce(self, places: Iterable[tuple[Spot, Sequence[bytes]]]) -> Iterator[Event]:
+        """Events of blocks with copies there, parents before children; then of those that waited for one of these."""
+        todo = deque(places)
+        while todo:
+            spot, keys = todo.popleft()
+            adopted: list[bytes] = []
+            yield from self._chains(spot, keys, adopted)
+            todo += self._places([key for key in adopted if key in self.mirror.spots])
+
+    def _chains(self, spot: Spot, keys: Sequence[bytes], adopted: list[bytes]) -> Iterator[Event]:
+        """An event for each run of chained blocks of one adapter. Adds to ``adopted`` what waited for these blocks."""
+        chain: list[bytes] = []
+        blocks: list[KnownBlock] = []
+        for key in keys:
+            block = self._announceable(spot, key)
+            if block is None:
+                continue
+            follows = chain and self.mirror.parents[key] == chain[-1] and block.adapter == blocks[-1].adapter
+            if chain and (not follows or len(chain) == BLOCKS_PER_EVENT):
+                yield self._stored_event(spot, chain, blocks)
+                chain, blocks = [], []
+            chain.append(key)
+            blocks.append(block)
+            self._told[key] = with_spot(self._told.get(key, _NOWHERE), spot)
+            adopted += self._orphans.pop(key, ())
+        if chain:
+            yield self._stored_event(spot, chain, blocks)
+
+    def _announceable(self, spot: Spot, key: bytes) -> KnownBlock | None:
+        """What is known of a block, if it can be announced now, and was not."""
+        if self.tokens is None:
+            return _UNKNOWN
+        if spot in self._told.get(key, ()):
+            return None
+        block = self.tokens.find(key)
+        if block is None or key not in self.mirror.parents:
+            return None
+        parent = self.mirror.parents[key]
+        if parent and parent not in self._told:
+            if len(self._orphans) >= MOST_ORPHANS:
+                self._orphans.clear()
+            self._orphans.setdefault(parent, set()).add(key)
+            return None
+        return block
+
+    def _stored_event(self, spot: Spot, keys: Sequence[bytes], blocks: Sequence[KnownBlock]) -> Event:
+        window = self._groups[spot.group].window_tokens
+        parent = self.mirror.parents[keys[0]]
+        adapter = blocks[0].adapter
         event: Event = {
             "type": "BlockStored",
-            "block_hashes": hashes,
-            "parent_block_hash": hash_of(parent) if parent else None,
-            "token_ids": tokens,
+            "block_hashes": [self.hash_of(key) for key in keys],
+            "parent_block_hash": self.hash_of(parent) if parent else None,
+            "token_ids": [token for block in blocks for token in block.token_ids],
             "block_size": self.layout.block_tokens,
-            "lora_id": None,
+            "lora_id": adapter.lora_id,
             "medium": self.media[spot.tier],
-            "lora_name": self.lora_name,
+            "lora_name": adapter.lora_name or self.lora_name,
             "group_idx": spot.group,
             "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
         }
         if window is not None:
             event["kv_cache_spec_sliding_window"] = window
+        if any(block.extra_keys for block in blocks):
+            event["extra_keys"] = [block.extra_keys for block in blocks]
         return event
 
-    def _removed(self, spot: Spot, keys: Sequence[bytes]) -> Event:
-        return {
-            "type": "BlockRemoved",
-            "block_hashes": [hash_of(key) for key in keys],
-            "medium": self.media[spot.tier],
-            "group_idx": spot.group,
-        }
-
-
-def wire_batch(events: Sequence[Event], seconds: float, rank: int | None, form: Form = Form.MAP) -> list[Any]:
-    """A batch as plain lists and maps, ready for msgpack. ``seconds``: since 1970."""
-    written = list(events) if form is Form.MAP else [_as_array(event) for event in events]
-    return [seconds, written] if rank is None else [seconds, written, rank]
-
-
-def _as_array(event: Event) -> list[Any]:
-    """The tag and the fields by position, without those missing at the end."""
-    fields = FIELDS[event["type"]]
-    present = max((at for at, name in enumerate(fields) if name in event), default=-1)
-    return [event["type"], *(event.get(name) for name in fields[: present + 1])]
+    def _removed(self, spot: Spot, keys: Sequence[bytes]) -> list[Event]:
+        if self.tokens is not None:
+            keys = [key for key in keys if spot in self._told.get(key, ())]
+            for key in keys:
+                left = without_spot(self._told[key], spot)
+                if left:
+                    self._told[key] = left
+                else:
+                    del self._told[key]
+        if not keys:
+            return []
+        hashes = [self.hash_of(key) for key in keys]
+        return [
+            {
+                "type": "BlockRemoved",
+                "block_hashes": hashes,
+                "medium": self.media[spot.tier],
+                "group_idx": spot.group,
+            }
+        ]

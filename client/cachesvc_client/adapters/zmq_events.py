@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from cachesvc_client.adapters.kv_events import Event, Form, wire_batch
+from cachesvc_client.adapters.kv_event_form import Event, Form, wire_batch
 from cachesvc_client.errors import InvalidRequest, NotSupported
 
 END = (-1).to_bytes(8, "big", signed=True)
@@ -25,6 +25,13 @@ DEFAULT_REPLAY_BATCHES = 10_000
 DEFAULT_SENDING_BATCHES = 100_000
 WAITING_BATCHES = 4096
 _STOP = object()
+
+
+def wants_ipv6(endpoint: str) -> bool:
+    """True for every address (``*``: both families on one socket, IPv4 alone where the host has no IPv6) and for
+    addresses of IPv6. An interface's name stays with IPv4: ZeroMQ would look for its IPv6 addresses alone."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return endpoint.startswith("tcp://") and (host == "*" or ":" in host)
 
 
 class ZmqPublisher:
@@ -72,10 +79,12 @@ class ZmqPublisher:
         pub.set_hwm(DEFAULT_SENDING_BATCHES)
         waking.bind("inproc://wake")
         try:
+            pub.setsockopt(zmq.IPV6, wants_ipv6(self.endpoint))
             pub.bind(self.endpoint)
             if self.replay_endpoint:
                 replay = self._context.socket(zmq.ROUTER)
                 self._sockets.append(replay)
+                replay.setsockopt(zmq.IPV6, wants_ipv6(self.replay_endpoint))
                 replay.bind(self.replay_endpoint)
                 self.replay_endpoint = replay.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:

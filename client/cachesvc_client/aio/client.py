@@ -33,6 +33,7 @@ from cachesvc_client.wire.settings import (
     Retries,
     Timeouts,
     Transport,
+    as_path,
     default_socket,
     default_transport,
 )
@@ -58,7 +59,7 @@ class ClientCalls:
         make_port: Callable[[], Port],
         connecting: AbstractAsyncContextManager[None],
     ) -> None:
-        self.socket_path = default_socket() if socket_path is None else socket_path
+        self.socket_path = default_socket() if socket_path is None else as_path(socket_path)
         self.engine = engine
         self._timeouts = timeouts
         self._retries = retries
@@ -77,8 +78,8 @@ class ClientCalls:
 
     @property
     def connected(self) -> bool:
-        """True while the daemon is there."""
-        return self._connection is not None and not self._connection.lost.is_set()
+        """True while the daemon is there. False in a child of the process that connected."""
+        return self._connection is not None and self._connection.is_here and not self._connection.lost.is_set()
 
     @property
     def epoch(self) -> int:
@@ -117,6 +118,8 @@ class ClientCalls:
         host_pages: Seq[int] | None = None,
         host_share: float | None = None,
         reserved_pages: int = 0,
+        display_name: str = "",
+        timeout_s: float | None = None,
     ) -> Registration:
         """Make or find the pools of a model.
 
@@ -125,6 +128,8 @@ class ClientCalls:
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
         pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
         device are the engines' own and never granted; all engines of a model share them, and name the same number.
+        ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
+        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there.
         Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
         pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
         """
@@ -138,8 +143,9 @@ class ClientCalls:
             host_pages=host_pages,
             host_share=host_share,
             reserved_pages=reserved_pages,
+            display_name=display_name,
         )
-        return await self._register(request, layout)
+        return await self._register(request, layout, timeout_s)
 
     def open_lease(self, registration: Registration, *, instance: str = "") -> Opening[AsyncLease]:
         """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
@@ -235,8 +241,10 @@ class ClientCalls:
         self._pools.append(pool)
         return pool
 
-    async def _register(self, request: engine_pb2.RegisterRequest, layout: Layout) -> Registration:
-        answer = await self._require_connection().ask(REGISTER, request, self._timeouts.register_s)
+    async def _register(
+        self, request: engine_pb2.RegisterRequest, layout: Layout, timeout_s: float | None = None
+    ) -> Registration:
+        answer = await self._require_connection().ask(REGISTER, request, timeout_s or self._timeouts.register_s)
         registration = parse_registration(answer, layout, request.reserved_pages)
         self._registered[registration.key] = (request, layout)
         return registration

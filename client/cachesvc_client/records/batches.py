@@ -53,17 +53,16 @@ class StepBatch(Generic[H]):
         """As ``Sequence.allocate``; the result is an Allocated."""
         return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix))
 
-    def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"") -> int:
-        """As ``Sequence.publish``; the result is a Published."""
+    def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"", *, first_key: int = 0) -> int:
+        """As ``Sequence.publish``; the result is a Published. ``keys`` may begin at block ``first_key``, from where on
+        none was published yet."""
         record = sequence.record
         self._sealed.add(record.id)
-        sends_keys = upto_blocks > record.known_keys
-        if self.sends_keys is not None and sends_keys != self.sends_keys:
-            sends_keys = bool(keys)  # a column has the keys of all its entries, or of none
-        fits = self.sends_keys is None or sends_keys == self.sends_keys
+        sends_keys = upto_blocks > record.known_keys or bool(keys)
+        fits = self.sends_keys in (None, sends_keys)  # a column has the keys of all its entries, or of none
         if not fits or upto_blocks <= record.asked_blocks or not self._fits(record, PUBLISH):
-            return self._add(record.publish(upto_blocks, keys))
-        first, wanted = record.begin_publish(upto_blocks, keys, all_keys=sends_keys)
+            return self._add(record.publish(upto_blocks, keys, first_key=first_key))
+        first, wanted = record.begin_publish(upto_blocks, keys, first_key=first_key)
         self.sends_keys = sends_keys
         return self._enter(Publish(record, first, upto_blocks, wanted))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvcache.v1 import event_pb2
@@ -63,6 +65,18 @@ class Batch(NamedTuple):
     runs: tuple[Run, ...]
 
 
+@lru_cache(1024)
+def with_spot(spots: frozenset[Spot], spot: Spot) -> frozenset[Spot]:
+    """``spots`` and ``spot``. Blocks at the same places share one object, so a million blocks need few."""
+    return spots | {spot}
+
+
+@lru_cache(1024)
+def without_spot(spots: frozenset[Spot], spot: Spot) -> frozenset[Spot]:
+    """``spots`` less ``spot``."""
+    return spots - {spot}
+
+
 def parse_batch(message: event_pb2.SubscribeResponse) -> Batch:
     """A message in the client's words. Kinds of a newer daemon that change nothing here are passed over."""
     known = {kind.value for kind in Kind}
@@ -82,6 +96,9 @@ def _run(run: event_pb2.BlockRun) -> Run:
     return Run(Kind(run.kind), run.present, Spot(run.group, run.tier, run.replica), run.parent_key, keys, run.reason)
 
 
+_NOWHERE: frozenset[Spot] = frozenset()
+
+
 class BlockMirror:
     """What a subscriber knows: after each ``apply`` it is what the daemon had at change ``last`` of ``epoch``.
 
@@ -90,7 +107,7 @@ class BlockMirror:
     """
 
     def __init__(self) -> None:
-        self.spots: dict[bytes, set[Spot]] = {}
+        self.spots: dict[bytes, frozenset[Spot]] = {}
         self.parents: dict[bytes, bytes] = {}
         self.epoch = 0
         self.last = 0
@@ -104,7 +121,7 @@ class BlockMirror:
             if run.present:
                 self._add(run)
             elif run.kind is not Kind.COPY_FAILED:
-                self._take_away(run)
+                self.take_away(run.spot, run.keys)
         self.epoch, self.last = batch.epoch, batch.last
         self._has_begun = True
         if batch.part is not Part.NONE:
@@ -122,28 +139,31 @@ class BlockMirror:
         elif batch.part is Part.NONE and batch.first != self.last + 1:
             raise EventsMissed(f"change {batch.first} follows {self.last}; subscribe with a snapshot")
 
-    def _add(self, run: Run) -> None:
-        parent = run.parent
-        for key in run.keys:
-            self.spots.setdefault(key, set()).add(run.spot)
-            self.parents[key] = parent
-            parent = key
-
-    def _take_away(self, run: Run) -> None:
-        for key in run.keys:
+    def take_away(self, spot: Spot, keys: Iterable[bytes]) -> None:
+        """Blocks have no copy at ``spot`` any more; one without any copy is dropped."""
+        for key in keys:
             spots = self.spots.get(key)
             if spots is None:
                 continue
-            spots.discard(run.spot)
-            if not spots:
+            left = without_spot(spots, spot)
+            if left:
+                self.spots[key] = left
+            else:
                 del self.spots[key]
                 del self.parents[key]
 
-    def root_first(self) -> list[bytes]:
-        """All keys, each behind its parent."""
+    def _add(self, run: Run) -> None:
+        parent = run.parent
+        for key in run.keys:
+            self.spots[key] = with_spot(self.spots.get(key, _NOWHERE), run.spot)
+            self.parents[key] = parent
+            parent = key
+
+    def root_first(self, keys: Iterable[bytes] | None = None) -> list[bytes]:
+        """``keys`` (None: all) and their ancestors, as far as they are here: each behind its parent."""
         out: list[bytes] = []
         placed: set[bytes] = set()
-        for key in self.parents:
+        for key in self.parents if keys is None else keys:
             path = []
             while key and key not in placed and key in self.parents:
                 placed.add(key)

@@ -35,6 +35,7 @@ from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tenure import Tenure
 from cachesvc_client.registration import Registration
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
 from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
 
@@ -64,6 +65,7 @@ class LeaseRecord:
     ``instance``: the name under which processes share it, empty where none do; ``joined``: another one had opened it.
     Ids begin behind ``first_id``, which each process of it has for itself. ``process_token``: by which it was opened.
 
+    ``blocks_per_sequence``: the most that a sequence may have; 0 where the daemon does not tell.
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
@@ -81,6 +83,7 @@ class LeaseRecord:
         asked_s: float = -math.inf,
     ) -> None:
         """``asked_s``: monotonic, when the daemon was asked for it."""
+        self.maker = Maker()
         self.id = opened.lease_id
         self.instance = opened.instance_id
         self.joined = opened.joined
@@ -88,6 +91,7 @@ class LeaseRecord:
         self.process_token = process_token
         self.epoch = opened.epoch
         self.has_columns = opened.step_columns
+        self.blocks_per_sequence = opened.blocks_per_sequence
         self.silence_limit_s = opened.silence_limit_ms / 1000
         self.registration = registration
         self.stock: Stock | None = None
@@ -124,12 +128,15 @@ class LeaseRecord:
     def is_sure(self) -> bool:
         """True where nobody else can have got a page of this lease's: it lives, or was not lost by silence, for it did
         until its loss was heard of. Then its daemon or its memory has gone, and nobody gets those pages."""
+        if self.maker.is_elsewhere:  # a child of the process that opened it: no heartbeat of the child's was answered
+            return False
         if self.loss is not None:
             return self._was_sure
         return not self.is_closed and self.tenure.is_sure
 
     def check(self) -> None:
-        """Raises AlreadyClosed, LeaseLost or DaemonUnavailable once the lease is over."""
+        """Raises AlreadyClosed, LeaseLost or DaemonUnavailable once the lease is over, UsedAfterFork in a child."""
+        self.maker.check()
         if self.is_closed:
             raise AlreadyClosed(f"lease {self.id} was closed; open another one")
         if self.loss is not None:

@@ -26,6 +26,7 @@ from cachesvc_client.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
+from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import (
     SWAP_IN,
     SWAP_OUT,
@@ -69,6 +70,7 @@ class SequenceRecord:
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
+        self.maker = Maker()
         self.id = sequence_id
         self.layout = layout
         self.launches = launches if launches is not None else Launches()
@@ -139,9 +141,9 @@ class SequenceRecord:
 
         return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix), apply, fail)
 
-    def publish(self, upto_blocks: int, keys: PackedKeys) -> Operation[Published]:
-        """Seal blocks up to ``upto_blocks``. ``keys``: of the sequence from its root on, or empty where known."""
-        first, wanted = self.begin_publish(upto_blocks, keys)
+    def publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> Operation[Published]:
+        """Seal blocks up to ``upto_blocks``. ``keys``: from block ``first_key`` on, or empty where known."""
+        first, wanted = self.begin_publish(upto_blocks, keys, first_key=first_key)
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
             return self.published(upto_blocks, parse_publish(response))
@@ -149,9 +151,10 @@ class SequenceRecord:
         request = build_publish(self.id, first, upto_blocks - first, wanted)
         return self._operation(PUBLISH, request, apply, self.refuse_publish)
 
-    def begin_publish(self, upto_blocks: int, keys: PackedKeys, *, all_keys: bool = False) -> tuple[int, bytes]:
-        """Blocks up to ``upto_blocks`` are asked for: from where on, and the keys to send, none where Match has told
-        them; ``all_keys``: those too, if they are among ``keys``."""
+    def begin_publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> tuple[int, bytes]:
+        """Note that blocks up to ``upto_blocks`` are published. Returns the first of them, and their keys to send:
+        empty where ``keys`` is and Match had them. Given keys are always sent: the daemon compares them with Match's.
+        They begin at block ``first_key``."""
         self._require_usable()
         first = self.asked_blocks
         if upto_blocks < first:
@@ -159,14 +162,16 @@ class SequenceRecord:
                 f"blocks up to {first} of sequence {self.id} are published already; publish({upto_blocks}) goes back"
             )
         wanted = b""
-        if upto_blocks > self.known_keys or (all_keys and keys):
+        if upto_blocks > self.known_keys or keys:
             chain = packed(keys)
-            if len(chain) < upto_blocks * KEY_BYTES:
+            if first_key > first:
+                raise InvalidRequest(f"block {first} comes next, and the keys begin at block {first_key}")
+            if len(chain) < (upto_blocks - first_key) * KEY_BYTES:
                 raise InvalidRequest(
                     f"publish up to block {upto_blocks} needs the keys of all {upto_blocks} blocks from the root on; "
-                    f"{len(chain) // KEY_BYTES} were given, and Match was told {self.known_keys}"
+                    f"{first_key + len(chain) // KEY_BYTES} were given, and Match was told {self.known_keys}"
                 )
-            wanted = bytes(chain[first * KEY_BYTES : upto_blocks * KEY_BYTES])
+            wanted = bytes(chain[(first - first_key) * KEY_BYTES : (upto_blocks - first_key) * KEY_BYTES])
         self.asked_blocks = upto_blocks
         return first, wanted
 
@@ -246,6 +251,7 @@ class SequenceRecord:
 
     def release(self, stock: Stock | None) -> Operation[int]:
         """End the sequence; stock pages that the daemon never saw in it go back to the stock."""
+        self.maker.check()
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
         self.require_not_lent()
@@ -273,8 +279,9 @@ class SequenceRecord:
         """True where the release has to wait for ``launch`` (None: the newest): nothing else can be done with it then.
         ``output_tokens``: what its request has put out.
 
-        Raises AlreadyClosed (released before), InvalidRequest (no such launch).
+        Raises AlreadyClosed (released before), InvalidRequest (no such launch), UsedAfterFork.
         """
+        self.maker.check()
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released before")
         self.require_not_lent()
@@ -335,6 +342,7 @@ class SequenceRecord:
             raise self.failure
 
     def _require_usable(self) -> None:
+        self.maker.check()
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released; match again")
         self.require_not_lent()

@@ -47,7 +47,8 @@ class LeaseView:
     @property
     def is_sure(self) -> bool:
         """True where it is known, without a call, that what was read of the lease's pages up to now was its own: no
-        other engine can have got them. False while beats are late, and once the process was stopped: ``make_sure``."""
+        other engine can have got them. False while heartbeats are late, once the process was stopped (``make_sure``),
+        and in a child of the process that opened the lease."""
         return self.record.is_sure
 
     @property
@@ -125,8 +126,9 @@ class SequenceView:
         """For each group of the layout the page of each block: int32 ``[blocks]``, -1 where there is none.
 
         Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out or
-        lent to columns.
+        lent to columns, UsedAfterFork in a child of the process that opened it.
         """
+        self.record.maker.check()
         self.record.require_not_lent()
         if self.record.is_swapped_out:
             raise Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first")

@@ -7,6 +7,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from cachesvc.model.addresses import unix_target
 from cachesvc_client.wire.settings import ChannelOptions
 
 
@@ -26,9 +27,9 @@ class AsyncChannelMaker(Protocol):
 
 def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
     """A channel to the unix socket at ``socket_path``; it connects on first use."""
-    return grpc.insecure_channel(f"unix:{socket_path}", options=options.as_grpc())
+    return grpc.insecure_channel(unix_target(socket_path), options=options.as_grpc())
 
 
 def open_async_channel(socket_path: str, options: ChannelOptions) -> grpc.aio.Channel:
     """The same for the running event loop."""
-    return grpc.aio.insecure_channel(f"unix:{socket_path}", options=options.as_grpc())
+    return grpc.aio.insecure_channel(unix_target(socket_path), options=options.as_grpc())

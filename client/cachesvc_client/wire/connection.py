@@ -179,6 +179,11 @@ class Connection:
             self._lane_proof, self._lane_again_s = used, None
             log.info("lane_taken path=%s", self.socket_path)
 
+    @property
+    def is_here(self) -> bool:
+        """True in the process that made the connection, False in its children."""
+        return not self.maker.is_elsewhere
+
     def check(self) -> None:
         """Raises DaemonUnavailable or AlreadyClosed where nothing can be asked here any more."""
         self.maker.check()

@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from cachesvc.model.addresses import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.errors import InvalidRequest, TokenFileUnreadable
 from cachesvc_client.wire.settings import ChannelOptions, default_target
 from cachesvc_client.wire.trust import may_show, require_private
 
@@ -53,15 +54,15 @@ class Credentials:
         return f"Credentials(token={'***' if self.token else ''!r}, token_file={self.token_file!r})"
 
     def read_token(self) -> str:
-        """The token now; empty where there is none. Raises InvalidRequest for a file that cannot be read."""
+        """The token now; empty where there is none. Raises TokenFileUnreadable."""
         if not self.token_file:
             return self.token
         try:
             token = Path(self.token_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"cannot read the token file {self.token_file}: {error}") from error
+            raise TokenFileUnreadable(f"cannot read the token file {self.token_file}: {error}") from error
         if not token:
-            raise InvalidRequest(f"the token file {self.token_file} is empty")
+            raise TokenFileUnreadable(f"the token file {self.token_file} is empty")
         return token
 
     def metadata(self, process_token: bytes = b"") -> Metadata:
@@ -194,7 +195,7 @@ def open_remote(
     credentials = credentials_from(None, None) if credentials is None else credentials
     metadata = credentials.metadata()
     if address.startswith(("/", ".")):
-        channel = grpc.insecure_channel(f"unix:{address}", options=options.as_grpc())
+        channel = grpc.insecure_channel(unix_target(address), options=options.as_grpc())
     elif credentials.root_ca or credentials.certificate:
         channel = grpc.secure_channel(address, _tls(credentials), options=options.as_grpc())
     else:

@@ -31,7 +31,8 @@ from cachesvc.wire.lane import (
     FrameReader,
     encode,
 )
-from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METADATA_KEY, GRPC_CODES, MAX_MESSAGE_BYTES
+from cachesvc.wire.refusals import status_metadata
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, GRPC_CODES, MAX_MESSAGE_BYTES
 from cachesvc_client.errors import DaemonUnavailable, error_of
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import STEP, Method
@@ -178,7 +179,7 @@ def refused(error: OperationError) -> grpc.RpcError:
     status = _STATUSES.get(error.code)
     if status is None:
         return failure(grpc.StatusCode.INTERNAL, error.message)
-    named = grpc.aio.Metadata((ERROR_METADATA_KEY, error.code))
+    named = grpc.aio.Metadata(*status_metadata(error))
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), named, error.message)
 
 

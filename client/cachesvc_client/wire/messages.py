@@ -30,6 +30,7 @@ def build_register(
     host_pages: Sequence[int] | None = None,
     host_share: float | None = None,
     reserved_pages: int = 0,
+    display_name: str = "",
 ) -> engine_pb2.RegisterRequest:
     """Raises InvalidRequest where a pool is given both as pages and as a share, and for a count that is none."""
     if not 0 <= reserved_pages < 1 << 32:
@@ -42,6 +43,7 @@ def build_register(
         device_pool=_pool_share("device", device_pages, device_share),
         host_pool=_pool_share("host", host_pages, host_share),
         reserved_pages=reserved_pages,
+        display_name=display_name,
     )
 
 
@@ -70,6 +72,7 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
         layout=layout,
         existed=response.existed,
         reserved_pages=response.reserved_pages,
+        weights_version=response.weights_version,
         first_pages=tuple(response.first_pages),
     )
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from cachesvc.wire.status import MAX_MESSAGE_BYTES
+from cachesvc.wire.status import LIFE_SUFFIX, MAX_MESSAGE_BYTES
 from cachesvc_client.errors import InvalidRequest
 
+MAX_SOCKET_PATH_BYTES = 107 - len(LIFE_SUFFIX)
+"""The system takes 107 bytes, and the life socket beside it has a longer name."""
 DEFAULT_SOCKET = "/run/cachesvc/cachesvc.sock"
 SOCKET_VARIABLE = "CACHESVC_SOCKET"
 ADDRESS_VARIABLE = "CACHESVC_ADDRESS"
@@ -47,8 +49,16 @@ def default_target(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def as_path(socket_path: str) -> str:
-    """The same path, so that it cannot be read as HOST:PORT: one without a slash at its head gets ``./``."""
-    return socket_path if socket_path.startswith(("/", ".")) else f"./{socket_path}"
+    """Return the path so that it cannot be read as HOST:PORT: one without a slash at its head gets ``./``. A scheme
+    ``unix:`` in front is taken off. Raises InvalidRequest for a path that no socket can have."""
+    path = socket_path.removeprefix("unix://" if socket_path.startswith("unix:///") else "unix:")
+    size_bytes = len(os.fsencode(path))
+    if "\0" in path or not 0 < size_bytes <= MAX_SOCKET_PATH_BYTES:
+        raise InvalidRequest(
+            f"the path of a daemon's socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes and no NUL, not {size_bytes}: "
+            f"{path[:40]!r}...; use a shorter path, or a symbolic link to its folder"
+        )
+    return path if path.startswith(("/", ".")) else f"./{path}"
 
 
 @dataclass(frozen=True, slots=True)

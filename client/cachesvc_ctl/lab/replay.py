@@ -19,6 +19,7 @@ from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import as_path
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
+from cachesvc.model.interpreter import module_command
 from cachesvc_ctl.daemon_process import DaemonProcess
 from cachesvc_ctl.lab.histogram import LatencyHistogram
 from cachesvc_ctl.lab.nodes import OtherNodes
@@ -165,7 +166,7 @@ class EngineSlot(threading.Thread):
         self._life = self._run.lives.count
         socket = self._run.sockets[self.number % len(self._run.sockets)]
         settings = replace(self._run.settings, socket=socket, name=f"replay-{self.number}.{self._starts}")
-        command = [sys.executable, "-m", "cachesvc_ctl.lab.replay_engine", json.dumps(asdict(settings))]
+        command = module_command("cachesvc_ctl.lab.replay_engine", json.dumps(asdict(settings)))
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         assert process.stdout is not None
         if not process.stdout.readline():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, inspect_pb2
 
 from cachesvc_ctl.command import count, flag
@@ -47,6 +48,35 @@ class Evict(Question[admin_pb2.EvictResponse]):
     def show(self, answer: admin_pb2.EvictResponse) -> str:
         """How many."""
         return f"evicted {answer.evicted:,} blocks" if answer.evicted else "evicted none"
+
+
+class Weights(Question[Message]):
+    """SetWeightsVersion, or the announced version of a model in ListModels."""
+
+    name = "weights"
+    about = "announce which weights a model's engines load, or show it"
+    epilog = (
+        "Announce a version, have each engine load it, and reset the engine's prefix cache: it shares from then on."
+    )
+    flags = (
+        flag("of", metavar="MODEL", help="its name or number"),
+        flag("version", metavar="VERSION", nargs="?", help="printable text of 1 to 128 bytes (default: show it)"),
+    )
+
+    def ask(self, admin: Admin) -> Message:
+        """Idempotent."""
+        model = require_model(admin, self.arguments.of)
+        if self.arguments.version is None:
+            return model
+        request = admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=self.arguments.version)
+        return admin.SetWeightsVersion(request, timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: Message) -> str:
+        """The version, and the one before."""
+        if isinstance(answer, admin_pb2.ModelStatus):
+            return answer.weights_version or "no version of weights was announced"
+        assert isinstance(answer, admin_pb2.SetWeightsVersionResponse)
+        return f"announced {self.arguments.version}; before: {answer.previous or 'none'}"
 
 
 class Drain(Question[admin_pb2.DrainResponse]):

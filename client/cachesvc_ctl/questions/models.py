@@ -37,7 +37,9 @@ class Models(Question[admin_pb2.ListModelsResponse]):
         rows = [
             (
                 m.model_id,
-                m.model,
+                m.display_name or m.model,
+                m.model if m.display_name else "",
+                m.weights_version,
                 m.namespace_hex[:12],
                 m.layout.block_tokens,
                 m.layout.ranks,
@@ -50,7 +52,10 @@ class Models(Question[admin_pb2.ListModelsResponse]):
             )
             for m in answer.models
         ]
-        head = ("id", "model", "namespace", "tokens", "ranks", "planes", "groups", "blocks", "device", "host", "leases")
+        head = (
+            *("id", "model", "identity", "weights", "namespace", "tokens", "ranks", "planes", "groups", "blocks"),
+            *("device", "host", "leases"),
+        )
         return table(head, rows)
 
 
@@ -65,7 +70,8 @@ def model_flag(otherwise: str = "the only one") -> Flag:
 
 
 def pick_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus | None:
-    """The model that was named, by number or by name; where none was, the only one, or None while there is none.
+    """The model that was named, by number, identity or display name. Where none was: the only one, or None while there
+    is none.
 
     Raises UnknownModel for one that is not there, InvalidRequest where several could be meant.
     """
@@ -73,12 +79,13 @@ def pick_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus | None
     if wanted is not None:
         found = [each for each in models if str(each.model_id) == wanted]
         found = found or [each for each in models if each.model == wanted]
+        found = found or [each for each in models if each.display_name == wanted]
         if not found:
             raise UnknownModel(wanted)
         models = found
     if len(models) > 1:
-        named = ", ".join(f"{each.model_id} ({each.model})" for each in models[:8])
-        raise InvalidRequest(f"which of {len(models)} models? say --model with a number: {named}")
+        named = ", ".join(f"{each.model_id} ({_shown(each)})" for each in models[:8])
+        raise InvalidRequest(f"which of {len(models)} models? name one by its number: {named}")
     return models[0] if models else None
 
 
@@ -88,6 +95,19 @@ def require_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus:
     if model is None:
         raise UnknownModel(None)
     return model
+
+
+def identity_of(admin: Admin, wanted: str) -> str:
+    """Return the identity of the model that has the display name ``wanted``; ``wanted`` itself where no registered
+    model has it. Raises InvalidRequest where several have."""
+    models = list_models(admin).models
+    if any(each.model == wanted for each in models) or all(each.display_name != wanted for each in models):
+        return wanted
+    return require_model(admin, wanted).model
+
+
+def _shown(model: admin_pb2.ModelStatus) -> str:
+    return f"{model.display_name}, {model.model}" if model.display_name else model.model
 
 
 def model_number(admin: Admin, wanted: str | None) -> int:

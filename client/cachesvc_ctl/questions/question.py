@@ -11,7 +11,7 @@ from kvcache.v1 import admin_pb2_grpc
 
 from cachesvc_ctl.as_json import as_json
 from cachesvc_ctl.command import MOST_LISTED, DaemonCommand, flag, listed
-from cachesvc_ctl.text import left_out
+from cachesvc_ctl.text import for_terminal, left_out
 
 DEADLINE_SECONDS = 30.0
 Admin = admin_pb2_grpc.AdminServiceStub
@@ -53,5 +53,5 @@ class Question(DaemonCommand, Generic[R]):
         """Ask and print."""
         with self.target.open() as channel:
             answer = self.ask(Admin(channel))
-        print(as_json(self.data(answer)) if self.arguments.json else self.show(answer))
+        print(as_json(self.data(answer)) if self.arguments.json else for_terminal(self.show(answer)))
         return self.code(answer)

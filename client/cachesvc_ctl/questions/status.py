@@ -6,7 +6,7 @@ from kvcache.v1 import admin_pb2, status_pb2
 
 from cachesvc_ctl.command import flag
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import describe_bytes, table
+from cachesvc_ctl.text import describe_bytes, one_line, table
 
 SIZE_ENDINGS = ("_pool", "_chunk", "_limit", "_bytes")
 """How the names of settings end that are bytes, or bytes per second."""
@@ -34,7 +34,7 @@ class Status(Question[admin_pb2.GetStatusResponse]):
             describe_daemon(answer) + f", epoch {answer.epoch}",
             f"host pool: {host_pool}",
             *map(describe_device, answer.devices),
-            *(f"! {line}" for line in answer.attention),
+            *(f"! {one_line(line)}" for line in answer.attention),
             describe_hits(answer.hits),
             describe_transfers(answer.transfers),
             describe_transports(answer.transports),

@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from kvcache.v1 import storage_pb2
 
 from cachesvc_ctl.command import flag
+from cachesvc_ctl.questions.models import identity_of
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
 from cachesvc_ctl.text import describe_bytes, table
 
@@ -20,7 +21,10 @@ class Storage(Question[Message]):
 
     name = "storage"
     about = "what is kept on disk: of which model, how old, hits, errors"
-    epilog = "Exit code 1 where --verify finds what is wrong. A model is purged by its name, with all its layouts."
+    epilog = (
+        "Exit code 1 where --verify finds what is wrong. A model is purged by its name or display name, with all its "
+        "layouts."
+    )
     flags = (
         flag("--verify", action="store_true", help="read every object; what is not what its name says is removed"),
         flag("--purge", metavar="MODEL", help="remove all objects of a model"),
@@ -33,7 +37,7 @@ class Storage(Question[Message]):
         if said.verify:
             return admin.CheckStorage(storage_pb2.CheckStorageRequest(), timeout=LONG_SECONDS)
         if said.purge or said.purge_all:
-            request = storage_pb2.PurgeStorageRequest(model=said.purge or "")
+            request = storage_pb2.PurgeStorageRequest(model=identity_of(admin, said.purge) if said.purge else "")
             return admin.PurgeStorage(request, timeout=LONG_SECONDS)
         return admin.GetStorage(storage_pb2.GetStorageRequest(), timeout=DEADLINE_SECONDS)
 

@@ -17,7 +17,7 @@ from textual.worker import get_current_worker
 
 from cachesvc_ctl.questions.status import describe_hits
 from cachesvc_ctl.target import Target
-from cachesvc_ctl.text import describe_bytes
+from cachesvc_ctl.text import describe_bytes, one_line
 from cachesvc_ctl.top.rates import (
     MARKS,
     History,
@@ -162,7 +162,7 @@ class TopApp(App[None]):
     def _head(self, look: Look | None) -> Text:
         text = Text()
         if self._lost:
-            text.append(f"NO ANSWER on {self._target.address}: trying again. {self._lost:.120}\n", "bold red")
+            text.append(f"NO ANSWER on {self._target.address}: trying again. {one_line(self._lost):.120}\n", "bold red")
         if look is None:
             return text if self._lost else Text(f"connecting to {self._target.address}")
         status = look.status
@@ -174,7 +174,7 @@ class TopApp(App[None]):
         text.append(", DRAINING" if status.draining else "", "bold red")
         text.append(f"\n{describe_hits(status.hits)}")
         for line in status.attention[:2]:
-            text.append(f"\n! {line}", "yellow")
+            text.append(f"\n! {one_line(line)}", "yellow")
         return text
 
     def _leases(self, look: Look) -> list[tuple[object, ...]]:
@@ -209,7 +209,7 @@ def _pools(look: Look, width: int) -> Text:
     wide = max(10, width - 48)
     pools = look.status.pools
     for pool in pools[:MOST_POOLS]:
-        text.append(f"{f'{pool.model_id} {pool.place}/{pool.group}':<18.18} ")
+        text.append(f"{one_line(f'{pool.model_id} {pool.place}/{pool.group}'):<18.18} ")
         for mark in bar(pool, wide):
             text.append(" " if mark == " " else "█", COLOURS.get(mark))
         used = 1 - pool.free / pool.capacity if pool.capacity else 0.0
@@ -225,4 +225,5 @@ def _pools(look: Look, width: int) -> Text:
 def _fill(shown: DataTable[object], rows: list[tuple[object, ...]]) -> None:
     shown.clear()
     for row in rows:
-        shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else cell for cell in row))
+        # A plain str would be read as markup.
+        shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else Text(one_line(str(cell))) for cell in row))

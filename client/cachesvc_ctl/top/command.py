@@ -7,7 +7,7 @@ from kvcache.v1 import admin_pb2_grpc
 from cachesvc_ctl.command import DaemonCommand, flag, seconds
 from cachesvc_ctl.extras import MissingExtraError
 from cachesvc_ctl.questions.status import describe_daemon, describe_hits, describe_transfers
-from cachesvc_ctl.text import table
+from cachesvc_ctl.text import for_terminal, one_line, table
 from cachesvc_ctl.top.rates import Look, hot_rows, lease_rows, pool_line, take_look
 
 BAR = 24
@@ -28,7 +28,7 @@ class Top(DaemonCommand):
         """Until it is quit. Raises MissingExtraError."""
         if self.arguments.once:
             with self.target.open() as channel:
-                print(as_text(take_look(admin_pb2_grpc.AdminServiceStub(channel))))
+                print(for_terminal(as_text(take_look(admin_pb2_grpc.AdminServiceStub(channel)))))
             return 0
         try:
             from cachesvc_ctl.top.app import TopApp
@@ -43,7 +43,7 @@ def as_text(look: Look) -> str:
     status = look.status
     parts = [
         describe_daemon(status),
-        *(f"! {line}" for line in status.attention),
+        *(f"! {one_line(line)}" for line in status.attention),
         describe_hits(status.hits),
         describe_transfers(status.transfers),
         "",

@@ -11,7 +11,7 @@ from itertools import pairwise
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 from cachesvc_ctl.questions.holders import ticket_state
-from cachesvc_ctl.text import describe_bytes
+from cachesvc_ctl.text import describe_bytes, one_line
 
 LOOK_DEADLINE_SECONDS = 5.0
 KEPT_LOOKS = 120
@@ -135,7 +135,7 @@ def per_second(bytes_per_second: float) -> str:
 
 def pool_line(pool: admin_pb2.PoolStatus, width: int) -> str:
     """One pool: its name, its bar, and what is free."""
-    name = f"{pool.model_id} {pool.place}/{pool.group}"
+    name = one_line(f"{pool.model_id} {pool.place}/{pool.group}")
     used = 1 - pool.free / pool.capacity if pool.capacity else 0.0
     return f"{name:<20.20} [{bar(pool, width)}] {used:4.0%} of {pool.capacity:,} x {describe_bytes(pool.page_bytes)}"
 

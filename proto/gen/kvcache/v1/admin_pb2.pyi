@@ -332,6 +332,8 @@ class ModelStatus(_message.Message):
     NAMESPACE_HEX_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     RESERVED_PAGES_FIELD_NUMBER: _builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     model: _builtins.str
     namespace: _builtins.bytes
@@ -342,6 +344,8 @@ class ModelStatus(_message.Message):
     model sound puts it back.
     """
     reserved_pages: _builtins.int
+    display_name: _builtins.str
+    weights_version: _builtins.str
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -364,10 +368,12 @@ class ModelStatus(_message.Message):
         namespace_hex: _builtins.str = ...,
         out_of_service: _builtins.str = ...,
         reserved_pages: _builtins.int = ...,
+        display_name: _builtins.str = ...,
+        weights_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_pages", b"device_pages", "host_pages", b"host_pages", "layout", b"layout", "model", b"model", "model_id", b"model_id", "namespace", b"namespace", "namespace_hex", b"namespace_hex", "out_of_service", b"out_of_service", "replicas", b"replicas", "reserved_pages", b"reserved_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_pages", b"device_pages", "display_name", b"display_name", "host_pages", b"host_pages", "layout", b"layout", "model", b"model", "model_id", b"model_id", "namespace", b"namespace", "namespace_hex", b"namespace_hex", "out_of_service", b"out_of_service", "replicas", b"replicas", "reserved_pages", b"reserved_pages", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -886,6 +892,48 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SetWeightsVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.int
+    version: _builtins.str
+    """1 to 128 bytes, such as a step of training."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.int = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightsVersionRequest: _TypeAlias = SetWeightsVersionRequest  # noqa: Y015
+
+@_typing.final
+class SetWeightsVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    previous: _builtins.str
+    def __init__(
+        self,
+        *,
+        previous: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightsVersionResponse: _TypeAlias = SetWeightsVersionResponse  # noqa: Y015
 
 @_typing.final
 class EvictRequest(_message.Message):

@@ -81,6 +81,11 @@ class AdminServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetWeightsVersion = channel.unary_unary(
+                '/kvcache.v1.AdminService/SetWeightsVersion',
+                request_serializer=kvcache_dot_v1_dot_admin__pb2.SetWeightsVersionRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_admin__pb2.SetWeightsVersionResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/kvcache.v1.AdminService/Evict',
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
@@ -184,6 +189,14 @@ class AdminServiceServicer(object):
 
     def Drain(self, request, context):
         """No new leases and no new sequences; what runs may end. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetWeightsVersion(self, request, context):
+        """Announces which weights a model's engines load next: those that reset their prefix cache afterwards share what they
+        compute under this version with each other, and with no other version. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -296,6 +309,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvcache_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetWeightsVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeightsVersion,
+                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.SetWeightsVersionRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_admin__pb2.SetWeightsVersionResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -581,6 +599,33 @@ class AdminService(object):
             '/kvcache.v1.AdminService/Drain',
             kvcache_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeightsVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/SetWeightsVersion',
+            kvcache_dot_v1_dot_admin__pb2.SetWeightsVersionRequest.SerializeToString,
+            kvcache_dot_v1_dot_admin__pb2.SetWeightsVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

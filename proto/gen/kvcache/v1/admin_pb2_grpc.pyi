@@ -55,6 +55,10 @@ class AdminServiceStub:
     """Transfers: those that run, then those that ended, the newest first."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """No new leases and no new sequences; what runs may end. Idempotent."""
+    SetWeightsVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsVersionRequest, _admin_pb2.SetWeightsVersionResponse]
+    """Announces which weights a model's engines load next: those that reset their prefix cache afterwards share what they
+    compute under this version with each other, and with no other version. Idempotent.
+    """
     Evict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
@@ -100,6 +104,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Transfers: those that run, then those that ended, the newest first."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """No new leases and no new sequences; what runs may end. Idempotent."""
+    SetWeightsVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsVersionRequest, _admin_pb2.SetWeightsVersionResponse]  # type: ignore[assignment]
+    """Announces which weights a model's engines load next: those that reset their prefix cache afterwards share what they
+    compute under this version with each other, and with no other version. Idempotent.
+    """
     Evict: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]  # type: ignore[assignment]
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
     Verify: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
@@ -196,6 +204,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """No new leases and no new sequences; what runs may end. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def SetWeightsVersion(
+        self,
+        request: _admin_pb2.SetWeightsVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetWeightsVersionResponse, _abc.Awaitable[_admin_pb2.SetWeightsVersionResponse]]:
+        """Announces which weights a model's engines load next: those that reset their prefix cache afterwards share what they
+        compute under this version with each other, and with no other version. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def Evict(

@@ -78,6 +78,7 @@ class RegisterRequest(_message.Message):
     DEVICE_POOL_FIELD_NUMBER: _builtins.int
     HOST_POOL_FIELD_NUMBER: _builtins.int
     RESERVED_PAGES_FIELD_NUMBER: _builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Names the weights, revision included."""
     tenant_salt: _builtins.bytes
@@ -87,6 +88,8 @@ class RegisterRequest(_message.Message):
     engines of the model share them; nothing that must last may be written there. Every Register of a model names the
     same number.
     """
+    display_name: _builtins.str
+    """What operators see beside the model's name; nothing depends on it. The first engine that has one names it."""
     @_builtins.property
     def layout(self) -> _common_pb2.Layout: ...
     @_builtins.property
@@ -111,10 +114,11 @@ class RegisterRequest(_message.Message):
         device_pool: Global___PoolShare | None = ...,
         host_pool: Global___PoolShare | None = ...,
         reserved_pages: _builtins.int = ...,
+        display_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "host_pool", b"host_pool", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "devices", b"devices", "host_pool", b"host_pool", "layout", b"layout", "model", b"model", "reserved_pages", b"reserved_pages", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "devices", b"devices", "display_name", b"display_name", "host_pool", b"host_pool", "layout", b"layout", "model", b"model", "reserved_pages", b"reserved_pages", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,6 +138,7 @@ class RegisterResponse(_message.Message):
     EXISTED_FIELD_NUMBER: _builtins.int
     RESERVED_PAGES_FIELD_NUMBER: _builtins.int
     FIRST_PAGES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     replica: _builtins.int
     namespace: _builtins.bytes
@@ -144,6 +149,8 @@ class RegisterResponse(_message.Message):
     """True when the pools were there already."""
     reserved_pages: _builtins.int
     """As asked for: a daemon that knows of none answers 0."""
+    weights_version: _builtins.str
+    """What SetWeightsVersion announced last; empty: nothing."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Reserved pages included."""
@@ -169,10 +176,11 @@ class RegisterResponse(_message.Message):
         existed: _builtins.bool = ...,
         reserved_pages: _builtins.int = ...,
         first_pages: _abc.Iterable[_builtins.int] | None = ...,
+        weights_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "first_pages", b"first_pages", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica", "reserved_pages", b"reserved_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "first_pages", b"first_pages", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica", "reserved_pages", b"reserved_pages", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

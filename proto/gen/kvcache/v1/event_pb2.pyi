@@ -96,8 +96,8 @@ class SubscribeRequest(_message.Message):
     """Go on behind this change of `epoch`. GAP where it is too long ago, or the daemon has started anew since."""
     epoch: _builtins.int
     storage: _builtins.bool
-    """Also tell what is written to storage and what goes from there, as far as is known: changes alone, for a snapshot is
-    of memory. All of them are TIER_CHANGED.
+    """Also tell what is written to storage and what goes from there, as far as is known. A snapshot has it of blocks that
+    are in memory too. All of it is TIER_CHANGED.
     """
     def __init__(
         self,

@@ -1,0 +1,55 @@
+"""What requests are matched for: how much of them, under keys mixed with what else their KV depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cachesvc_client import Registration
+from vllm.lora.utils import get_adapter_absolute_path
+
+from cachesvc_vllm.adapters import Adapters
+from cachesvc_vllm.draft_keys import LookaheadKeys
+from cachesvc_vllm.kv_events import Announcer
+from cachesvc_vllm.media import Media
+from cachesvc_vllm.request_pages import Wish
+
+AHEAD_DIVISOR = 8
+"""Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
+
+
+def blocks_ahead(step_tokens: int, registration: Registration) -> int:
+    """Return the number of blocks up to which waiting requests are matched and given pages together."""
+    return min(step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR)
+
+
+class Wishes:
+    """``step_tokens``: the most that vLLM schedules in an iteration. ``announcer``: notes the keys of each wish; None:
+    there are no KV events."""
+
+    def __init__(
+        self, keys: LookaheadKeys, media: Media, announcer: Announcer | None, step_tokens: int, block_tokens: int
+    ) -> None:
+        self._keys = keys
+        self._media = media
+        self._announcer = announcer
+        self._step_tokens = step_tokens
+        self._block_tokens = block_tokens
+        self._adapters = Adapters(get_adapter_absolute_path)
+
+    def of(self, request: Any, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
+        """Return what a request is matched for, at most ``most_tokens`` of it; None while its adapter is read."""
+        salt = self._adapters.salt(request.lora_request)
+        if salt is None:
+            return None
+        salt = self._media.salt(request.mm_features, salt)
+        keys = self._keys.of(request)
+        if self._announcer is not None:
+            self._announcer.note(request, keys, salt)
+        tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
+        most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
+        first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
+        return Wish(keys, most, first, salt)
+
+    def close(self) -> None:
+        """Read no more adapters. Idempotent."""
+        self._adapters.close()

@@ -1,0 +1,42 @@
+"""What callers name themselves reaches an operator's terminal as text alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from cachesvc_client import CacheClient
+from cachesvc_client.layouts.families import opaque
+
+from tests.e2e.rig import Node
+
+EVIL = "m\x1b]0;owned\x07\x1b[2J\x1b[1;1Hok: nothing needs attention\r\nfake\t\u202erow"
+COMMANDS = (
+    *(["models"], ["leases"], ["sequences"], ["status", "--counters", "--config"], ["top", "--once"], ["tenants"]),
+    *(["blocks"], ["tree"], ["tickets"], ["storage"], ["verify"], ["evict", "--all"], ["status", "--json"]),
+)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["answers", "errors"])
+def test_no_command_prints_what_a_terminal_would_act_on(node: Node, fails: bool) -> None:
+    with CacheClient(node.socket, engine="e\x1b[31m\nx") as client:
+        layout = opaque(block_bytes=4096, block_tokens=16)
+        registration = client.register(EVIL, layout, device_pages=[8], host_pages=[0])
+        with client.open_lease(registration) as lease, lease.match(b"k" * 32) as sequence:
+            sequence.allocate(1)
+            sequence.publish(1)
+            for command in COMMANDS:
+                wrong = ["--model", EVIL + "!"] if fails and command[0] in ("blocks", "tree", "sequences") else []
+                line = [sys.executable, "-m", "cachesvc_ctl", *command, *wrong, "--socket", node.socket]
+                ended = subprocess.run(line, capture_output=True, text=True, check=False)
+                said = ended.stdout + ended.stderr
+                assert "Traceback" not in said, (command, said)
+                assert [each for each in said if not each.isprintable() and each != "\n"] == [], command
+            models = subprocess.run(
+                [sys.executable, "-m", "cachesvc_ctl", "models", "--socket", node.socket],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert len(models.stdout.splitlines()) == 2

@@ -1,0 +1,45 @@
+"""Processes with vLLM's scheduler and no model, which ask for what befalls their daemon: lines that begin with @."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+
+from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
+
+Fault = Callable[..., object]
+"""``fault(process, *words)``: the process waits for its end. ``words`` are those behind its name."""
+
+
+def run_module(module: str, *arguments: str, faults: Mapping[str, Fault]) -> dict[str, int]:
+    """Run a module under the Python that has vLLM, and return the counts of its last line, in JSON."""
+    process = subprocess.Popen(
+        [os.environ[PYTHON_VARIABLE], "-m", module, *arguments],
+        cwd=ROOT,
+        env=engine_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    last = ""
+    with process:
+        for line in process.stdout:
+            if line.startswith("@"):
+                name, *words = line.split()
+                faults[name](process, *words)
+                process.stdin.write("done\n")
+                process.stdin.flush()
+            else:
+                last = line
+    assert process.returncode == 0
+    found: dict[str, int] = json.loads(last)
+    return found
+
+
+def daemon_faults(kill: Callable[[], object], start: Callable[[], object]) -> dict[str, Fault]:
+    """Return the faults of a daemon that dies and comes again."""
+    return {"@kill": lambda _: kill(), "@start": lambda _: start()}

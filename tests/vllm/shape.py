@@ -1,0 +1,40 @@
+"""How an engine of ``scheduling`` is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachesvc_vllm.slab_layout import GROUP
+
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+
+BLOCK_TOKENS = 4
+DIGEST_BYTES = 8
+"""Of a token: what a slot holds."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
+    by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
+    ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
+    request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
+    engine; empty: it publishes none."""
+
+    pages: int = 96
+    at_a_time: int = 8
+    step_tokens: int = 64
+    stock: int = 4
+    drafts: int = 0
+    draft_blocks: str = ""
+    weights_version: str = ""
+    drafts_late: bool = False
+    is_async: bool = False
+    page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
+    recomputes: bool = True
+    events: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        """What its engine registers."""
+        return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))
