@@ -9,7 +9,7 @@ import numpy as np
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.windows import Prefix, WindowNeed, WindowSearch, require_chained
-from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY
 
@@ -41,7 +41,7 @@ class Lookup:
     def find(self, keys: bytes, place: Place, limit: int = 0) -> Hit:
         """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0.
 
-        Keys that the index has below others end it. Raises InvalidRequest where what it looks at shows that they are
+        Keys that the index has below others end it. Raises KeyMisplaced where what it looks at shows that they are
         not chained at all.
         """
         total = len(keys) // KEY_BYTES
@@ -59,7 +59,7 @@ class Lookup:
         if blocks and place.window_groups:
             hit = self._with_windows(keys, hit, place)
         if hit.device_row not in (NO_ROW, hit.row) and not self.index.is_above(hit.device_row, hit.row):
-            raise InvalidRequest(f"block {hit.blocks - 1}: it is known below another prefix; chain the keys")
+            raise KeyMisplaced(hit.blocks - 1)
         return hit
 
     def find_in_place(self, keys: bytes, place: Place) -> tuple[int, int]:

@@ -44,6 +44,7 @@ class ErrorCode(Enum):
     """Stable names of the kinds of failure; ``cachesvc.wire.status`` maps each to a gRPC code."""
 
     INVALID = "INVALID"
+    KEY_MISPLACED = "KEY_MISPLACED"
     NOT_FOUND = "NOT_FOUND"
     CONFLICT = "CONFLICT"
     LEASE_LOST = "LEASE_LOST"
@@ -98,12 +99,14 @@ class LayoutRejected(InvalidRequest):
 
 
 class KeyMisplaced(InvalidRequest):
-    """The key of block ``block`` is known below another one: a key's parent is part of what it names."""
+    """The key of block ``block`` is not that of a block below those that the request has before it: a key's parent is
+    part of what it names."""
 
+    code = ErrorCode.KEY_MISPLACED
     block: int | None = None
 
     def __init__(self, block: int) -> None:
-        super().__init__(f"block {block}: its key is known below another prefix; keys must be chained")
+        super().__init__(f"block {block}: its key is not that of a block below those before it; chain the keys")
         self.block = block
 
 
@@ -360,6 +363,7 @@ BY_CODE: dict[ErrorCode, type[CacheError]] = {
     kind.code: kind
     for kind in (
         InvalidRequest,
+        KeyMisplaced,
         NotFound,
         Conflict,
         LeaseLost,

@@ -80,7 +80,7 @@ def test_what_is_published_after_such_a_match_lies_below_the_block_that_was_name
     assert found(rig, lease, 2, named(A, X)) == (2, 0)
     assert rig.core.ledger.leases[lease].sequences[2].tables[0][1] == page
     rig.run(allocate, lease, 1, 3)
-    with pytest.raises(KeyMisplaced, match="block 2: its key is known below another prefix") as refusal:
+    with pytest.raises(KeyMisplaced, match="block 2: its key is not that of a block below") as refusal:
         rig.run(publish, lease, 1, 2, C, 0)
     assert refusal.value.block == 2
     assert rig.core.counters["keys_misplaced"] == 2
