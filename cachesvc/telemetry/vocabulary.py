@@ -145,6 +145,23 @@ VOCABULARY: dict[str, Event] = {
     "lane_refused": Event("warning", "What came on a lane is none of its protocol, or proves nobody.", ("reason",)),
     "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
+    "token_retired": Event(
+        "info",
+        "An engine's token left the tokens' file: for so long it still serves the leases that its engine has.",
+        ("caller", "tenant", "seconds"),
+    ),
+    "token_retired_shown": Event(
+        "warning",
+        "Callers still show a token that left the tokens' file, and lose their leases in so long: give them the new "
+        "one. Logged once for each token.",
+        ("caller", "tenant", "seconds"),
+    ),
+    "token_refused": Event(
+        "warning",
+        "Callers show a token that is revoked or has had its grace. They are refused, heartbeats too, so their leases "
+        "are lost as silent. Logged once for each token.",
+        ("caller", "tenant"),
+    ),
     "tokens_not_read": Event(
         "warning",
         "The tokens' file cannot be used, or is gone; what was read before holds, for so long. Told every minute.",
