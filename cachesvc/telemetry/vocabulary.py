@@ -111,6 +111,12 @@ VOCABULARY: dict[str, Event] = {
     # other nodes
     "peers_ready": Event("info", "Other nodes can borrow, at these ports.", ("port", "data_port")),
     "peer_failed": Event("info", "Another node did not answer, or wrongly; it rests for a while.", ("peer", "reason")),
+    "peer_distrusted": Event(
+        "warning",
+        "The TLS handshake with another node fails for certificates, and why: nothing is borrowed of it. Logged every "
+        "5 minutes.",
+        ("peer", "reason"),
+    ),
     "peer_object_wrong": Event("warning", "Another node sent something that is not what was asked for.", ("peer",)),
     "peer_refused": Event("info", "Somebody without a token wanted to borrow.", ("method",)),
     "peer_stream_refused": Event("info", "Somebody came for bytes without a secret that is good for any."),
@@ -167,8 +173,10 @@ VOCABULARY: dict[str, Event] = {
         "The tokens' file cannot be used, or is gone; what was read before holds, for so long. Told every minute.",
         ("reason", "seconds"),
     ),
-    "certificate_read": Event("info", "A certificate is served from now on.", ("certificate",)),
-    "certificate_not_read": Event("warning", "The certificate cannot be read; the one before is served.", ("reason",)),
+    "certificate_read": Event(
+        "info", "A certificate is served, or shown to other nodes, from now on.", ("certificate",)
+    ),
+    "certificate_not_read": Event("warning", "The certificate cannot be used; the one before goes on.", ("reason",)),
     "reloaded": Event("info", "Settings changed while running, one field each.", ("...",)),
     "reload_refused": Event("warning", "The file asks for what cannot be, or not live; nothing changed.", ("reason",)),
     "reload_too_early": Event("info", "SIGHUP came before the daemon was up; its files are being read anyway."),
