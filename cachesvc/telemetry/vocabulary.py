@@ -194,7 +194,11 @@ VOCABULARY: dict[str, Event] = {
     "copy_slice_failed": Event("error", "A defect: a slice's end on a broken stream.", ("name",)),
     "copy_waiters_not_released": Event("error", "A defect: waiters of a job were not released.", ("ticket",)),
     "checksums_not_taken": Event("error", "A defect: blocks have no checksums.", ("model", "blocks")),
-    "page_not_read": Event("info", "A page was not read for its checksum.", ("model", "page", "reason")),
+    "page_not_read": Event(
+        "info",
+        "A page was not read for its checksum; those after it with the same reason are not logged.",
+        ("model", "page", "reason"),
+    ),
     "subscriber_cut_off": Event("warning", "A subscriber fell behind what is kept.", ("behind", "kept")),
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
