@@ -54,7 +54,7 @@ def authority(folder: Path) -> Authority:
 
 
 def told(node: Node) -> list[str]:
-    """What its status says of other nodes."""
+    """Return the lines of its status about other nodes."""
     attention = node.admin.GetStatus(admin_pb2.GetStatusRequest()).attention
     return [line for line in attention if "nothing is borrowed" in line]
 

@@ -1,4 +1,4 @@
-"""A second layout under a model's name, which gets the scraps of the pools, is something that operators are told of."""
+"""A second layout under a model's name, which gets the scraps of the pools, is a line of status."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ def is_said(daemon: DaemonProcess, event: str) -> Callable[[], bool]:
 
 
 def status(daemon: DaemonProcess) -> admin_pb2.GetStatusResponse:
-    """What the operator sees."""
+    """Ask as the operator."""
     with operator(daemon.socket, OPERATOR) as admin:
         return admin.GetStatus(admin_pb2.GetStatusRequest())
 
 
 def outlive(daemon: DaemonProcess, leases: int) -> None:
-    """Let so many times pass as a silent lease lives."""
+    """Let this many times pass as a silent lease lives."""
     until = status(daemon).uptime_seconds + leases * LEASE_SECONDS
     wait_until(lambda: status(daemon).uptime_seconds > until, "time passes")
 

@@ -1,4 +1,4 @@
-"""Memory of checksums is bounded, and pages that cannot be read are told apart from wrong ones."""
+"""Memory of checksums is bounded, and pages that cannot be read count apart from wrong ones."""
 
 from __future__ import annotations
 

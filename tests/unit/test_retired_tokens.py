@@ -30,7 +30,7 @@ def entry(token: str, scope: str = "engine", **more: Any) -> dict[str, Any]:
 
 
 class Rotated:
-    """A tokens' file, a clock, and a keyring that looks at both when it is told to."""
+    """A tokens' file, a clock, and a keyring that looks at both on request."""
 
     def __init__(self, folder: Path, grace_seconds: float = GRACE_SECONDS) -> None:
         self.path = folder / "tokens.json"

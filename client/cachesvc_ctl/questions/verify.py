@@ -50,7 +50,7 @@ class Verify(Question[admin_pb2.VerifyResponse]):
         return "\n".join(lines)
 
     def code(self, answer: admin_pb2.VerifyResponse) -> int:
-        """What is wrong counts before what could not be looked at."""
+        """Return the exit code: faults count before pages that could not be read."""
         if not answer.ok:
             return WRONG
         if self.arguments.checksums and answer.checksums.mode == "off":
