@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -12,7 +11,7 @@ from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, direct_flag, padded
+from cachesvc.storage.file.direct import ALIGN_BYTES, NO_ROOM, Mover, direct_flag, padded
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
 from cachesvc.storage.file.options import FileOptions
@@ -39,7 +38,6 @@ TOUCH_SECONDS = 60
 """A use is written to the file no more often than that."""
 FULL_SECONDS = 5.0
 """How long nothing is written after the filesystem had no room."""
-NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class FileStorage:
