@@ -230,7 +230,12 @@ VOCABULARY: dict[str, Event] = {
         "info", "An operator had objects removed; an empty name: of all models.", ("model_name", "objects")
     ),
     "storage_not_direct": Event("info", "The filesystem refuses direct I/O: the page cache is used.", ("folder",)),
-    "storage_read_failed": Event("info", "An object could not be read; it is computed instead.", ("reason",)),
+    "storage_read_failed": Event(
+        "info",
+        "Objects could not be read, the last for this reason; they are computed instead. `objects`: since the line "
+        "before. At most one line in 10 s.",
+        ("reason", "objects"),
+    ),
     "storage_write_failed": Event("info", "An object could not be written.", ("reason",)),
     "storage_not_removed": Event(
         "warning",

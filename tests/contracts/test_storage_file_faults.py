@@ -89,3 +89,18 @@ def test_files_that_cannot_be_removed_still_count_and_are_named(
     (tmp_path / "objects").mkdir()
     room = space.take(MIB // 2)
     assert room is not None
+
+
+def test_many_objects_that_cannot_be_read_are_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with opened(tmp_path / "cache") as bench:
+        names = [name_of(f"{at}") for at in range(OBJECTS)]
+        assert bench.keep(names) == [OK] * OBJECTS
+        for name in names:
+            path = Path(object_path(tmp_path / "cache" / "objects", name))
+            path.unlink()
+            path.mkdir()
+        assert bench.fetch(names) == [Outcome.FAILED] * OBJECTS
+    assert caplog.messages.count("storage_read_failed") == 1
