@@ -19,9 +19,9 @@ PUBLISH = cache_pb2.STEP_COLUMN_PUBLISH
 RECYCLE = cache_pb2.STEP_COLUMN_RECYCLE
 RELEASE = cache_pb2.STEP_COLUMN_RELEASE
 IN_ORDER = (GROW, PUBLISH, RECYCLE, RELEASE)
-"""As they are applied."""
+"""Columns in the order in which they are applied."""
 OPERATION_NAMES = {GROW: "extend", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
-"""What StepOperation and OperationResult call an entry."""
+"""Names of an entry in StepOperation and OperationResult."""
 ANSWER_FIELDS = {GROW: "grown_blocks", PUBLISH: "sealed_blocks", RECYCLE: "recycled_pages", RELEASE: "freed_pages"}
 NOT_TOLD = 0xFFFFFFFF
 """In ``release_output_tokens``: the engine does not say."""
@@ -41,7 +41,7 @@ class StepColumns(NamedTuple):
     releases: Releases
 
     def sequences(self, column: Column) -> Sequence[int]:
-        """Whose the entries of a column are."""
+        """Sequences of a column's entries."""
         if column == GROW:
             return self.growth.sequences
         if column == PUBLISH:
