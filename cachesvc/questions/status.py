@@ -1,4 +1,4 @@
-"""What an operator asks first: what is full, who holds it, what hits were worth, what is moving, who fell silent."""
+"""First questions of an operator: full pools and their holders, the worth of hits, transfers, silent leases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD_SHARE = 0.8
 """A pool whose pages are so far in use by sequences, transfers or quarantine has little left to evict."""
 
 SILENT_SHARE = 0.5
-"""Of what a lease survives: heartbeats come several times as often."""
+"""Share of the time that a lease survives in silence: heartbeats come several times as often."""
 
 
 class PoolLine(NamedTuple):
@@ -64,7 +64,7 @@ class HitLine(NamedTuple):
 
     @property
     def missed_blocks(self) -> int:
-        """What engines had to compute."""
+        """Blocks that engines had to compute."""
         return max(0, self.looked_up_blocks - self.device_blocks - self.host_blocks - self.storage_blocks)
 
 
@@ -99,7 +99,7 @@ class Status(NamedTuple):
 
 
 def status(view: View, silence_limit_seconds: float) -> Status:
-    """What the caller may see at a glance. ``silence_limit_seconds``: after which a lease is lost."""
+    """Overview for the caller. ``silence_limit_seconds``: after which a lease is lost."""
     models, leases, running = view.models(), lease_lines(view), view.running()
     quiet, full = silent(leases, silence_limit_seconds), pools(models)
     held = sorted(

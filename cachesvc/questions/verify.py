@@ -19,8 +19,8 @@ MOST_PROBLEMS = 1024
 
 
 class Verified(NamedTuple):
-    """What was looked at, and at most ``MOST_PROBLEMS`` things that are wrong. ``sound``: those of the ``models`` with
-    nothing wrong."""
+    """Counts of what was checked, and at most ``MOST_PROBLEMS`` problems. ``sound``: those of the ``models`` without a
+    problem."""
 
     problems: list[str]
     checks: list[str]
@@ -53,7 +53,7 @@ def verify(view: View, model_id: int) -> Question[Verified]:
 
 
 def parts(ledger: Ledger, model: Model) -> list[Part]:
-    """What is to be looked at of one model. Its places must not change until all are taken."""
+    """Checks of one model. Its places must not change until all are taken."""
     return [*block_parts(model), *page_parts(ledger, model), *hold_parts(ledger, model)]
 
 
