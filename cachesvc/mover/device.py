@@ -1,7 +1,7 @@
 """One device's mover, life after life: its jobs under way, its memory, and a new process when one has died.
 
-With a process go the slabs that it made; the words that its jobs' waiters wait for are set here then, so that nobody
-waits for ever. A new life begins with an empty device, with the words where they stood, and with the host's chunks.
+With a process go the slabs that it made; the words of its jobs' waiters are set here then, so that no waiter hangs. A
+new life begins with an empty device, with the words where they stood, and with the host's chunks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SlabOfMover:
 
 @dataclass(slots=True)
 class _State:
-    """What changes with each life, under the lock of the mover. ``fault``: why the device does not work now."""
+    """State of one life, under the lock of the mover. ``fault``: reason why the device does not work now."""
 
     life: Life | None = None
     fault: str = ""
@@ -97,7 +97,7 @@ class DeviceMover:
         self._is_stopped = False
         self._limits: dict[Direction, int] = {}
         self.timeline = HostTimeline(words)  # of this life, or of the last one
-        self._opening = threading.Lock()  # of sheets: each is told to each life once
+        self._opening = threading.Lock()  # of sheets: each life gets each sheet once
         self._freeing = threading.Lock()  # of slabs: one that is being freed makes room for the next
         self._thread: threading.Thread | None = None
 
@@ -158,7 +158,7 @@ class DeviceMover:
         self.timeline.close()
 
     def probe(self) -> None:
-        """Ask whether the device works; a mover whose device does not, or that is silent, gives way to a new one."""
+        """Ask whether the device works; a mover whose device does not, or that is silent, is replaced."""
         life = self._now.life
         if life is None or self._closing.is_set():
             return
@@ -171,7 +171,7 @@ class DeviceMover:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit(self, job: RankJob) -> None:
-        """Hand a job over; one that nobody can take ends at once."""
+        """Hand a job over; a job without a live mover ends at once."""
         with self._lock:
             now = self._now
             if now.life is not None and not now.fault and not self._is_stopped:
@@ -302,7 +302,7 @@ class DeviceMover:
             undo.pop_all()
         for limit in list(self._limits.items()):  # others may come meanwhile
             life.put(records.limit_record(*limit))
-        if self._closing.is_set():  # and who closes may have come before there was a life
+        if self._closing.is_set():  # a close may have come before there was a life
             life.kill()
 
     def _serve(self) -> None:

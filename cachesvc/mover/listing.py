@@ -38,9 +38,11 @@ class Listing:
             raise _unlisted(error) from error
 
     def gpus(self) -> dict[str, Any]:
-        """What it said: ``gpus``, each with what it reaches; or why there are none (``absent``, ``broken``). Once.
+        """Its result, once: ``gpus``, each with the devices that it reaches; or why there are none (``absent``,
+        ``broken``).
 
-        Raises Unavailable."""
+        Raises Unavailable.
+        """
         said = b""
         try:
             told, said = self._process.communicate(timeout=LIST_SECONDS)

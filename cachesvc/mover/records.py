@@ -1,8 +1,8 @@
-"""What the rings carry: jobs and their pools as columns of numbers, and their ends.
+"""Records of the rings: jobs and their pools as columns of numbers, and their ends.
 
-A pool is told once: its geometry (rows of layer, offset, width, stride) and its table (rows of first page, pages,
+A pool is sent once: its geometry (rows of layer, offset, width, stride) and its table (rows of first page, pages,
 region, offset), each under a number. A job is then ``JOB_FIELDS``, six numbers for each group that it moves (two pools
-and two counts), and the page ids as they are: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
+and two counts), and the plain page ids: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
 packed and unpacked without NumPy, each of whose functions takes a processor that has just woken 10 us and more.
 """
 
@@ -39,7 +39,7 @@ _FROM_PEER = len(_WAYS)
 """The way of a load from another replica."""
 MOST_REASON_BYTES = 4096
 KEPT_TABLES = 64
-"""Tables of one geometry that are told before all are told anew: a host pool has a new one when a chunk comes."""
+"""Tables of one geometry that are sent before all are sent anew: a host pool has a new one when a chunk comes."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -150,12 +150,12 @@ class Listener:
 
 
 def expedite_record(direction: Direction, ticket: int) -> list[Part]:
-    """Somebody waits for a ticket now."""
+    """Record that makes a ticket awaited."""
     return [_packed(EXPEDITE, _WAYS.index(direction), ticket)]
 
 
 def expedited(numbers: Int64s) -> tuple[Direction, int]:
-    """What ``expedite_record`` says."""
+    """Contents of ``expedite_record``."""
     return _WAYS[int(numbers[1])], int(numbers[2])
 
 
@@ -170,7 +170,7 @@ def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
 
 
 def limited(numbers: Int64s) -> tuple[Direction, int]:
-    """What ``limit_record`` says."""
+    """Contents of ``limit_record``."""
     return _WAYS[int(numbers[1])], int(numbers[2])
 
 
@@ -190,7 +190,7 @@ def end_record(end: RankEnd) -> list[Part]:
 
 
 def end_of(record: bytes, device: str) -> RankEnd:
-    """What ``end_record`` says."""
+    """Contents of ``end_record``."""
     _, ticket, began, is_failed = _END.unpack_from(record)
     code, _, said = record[_END.size :].decode(errors="replace").partition(" ")
     error = error_again(code, said) if is_failed else None
@@ -203,7 +203,7 @@ def began_record(ticket: int, began: float) -> list[Part]:
 
 
 def began_of(numbers: Int64s) -> tuple[int, float]:
-    """What ``began_record`` says."""
+    """Contents of ``began_record``."""
     return int(numbers[1]), float(numbers[2]) / 1e9
 
 

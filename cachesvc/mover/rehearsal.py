@@ -21,11 +21,11 @@ TIMES = 50
 """After each job: engines that load now and then do so more often, and one that is idle costs nothing. Each takes a
 processor 0.4 ms, so all of them 20 (EPYC, 2026-11)."""
 MOST_BYTES = 16 << 10
-"""Of a job's record: a thousand blocks. Who waits for more of them does not notice how they begin."""
+"""Most bytes of a job's record: a thousand blocks. A waiter for more of them does not notice how they begin."""
 
 
 class Planner(Protocol):
-    """``Inside``, for who rehearses."""
+    """The part of ``Inside`` that rehearsals use."""
 
     @property
     def is_busy(self) -> bool:
@@ -36,7 +36,7 @@ class Planner(Protocol):
 
 
 class Rehearsal:
-    """Of the thread that reads jobs."""
+    """Rehearsals of the thread that reads jobs."""
 
     def __init__(self, listener: Listener, planner: Planner) -> None:
         self._listener = listener

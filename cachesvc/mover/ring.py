@@ -1,12 +1,12 @@
 """Records from one process to another through shared memory, in order, with a futex in place of a socket.
 
-    word 0    how far the writer has come    (in units of 8 bytes, cyclic over 32 bits)
-    word 16   how far the reader has come    (in a cache line of its own)
+    word 0    position of the writer    (in units of 8 bytes, cyclic over 32 bits)
+    word 16   position of the reader    (in a cache line of its own)
     page 1 .. the bytes, as a circle
 
 A record is cut into frames: 8 bytes (length, and whether more of the record follows), then the bytes, filled up to 8.
-Whoever moves a word wakes who waits on it; a wake that nobody waits for costs a microsecond. One process writes and one
-reads. Memory that the other side can write is believed: both ends are the daemon's own.
+The side that moves a word wakes its waiter; a wake without a waiter costs a microsecond. One process writes and one
+reads. Each side trusts memory that the other can write: both ends are the daemon's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FRAME = struct.Struct("<II")
 _MORE = 1
 CYCLE = 0xFFFFFFFF
 LOOK_S = 0.25
-"""How late a writer notices at most that it was closed, or a reader that it was stopped."""
+"""Longest delay after which a writer notices that it was closed, or a reader that it was stopped, seconds."""
 Part = bytes | npt.NDArray[np.int64]
 
 
@@ -55,7 +55,7 @@ class Ring:
         return cls(sealed_memfd(name, HEAD_BYTES + size_bytes), size_bytes)
 
     def mark(self, word: int) -> int:
-        """How far a side has come: ``WRITTEN`` or ``READ``. What it did before is seen from here on."""
+        """Position of a side: ``WRITTEN`` or ``READ``. What it did before is seen from here on."""
         come = self._marks[word]
         fence()
         return come
@@ -112,8 +112,8 @@ class Writer:
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
 
     def rouse(self) -> bool:
-        """A record comes in a moment: wake the reader, who needs as long for that as the record takes to be made. True
-        where it slept."""
+        """Wake the reader before a record comes: it needs as long to wake up as the record takes to be made. True where
+        it slept."""
         return wake(self._ring.words, WRITTEN) > 0
 
     def close(self) -> None:
@@ -159,9 +159,9 @@ class Reader:
         self._is_stopped = False
 
     def wait(self, meanwhile: Callable[[], float] = lambda: LOOK_S) -> bool:
-        """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
-        with now: the writer is told here, and not before it is carried out, which begins at once. ``meanwhile`` is
-        called before each sleep, and says how many seconds that is to last at most."""
+        """Sleep until something unread is there; False once it was stopped. What was taken before is done with now: the
+        writer learns it here, and not before it is carried out, which begins at once. ``meanwhile`` is called before
+        each sleep, and returns its longest duration in seconds."""
         words, target = self._ring.words, self._at + 1
         if self._ring.mark(READ) != self._at:
             store_and_wake(words, READ, self._at)

@@ -33,8 +33,8 @@ from cachesvc.swap.movers import Inside, RankEnd
 log = logging.getLogger(__name__)
 
 READER_SECONDS = 2.0
-"""How long the end waits for who reads jobs. Longer, it stands in a call of the driver: the backend waits for that at
-its end, or finds that it hangs."""
+"""Time for which the end waits for the thread that reads jobs, seconds. Longer, it stands in a call of the driver: the
+backend waits for that at its end, or finds that it hangs."""
 
 
 class MoverBackend(Backend, Protocol):
@@ -51,8 +51,8 @@ class MoverBackend(Backend, Protocol):
 
 
 class Equipment(NamedTuple):
-    """What a mover works with. ``facts``: what is known of its device, by the names of DeviceStatus. ``measure``: its
-    link's figures by name, and what plans cost on it; None: nothing can be measured. ``costs``: until then."""
+    """Equipment of a mover. ``facts``: known facts of its device, by the names of DeviceStatus. ``measure``: its link's
+    figures by name, and the costs of plans on it; None: nothing can be measured. ``costs``: until then."""
 
     backend: MoverBackend
     facts: Callable[[], dict[str, Any]]
@@ -162,7 +162,7 @@ class _Work:
                     self._carry_out(kind, record)
                 except Exception as broken:
                     log.exception("mover_record_broke kind=%d", kind)
-                    if kind == records.JOB:  # nobody else would end it; its words are the daemon's to set
+                    if kind == records.JOB:  # no other code would end it; its words are the daemon's to set
                         ticket = int.from_bytes(record[8:16], "little")
                         self._ended(RankEnd(ticket, self._device, broken, None))
 
