@@ -10,7 +10,7 @@ FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
 LAST_OUTCOMES = 32
 MOST_BAD = 8.0
-"""Of the last outcomes, weighed: more open it."""
+"""Weighed sum of the last outcomes above which the breaker opens."""
 
 
 class State(Enum):

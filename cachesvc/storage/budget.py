@@ -1,9 +1,9 @@
-"""How much may be written: so many bytes a second, and so many under way."""
+"""Limits of writing: bytes a second, and bytes in flight."""
 
 from __future__ import annotations
 
 LONGEST_SECONDS = 1.0
-"""What is not written in one second is not written twice in the next."""
+"""Most seconds of unused rate that count: what is not written in one second is not written twice in the next."""
 
 
 ANY_BLOCK_BYTES = 1 << 40

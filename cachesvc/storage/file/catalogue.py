@@ -1,6 +1,6 @@
-"""Which objects there are, in the order of their last use: some 230 bytes of memory an object.
+"""Catalogue of objects, in the order of their last use: some 230 bytes of memory an object.
 
-What is here is a hint. Any thread; what the ledger thread asks (``expects``) takes no lock.
+Its contents are hints. Any thread; the ledger thread's question (``expects``) takes no lock.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Catalogue:
         return self._packed(name) in self._entries
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int:
-        """Of how many keys, from the first on, all ``parts`` are here."""
+        """Number of leading keys of which all ``parts`` are here."""
         number = self._numbers.get(scope)
         if number is None:
             return 0
@@ -98,7 +98,7 @@ class Catalogue:
             return value & _SECONDS
 
     def begin_read(self, name: ObjectName) -> None:
-        """Nobody is to write over it for a while, known or not: it may be found meanwhile."""
+        """Protect an object from being overwritten for a while, known or not: it may be found meanwhile."""
         with self._lock:
             self._of(name.scope)
             self._reading[self._packed(name)] += 1
@@ -137,7 +137,7 @@ class Catalogue:
             return [self._name(key) for key in self._entries if number is None or key.startswith(number)]
 
     def describe(self, scope: Scope, label: str) -> None:
-        """How a scope is called. Takes no lock."""
+        """Set the label of a scope. Takes no lock."""
         self._labels[scope] = label
 
     def status(self, now: int) -> StoreStatus:

@@ -38,7 +38,7 @@ from cachesvc.telemetry import events
 TOUCH_SECONDS = 60
 """A use is written to the file no more often than that."""
 FULL_SECONDS = 5.0
-"""How long nothing is written after the filesystem had no room."""
+"""Time without writes after the filesystem had no room, seconds."""
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -82,7 +82,7 @@ class FileStorage:
         self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
 
     def watch(self, gone: Gone) -> None:
-        """Of what it evicts."""
+        """Report evicted objects to ``gone``."""
         self._catalogue.gone = gone
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
@@ -334,4 +334,4 @@ class FileStorage:
 
 
 def _nothing() -> None:
-    """Nobody waits for it."""
+    """Do nothing: there is no waiter."""

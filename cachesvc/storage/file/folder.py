@@ -80,7 +80,7 @@ class Folder:
         return len(_folders(self.root / "daemons")) == 1
 
     def labels(self) -> dict[Scope, str]:
-        """How scopes are called."""
+        """Labels of scopes."""
         found: dict[Scope, str] = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.objects):
@@ -140,7 +140,7 @@ def _folders(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove what a daemon left that is dead: nobody holds its lock."""
+    """Remove what a dead daemon left: its lock is free."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -1,4 +1,4 @@
-"""How much objects may take: a capacity, what the filesystem must keep free, and files to be written over.
+"""Space of objects: a capacity, what the filesystem must keep free, and files to be written over.
 
 Objects, and files on their way to be written over, are within the capacity at any time: room is reserved before a byte
 is written. When it is short, what was used longest ago goes, a batch at a time, down to the lower watermark.
@@ -51,7 +51,7 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        """What objects take, are about to take, and took."""
+        """Bytes of objects, of objects to come, and of files to be written over."""
         return self._catalogue.size_bytes + self._reserved + self._spare_bytes
 
     def take(self, size_bytes: int) -> Room | None:
@@ -94,7 +94,7 @@ class Space:
         return len(victims)
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Under the lock: let objects go until so much more fits."""
+        """Under the lock: evict objects until ``size_bytes`` more fit."""
         while self.used_bytes + size_bytes > self.capacity:
             target = int(self.capacity * LOW_SHARE) - self._reserved - self._spare_bytes - size_bytes
             victims = self._catalogue.take_oldest(BATCH, max(0, target))

@@ -1,4 +1,4 @@
-"""What this daemon has put into a store that others put into too, and lose things from."""
+"""Account of the objects that this daemon has put into a shared store, which may lose them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from cachesvc.storage.seam import Kept, ObjectName, Scope, StoreStatus, Totals
 
 MOST_NAMES = 1 << 17
-"""Of the last objects, some 230 bytes each; older ones are not counted any more."""
+"""Most recent objects that are counted, some 230 bytes each."""
 
 
 class Account:
@@ -20,7 +20,7 @@ class Account:
         self._lock = threading.Lock()
 
     def describe(self, scope: Scope, label: str) -> None:
-        """How a scope is called."""
+        """Set the label of a scope."""
         with self._lock:
             self._of(scope).label = label
 

@@ -48,8 +48,8 @@ DISCARD_MARGIN_SECONDS = 0.5
 """The hole after a dead writer was seen to last up to 0.3 s longer than the master's limit."""
 QUESTION_SECONDS = 30.0
 DOUBT_SECONDS = 60.0
-"""How long the memory of a read that failed on its way is in quarantine: the library gives a transfer up without saying
-whether bytes of it may still come."""
+"""Time for which the memory of a failed read stays in quarantine, seconds: the library gives a transfer up without
+saying whether bytes of it may still come."""
 
 
 class MooncakeStorage:
@@ -101,14 +101,14 @@ class MooncakeStorage:
         self._account.describe(scope, label)
 
     def watch(self, gone: Gone) -> None:
-        """The store tells nobody what it evicts."""
+        """Do nothing: the store does not report what it evicts."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """The master has to be asked."""
         return None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """What the master says: 1 for some seconds also for what a dead server had."""
+        """Ask the master; for some seconds it also claims what a dead server had."""
         texts = [name.text for name in names]
 
         nothing = [False] * len(texts)
@@ -129,7 +129,7 @@ class MooncakeStorage:
         self._writers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Behind it; whoever asks meanwhile is told that they are gone."""
+        """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
         with self._left:
             self._leaving.update(gone)
@@ -146,15 +146,15 @@ class MooncakeStorage:
         return code
 
     def status(self) -> StoreStatus:
-        """What this daemon has put and not seen go; not what other nodes have."""
+        """Objects that this daemon has put and not seen go; not those of other nodes."""
         return self._account.status()
 
     def totals(self) -> Totals:
-        """As ``status``."""
+        """Totals of the objects in ``status``."""
         return self._account.totals()
 
     def check_all(self, check: Check) -> Checked:
-        """What this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
+        """Check what this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
         library, found = self._library, Checked()
         if library is None:
             raise Unavailable(f"the Mooncake master at {self._options.master} was not found yet; try again")
@@ -268,7 +268,7 @@ class MooncakeStorage:
         return is_sure
 
     def _set_aside(self, task: Task) -> None:
-        """A read has failed on its way: nobody waits for it, and its memory is left alone for a while."""
+        """Set a failed read aside: its wait has ended, and its memory is left alone for a while."""
         if task.set_aside():
             self._readers.put_off(task, time.monotonic() + self._doubt_seconds)
 
@@ -346,7 +346,7 @@ class MooncakeStorage:
             self._left.notify_all()
 
     def _wait_for_removals(self, batch: list[Task]) -> None:
-        """What is being removed must be gone before it is put again."""
+        """Wait until removals are done: a name must be gone before it is put again."""
         names = {task.item.name for task in batch}
         until = min(time.monotonic() + QUESTION_SECONDS, *(task.deadline for task in batch))
         with self._left:

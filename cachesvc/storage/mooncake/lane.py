@@ -17,7 +17,7 @@ MOST_WAITING = 1 << 16
 """Items that wait for a thread; more are BUSY."""
 BATCH_ITEMS = 32
 BATCH_BYTES = 4 << 20
-"""Of one call to the library: a batch is worth 5 to 10 times at 64 KiB and nothing from 4 MiB on."""
+"""Bytes of one call to the library: a batch is worth 5 to 10 times at 64 KiB and nothing from 4 MiB on."""
 CLOSE_SECONDS = 1.0
 
 
@@ -92,7 +92,7 @@ class Lane:
         task.end(Outcome.BUSY)
 
     def close(self) -> bool:
-        """What waits is BUSY, what runs has a second. False where a thread hangs still."""
+        """Refuse waiting calls as BUSY and give running ones a second. False where a thread hangs still."""
         with self._changed:
             self._is_open = False
             waiting = [*self._waiting, *(task for _, _, task in self._later)]

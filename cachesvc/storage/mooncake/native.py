@@ -74,7 +74,7 @@ class Library(Protocol):
         """``force``: also what is leased to readers."""
 
     def remove_by_regex(self, pattern: str, force: bool) -> int:
-        """How many were removed, or a code."""
+        """Number of removed objects, or a code."""
 
     def close(self) -> int:
         """Takes about a second."""
@@ -138,7 +138,7 @@ def connect(module: Any, options: MooncakeOptions) -> Library:
 
 
 def replication(module: Any, replicas: int) -> object:
-    """How objects are to be kept."""
+    """Replication settings of objects."""
     config: object = module.ReplicateConfig()
     config.replica_num = replicas  # type: ignore[attr-defined]
     return config
