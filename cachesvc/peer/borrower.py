@@ -31,13 +31,13 @@ ASK_SECONDS = 0.5
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
 UNUSED_SECONDS = 10.0
-"""What was borrowed and is not read by then is given back."""
+"""Time after which unread loans are given back, seconds."""
 CLOSE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
 class Held:
-    """What a peer lends: ``numbers`` by name."""
+    """Loan of a peer: ``numbers`` by name."""
 
     peer: Peer
     loan: Loan
@@ -120,7 +120,7 @@ class PeerStorage:
         self._add(Job(ask, partial(found, nothing), deadline))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """What was borrowed. All else is a MISS."""
+        """Read borrowed objects. All others are a MISS."""
         wanted: dict[int, Wanted] = {}
         missing = []
         with self._changed:
@@ -150,7 +150,7 @@ class PeerStorage:
         return getattr(self._telling, "peer", None) is not None
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """What just came from a peer was not what its name says: that peer is not asked for a while."""
+        """Note that an object from a peer was not what its name says: that peer is not asked for a while."""
         peer: Peer | None = getattr(self._telling, "peer", None)
         if peer is not None and names:
             peer.counts["wrong"] += 1
@@ -215,7 +215,7 @@ class PeerStorage:
                 events.failure("peer_job_broke")
 
     def _borrow(self, names: list[ObjectName]) -> list[bool]:
-        """Which of the names a peer lends from now on; all of one scope."""
+        """Borrow names of one scope; return the leading ones that a peer lends from now on."""
         scope = names[0].scope
         keys = list(dict.fromkeys(name.key for name in names))
         parts = list(dict.fromkeys(name.part for name in names))
@@ -321,7 +321,7 @@ class PeerStorage:
                 self._give_back(held, min(ASK_SECONDS, left))
 
     def beat(self) -> None:
-        """Tell peers what is still wanted, and give back what nobody came for."""
+        """Send heartbeats for loans still wanted, and give back abandoned ones."""
         for held in self._take_unread():
             self._give_back(held)
         now = self._clock()

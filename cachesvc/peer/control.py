@@ -1,4 +1,4 @@
-"""What a borrower asks of another daemon, apart from the bytes themselves."""
+"""Questions of a borrower to another daemon, apart from the bytes themselves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cachesvc.storage.seam import Part, Scope
 
 
 class Loan(NamedTuple):
-    """What another daemon lends. ``lent``: for each key and part (parts of a key together) whether it is there.
-    ``host``, ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a beat."""
+    """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
+    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat."""
 
     lease: int
     epoch: int

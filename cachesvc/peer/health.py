@@ -11,7 +11,7 @@ from cachesvc.peer.control import PeerControl
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
 ABSENT_SECONDS = 1.0
-"""How long a prefix that it did not have is not asked for again."""
+"""Time for which an absent prefix is not asked for again, seconds."""
 MOST_ABSENT = 4096
 
 
@@ -48,7 +48,7 @@ class Peer:
                 self._absent.clear()
 
     def had_nothing(self, key: bytes) -> None:
-        """Of the blocks from this one on."""
+        """Note that the peer lacks the blocks from this one on."""
         with self._lock:
             self.counts["absent"] += 1
             self._absent[key] = self._clock() + ABSENT_SECONDS

@@ -62,7 +62,7 @@ class Sources:
         return stored if has_all or self.peers.expects(scope, keys, parts) is not None else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """What either has."""
+        """Find the objects that either has."""
 
         def lent(there: Sequence[bool]) -> None:
             rest = [name for name, is_there in zip(names, there, strict=True) if not is_there]
@@ -79,7 +79,7 @@ class Sources:
         self.peers.exists(names, deadline, lent)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """What is borrowed from its peer (LENT), or else from the store."""
+        """Read what is borrowed from its peer (LENT), or else from the store."""
         lent: list[int] = []
         mine: list[int] = []
         for index, item in enumerate(items):
@@ -154,7 +154,7 @@ class Nowhere:
         """Nothing comes there."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Nobody asks."""
+        """Do nothing: labels have no reader here."""
 
     def watch(self, gone: Gone) -> None:
         """Nothing is kept."""
@@ -164,11 +164,11 @@ class Nowhere:
         return 0
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:  # noqa: ARG002
-        """Of the last few."""
+        """Find none, for the last few calls."""
         found([name in self._kept for name in names])
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
-        """Of the last few."""
+        """Answer MISS, for the last few calls."""
         for index, item in enumerate(items):
             content = self._kept.get(item.name, b"")
             if len(content) != len(item.head) + item.payload_bytes:
