@@ -39,16 +39,16 @@ WRITE_POLICIES = tuple(policy.value for policy in WritePolicy)
 
 AT_ONCE = 1 << 40
 PROCESS = b"simulation"
-"""Nobody waits for his turn here, so a flow is never cut."""
+"""Flows are never cut: no call waits for its turn here."""
 
 EVENTS_KEPT = 64
-"""Nobody asks what became of a block."""
+"""Short history: no operator asks for it."""
 
 Answer = TypeVar("Answer")
 
 
 class Pools(NamedTuple):
-    """What is simulated: one device and one host pool, in blocks, and the policies by their names."""
+    """Parameters of a simulation: one device and one host pool, in blocks, and the policies by their names."""
 
     eviction: str
     write_policy: str
@@ -113,7 +113,7 @@ class Simulation:
 
 
 class _Instantly:
-    """A mover whose transfers have ended when somebody looks."""
+    """A mover whose transfers have ended by the next look."""
 
     def __init__(self) -> None:
         self._landing: deque[int] = deque()
