@@ -1,4 +1,4 @@
-"""What operators do to the ledger: drain, evict."""
+"""Operators' changes of the ledger: drain, evict."""
 
 from __future__ import annotations
 

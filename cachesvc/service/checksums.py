@@ -30,13 +30,13 @@ WAITING_MAX = 4096
 
 PAGES_AT_ONCE = 32
 SAMPLE = 16
-"""With ``sample``, one block of so many."""
+"""With ``sample``, one block of this number."""
 
 MOST_MISMATCHES = 1024
 
 MOST_SUMS = 16
-"""Of one block and group: a block that comes and goes has new pages each time. With so many, copies of pages that have
-gone are passed over, since the checksum of what they were copied from may be forgotten."""
+"""Most checksums of one block and group: a block that comes and goes has new pages each time. Beyond them, copies of
+pages that have gone are passed over, since the checksum of what they were copied from may be forgotten."""
 
 
 class Sums(NamedTuple):
@@ -167,7 +167,7 @@ class Checksums:
     # -- comparing ---------------------------------------------------------------------------------------------
 
     async def compare(self, slices: TimeSlices, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
-        """Read every page of the models whose checksum is known and compare; nothing is told of other models."""
+        """Read every page of the models whose checksum is known and compare; other models are left out."""
         answer = inspect_pb2.ChecksumStatus(mode=self.mode)
         await self._catch_up()
         self._forget_models()

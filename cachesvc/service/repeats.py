@@ -15,19 +15,21 @@ KEEP_ANSWERS = 256
 KEEP_LEAST = 32
 """Answers that are kept beside large ones: more than a client has steps under way."""
 KEEP_BYTES = 1 << 20
-"""What answers beyond those may take."""
+"""Bytes that further answers may take."""
 KEEP_MOST_BYTES = 8 << 20
-"""What all answers of a lease may take, but for the last: one message is no larger."""
+"""Bytes that all answers of a lease may take, but for the last: one message is no larger."""
 TENANT_BYTES = 64 << 20
-"""What the answers of all leases of one tenant may take. Beyond it each lease has its part of it, and beyond twice as
-much not even its last answer for certain: whoever has so many large answers pays for them with retries of its own."""
+"""Bytes that the answers of all leases of one tenant may take. Beyond it each lease has its part of it, and beyond
+twice as much not even its last answer for certain: a tenant with that many large answers pays for them with retries of
+its own."""
 MOST_RETRIES = 16
 """Calls that wait for the answer of one that is under way."""
 KEEP_CONTENTS_BYTES = 128 << 10
 """Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
 
 Mark = tuple[str, type[Message], bytes | int]
-"""What tells requests under one id apart: the call, its message, and their bytes or 64 bits of a hash over them."""
+"""Mark that distinguishes requests under one id: the call, its message, and their bytes or 64 bits of a hash over
+them."""
 
 
 def mark_of(name: str, request: Message, came: bytes) -> Mark:
@@ -52,7 +54,7 @@ def _as_we_write(request: Message) -> bytes:
 
 
 class Purse:
-    """What the answers of one tenant's leases take."""
+    """Bytes of the answers of one tenant's leases."""
 
     __slots__ = ("held", "leases")
 

@@ -1,4 +1,4 @@
-"""What operators ask of the storage tier, and do to it."""
+"""Operators' questions to the storage tier, and changes of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class StorageAnswers:
         self._busy = asyncio.Lock()
 
     async def status(self, view: View) -> storage_pb2.GetStorageResponse:
-        """Of scopes those whose models the caller may see; who sees all, of models too that are not registered now."""
+        """Status of the scopes whose models the caller may see; a caller that sees all gets models too that are not
+        registered now."""
         tier = self._configured.tier
         if tier is None:
             return storage_pb2.GetStorageResponse()

@@ -28,7 +28,7 @@ class CallWatch:
             self.seconds.setdefault(name, Histogram())
 
     def refused(self, path: str, code: str) -> None:
-        """A call that was let past to no service. Its caller chooses ``path``: only known ones are told apart."""
+        """Count a call that no service got. Its caller chooses ``path``: unknown ones count together."""
         name = path.removeprefix("/kvcache.v1.")
         key = (name if name in self.seconds else OTHER, code)
         self.codes[key] = self.codes.get(key, 0) + 1

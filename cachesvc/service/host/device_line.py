@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Link(Protocol):
-    """What was measured of a device's link."""
+    """Measured figures of a device's link."""
 
     @property
     def load_bytes_per_us(self) -> float:
@@ -23,15 +23,15 @@ class Link(Protocol):
 
     @property
     def per_copy_us(self) -> float:
-        """What a copy costs beside its rows and bytes."""
+        """Cost of a copy beside its rows and bytes."""
 
     @property
     def per_row_ns(self) -> float:
-        """What a row costs beside its bytes."""
+        """Cost of a row beside its bytes."""
 
     @property
     def per_step_us(self) -> float:
-        """What a step costs beside its copies."""
+        """Cost of a step beside its copies."""
 
     @property
     def narrow_plane_bytes(self) -> int:

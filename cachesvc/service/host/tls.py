@@ -14,7 +14,8 @@ from cachesvc.telemetry import events
 
 
 class Certificates:
-    """A certificate chain with its key, and who signs clients' certificates (``client_ca`` empty: none are asked for).
+    """A certificate chain with its key, and the authority of clients' certificates (``client_ca`` empty: none are asked
+    for).
 
     gRPC asks at every handshake, from threads of its own. Files that do not fit each other, as in the middle of being
     replaced, change nothing: the last good ones go on.
@@ -27,7 +28,7 @@ class Certificates:
         self._seen: list[tuple[int, int, int]] = []
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What the listener serves with. Raises Unavailable for files that cannot be used."""
+        """Credentials of the listener. Raises Unavailable for files that cannot be used."""
         try:
             self._seen = self._signature()
             first = self._read()

@@ -36,7 +36,7 @@ class Spot(NamedTuple):
 
 
 class ColumnRun:
-    """How far the columns of a step have come, and what their entries were answered. ``answer`` is written by ``end``.
+    """Progress of a step's columns, and the answers to their entries. ``end`` writes ``answer``.
 
     ``column``: the first that has entries left; None where all have been looked at. ``numbers``: for each column the
     answers so far, ODD where they are still to come or take more than a number. ``weight``: what each block of the last

@@ -80,11 +80,11 @@ class Edge:
         return self.dispatcher.serve(caller(), method, request, process=process, seconds=seconds, parent=parent)
 
     def parent(self, context: Context) -> Parent:
-        """Whose child the call's span is."""
+        """Parent of the call's span."""
         return None if self._tracer is None else self._tracer.parent_of(context.invocation_metadata())
 
     def _process(self, context: Context) -> CallerKey:
-        """Who calls: a process that the life socket knows, else whatever is at the other end of the connection."""
+        """Caller: a process that the life socket knows, else the other end of the connection."""
         _, token = credentials_of(context.invocation_metadata())
         return token if self.dispatcher.node.knows(token) else context.peer()
 

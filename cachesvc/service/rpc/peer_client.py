@@ -23,7 +23,7 @@ _OPTIONS = (
 
 
 class GrpcControl:
-    """The peer at ``address``. ``files``: this node's own certificate and key, and who signs the peer's."""
+    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's."""
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""PeerService: Borrow, Beat, Return, on a listener of its own that lets other nodes in and nobody else."""
+"""PeerService: Borrow, Beat, Return, on a listener of its own for other nodes alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
-    """Lets nobody past without a token, before anything of the call is read. None: everybody on loopback."""
+    """Refuses calls without a token, before anything of them is read. None: lets in all of loopback."""
 
     def __init__(self, tokens: PeerTokens | None) -> None:
         self._tokens = tokens
@@ -132,7 +132,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
 
 @dataclass(frozen=True, slots=True)
 class PeerListening:
-    """``address``: HOST:PORT. Files: certificate, key and who signs those of other nodes; empty: plain text."""
+    """``address``: HOST:PORT. Files: certificate, key and the authority of other nodes' certificates; empty: plain
+    text."""
 
     address: str
     certificate: str = ""
