@@ -1,4 +1,4 @@
-"""What operators do: drain, evict, take a model out of service and back."""
+"""Operators' actions: drain, evict, take a model out of service and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What storage is believed to have, and told to those who follow. A hint: no block is a hit for it."""
+"""Storage presence hints, published to event subscribers. Never counted as hits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long ago an access was, though accesses carry numbers and no times.
+"""Converts access sequence numbers to ages in seconds.
 
-The service tells the time now and then; between two marks the time is not known better than that. Nothing in the ledger
-decides by it: it is for what operators see.
+The service marks the time now and then; between two marks the time is not known better than that. The ledger decides
+nothing by it: operators see it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MARKS_KEPT = 4096
 
 
 class Ages:
-    """Which access number had been reached when."""
+    """Times at which access numbers were reached."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -21,7 +21,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.words import READY
 
-IS_READY = int(READY)  # an enum takes thrice as long to compare
+IS_READY = int(READY)  # an enum takes three times as long to compare
 
 
 class Hold:
@@ -177,7 +177,7 @@ class Hold:
 
 
 class Prefetch(Hold):
-    """A prefix on its way to the device that nobody uses yet: it is held until its loads have ended.
+    """A prefix in flight to the device that no sequence uses yet: it is held until its loads have ended.
 
     ``siblings``: the prefetches of its lease that have not ended; this one is there until it has.
     """

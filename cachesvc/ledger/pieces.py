@@ -21,7 +21,8 @@ from cachesvc.ledger.journal import NO_ROW
 from cachesvc.model.int32s import column
 
 PIECE_BLOCKS = 64
-"""A table is one look-up for each of so many blocks, and a walk of fewer: 8 bytes a block are kept for it."""
+"""Blocks of a piece: a table takes one look-up for each piece, and a walk of fewer blocks; 8 bytes a block are kept for
+it."""
 
 Piece: TypeAlias = tuple[int, tuple[bytes, ...]]
 """The row above it (NO_ROW: none), and for each group without a window its packed int32 pages."""

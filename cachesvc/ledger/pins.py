@@ -1,6 +1,6 @@
-"""Pins as things that are owned: whoever keeps a block where it is has a ``Pin``, and lets go of it or moves it on.
+"""A Pin keeps a block and its ancestors resident until it is moved or released.
 
-Nothing is pinned in any other way by a flow, so a pin that nobody gives back is an owner that nobody ended.
+Flows pin in no other way, so a leaked pin means an owner that was not ended.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def held_by(pin: Pin, windows: WindowPins) -> Iterator[tuple[int, int | None, in
 
 
 class Keep(NamedTuple):
-    """What must stay while room is made: a row of a place with all above it, and windowed copies as (group, row)."""
+    """Rows to keep while room is made: a row of a place with all above it, and windowed copies as (group, row)."""
 
     row: int = NO_ROW
     windows: tuple[tuple[int, int], ...] = ()

@@ -1,4 +1,4 @@
-"""How many blocks of a place its pins protect, each counted once: known at any moment, whatever there is.
+"""Number of blocks of a place that its pins protect, each counted once; always up to date.
 
 The tree is cut into chains (``BlockIndex.head``). Of a chain that is kept at all only one thing counts: how deep.
 

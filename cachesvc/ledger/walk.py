@@ -22,7 +22,7 @@ hang from a shared prompt are short."""
 
 
 class Front:
-    """What is filed, and what has become a candidate since, lowest entry first."""
+    """Filed rows, and candidates that have appeared since, lowest entry first."""
 
     def __init__(self, filed: Iterable[int]) -> None:
         self._filed = iter(filed)
@@ -88,8 +88,8 @@ class Walk:
         return self._climb(row, most, self.ledger.index.children, IS_ABSENT)
 
     def backed_run(self, row: int, most: int) -> list[int]:
-        """As ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below them
-        there: each is the parent of the one before, and that its only child on this place."""
+        """Run like ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below
+        them there: each is the parent of the one before, and that its only child on this place."""
         index, place = self.ledger.index, self.place
         run = self._climb(row, min(most, FEW), place.children, IS_READY)
         if len(run) < FEW or most == FEW:
