@@ -19,7 +19,7 @@ from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_sto
 from cachesvc.telemetry import events
 
 MOST_PEERS = 16
-"""They are asked one after another."""
+"""Most peers: a borrower asks them one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Nodes:
         self._server: PeerServer | None = None
 
     def connect(self, node: Node, view: Callable[[int, int, int, int], memoryview]) -> None:
-        """To this node's ledger and host pages."""
+        """Connect to this node's ledger and host pages."""
         config = self._config
         if not config.peer_listen:
             return
@@ -113,6 +113,6 @@ class Nodes:
             self.desk.close()
 
     def tick(self) -> None:
-        """Now and then, on the ledger thread."""
+        """Do periodic work, on the ledger thread."""
         if self.desk is not None:
             self.desk.tick()

@@ -126,16 +126,16 @@ class _Instantly:
         return AT_ONCE
 
     def expedite(self, ticket: int) -> None:
-        """It is as good as done."""
+        """No-op: transfers end at once."""
 
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
         return False
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
-        """Nothing takes any time."""
+        """No-op: transfers take no time."""
 
     def land_all(self, core: Core) -> None:
-        """All transfers have ended, and what is due at their end is done."""
+        """End all transfers, and do what is due at their end."""
         while self._landing:
             land(core, self._landing.popleft(), DONE)
         while core.chores:

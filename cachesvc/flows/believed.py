@@ -26,7 +26,7 @@ def note_stored(model: Model, key: bytes) -> None:
 
 
 def note_unstored(model: Model, key: bytes) -> None:
-    """It is not there any more. What was not believed to be there is not told."""
+    """Withdraw a hint, and publish that. An unknown key changes nothing."""
     if model.stored.written.pop(key, None) is None:
         return
     for group in model.layout.full_groups:

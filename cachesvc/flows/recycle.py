@@ -113,7 +113,7 @@ def recycle_many(
 def _owned(
     call: Call, sequence: Sequence | None, pages: tuple[GroupCells, ...]
 ) -> list[tuple[int, set[int], set[int]]]:
-    """By group the pages named that are in the lease's stock, and those that are the sequence's own."""
+    """Named pages by group: those in the lease's stock, and the sequence's own."""
     out: dict[int, tuple[int, set[int], set[int]]] = {}
     count = 0
     for group, _, group_pages, _ in pages:

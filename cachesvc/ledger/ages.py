@@ -21,7 +21,7 @@ class Ages:
         self._times: list[float] = []
 
     def mark(self, stamp: int, now: float) -> None:
-        """It is ``now`` (seconds), and ``stamp`` was the last access number."""
+        """Note that ``stamp`` was the last access number at ``now`` (seconds)."""
         self.now = now
         if self._stamps and self._stamps[-1] == stamp:
             return

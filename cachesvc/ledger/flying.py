@@ -30,7 +30,7 @@ class FlyingRows:
         self._at.frombytes(bytes(4 * more))
 
     def column(self) -> Column:
-        """All rows. See ``int32s.column``."""
+        """Column of all rows. See ``int32s.column``."""
         return column(self._rows)
 
     def add(self, row: int) -> None:

@@ -41,7 +41,7 @@ class Hold:
     )
 
     is_use = True
-    """Whether holding blocks counts as a use of them."""
+    """True where holding blocks counts as a use of them."""
 
     def __init__(self, ledger: BlockLedger, place: Place) -> None:
         self.ledger = ledger
@@ -158,7 +158,7 @@ class Hold:
             self._settle()
 
     def _settle(self) -> None:
-        """All of the hit is on the device: it is held there, and nothing on the host."""
+        """Hold the hit on the device, where all of it is now, and nothing on the host."""
         tip = self.host_anchor
         self._device.move(tip)
         self.place.used[tip] |= self.is_use

@@ -55,7 +55,7 @@ class TablePieces:
                 kept.pop(row, None)
 
     def tables(self, row: int, blocks: int) -> list[array[int]]:
-        """For each group without a window the pages of the ``blocks`` blocks down to ``row``, which has a whole copy
+        """Pages of the ``blocks`` blocks down to ``row`` for each group without a window; ``row`` has a whole copy
         here."""
         kept, parent = self._kept, self._parent
         rest, whole = [], []

@@ -14,7 +14,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 
 
 class Pin:
-    """One pin on one place, on ``row``; NO_ROW while it holds nothing. Through the closure it keeps all above too."""
+    """One pin on one place, on ``row``; NO_ROW while it holds nothing. The closure also keeps all blocks above."""
 
     __slots__ = ("_blocks", "place", "row")
 
@@ -108,7 +108,7 @@ class Keep(NamedTuple):
 
 @contextmanager
 def kept(blocks: BlockLedger, place: Place, keep: Keep) -> Iterator[None]:
-    """Nothing of ``keep`` is evicted meanwhile."""
+    """Protect the blocks of ``keep`` from eviction within the block."""
     pin, windows = Pin(blocks, place), WindowPins(blocks, place)
     try:
         pin.move(keep.row)

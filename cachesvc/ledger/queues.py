@@ -69,7 +69,7 @@ class Chooser(Protocol):
     on_moved: Callable[[int], None]
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
-        """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
+        """Set how it chooses: by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
 
     def arrived(self, path: Path, now: float, waited: float) -> Parts:
         """A request has come, ``waited`` seconds ago; the resident blocks of its path are in its segments from now
@@ -99,7 +99,7 @@ class Chooser(Protocol):
         """The queue in which candidates of the segment wait."""
 
     def since(self, segment: int) -> float:
-        """When the age of the segment counts from, seconds."""
+        """Time from which the age of the segment counts, seconds."""
 
     def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
         """Blocks of the segment leave the host, or a device."""

@@ -69,7 +69,7 @@ class Reservation:
         return missing <= most
 
     def hand_over(self, count: int) -> list[array[int]]:
-        """Up to ``count`` pages of each group that were taken ahead are no longer kept for a call."""
+        """Take up to ``count`` pages of each group out of those taken ahead; they are no longer kept for a call."""
         pages = [ahead[:count] for ahead in self.ahead]
         for ahead in self.ahead:
             del ahead[:count]
@@ -82,7 +82,7 @@ class Reservation:
             self.held[group] = 0
 
     def release(self) -> None:
-        """It is over. Once is enough; twice is fine."""
+        """End the reservation. Idempotent."""
         self.give_back()
         self._line.pop(self, None)
 

@@ -202,8 +202,8 @@ class BlockTables(Hold):
         return out
 
     def sealed_new(self, keys: Sequence[bytes], path: Sequence[int]) -> None:
-        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is to be pinned
-        instead of the one that was until now."""
+        """Note that its next blocks were sealed in the rows ``path``, under ``keys`` that were new; move its pin to the
+        last one."""
         first = self.sealed
         last = self.sealed = first + len(path)
         if self.declared > first:

@@ -17,8 +17,8 @@ from cachesvc.model.words import ABSENT, READY
 
 IS_ABSENT, IS_READY = int(ABSENT), int(READY)
 FEW = 8
-"""Up to here the rows of a run are looked at one by one: columns cost as much as some twenty rows, and most paths that
-hang from a shared prompt are short."""
+"""Longest run whose rows are read one by one: columns cost as much as some twenty rows, and most paths that hang from a
+shared prompt are short."""
 
 
 class Front:
@@ -51,7 +51,7 @@ class Front:
 
 
 class Walk:
-    """In the order of their ranks."""
+    """Walk over candidates in the order of their ranks."""
 
     def __init__(self, ledger: BlockLedger, place: Place) -> None:
         self.ledger = ledger
@@ -182,7 +182,7 @@ class QueueWalk(Walk):
         super().take(row)
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
-        """Those of the same segment."""
+        """Rows of the same segment."""
         segments = self._leaves.segments
         return segments, segments[row], segments[row]
 

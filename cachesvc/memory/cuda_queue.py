@@ -20,7 +20,8 @@ from cachesvc.model.futex import WORD_BYTES
 from cachesvc.model.transfer import Direction, Urgency
 
 SLICES_ON_WAY = 2
-"""While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
+"""Slices in flight: while one is copied the next is submitted, so the link never waits for this process, which can
+still reorder jobs."""
 NEAR_S = 300e-6
 """Time around a job's expected end in which this thread polls instead of sleeping, seconds. To wake up takes a sleeper
 50 to 100 us, in the driver too, and the waiter for the job that time once more (H100, 2026-11)."""
@@ -85,7 +86,7 @@ class PracticeGround:
             self._undo = undo.pop_all()
 
     def copies(self, way: Direction) -> PitchedCopies:
-        """Some of either kind: of two rows, and of one."""
+        """Copies of either kind: of two rows, and of one."""
         half, width = PRACTICE_WIDTH * PRACTICE_ROWS // 2, PRACTICE_WIDTH
         ends = np.array([address_of(self._host), self._device.address], np.int64)
         source, target = ends if way is Direction.LOAD else ends[::-1]
@@ -132,7 +133,7 @@ class CudaRunner:
         self._bytes_per_s = USUAL_BYTES_PER_S
 
     def begin(self) -> None:
-        """Nothing to do on the thread: calls make the context current by themselves."""
+        """No-op: calls make the context current by themselves."""
 
     def submit(self, piece: Slice) -> _OnWay:
         """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;

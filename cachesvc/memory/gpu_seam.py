@@ -75,7 +75,7 @@ class GpuDevice(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Its name in every container and process."""
+        """Name of the GPU in every container and process."""
 
     @property
     def context_bytes(self) -> int:
@@ -106,7 +106,7 @@ class GpuDevice(Protocol):
         """Let pinned memory go."""
 
     def device_address(self, host_address: int) -> int:
-        """Where the GPU sees pinned host memory."""
+        """Address at which the GPU sees pinned host memory."""
 
     def read(self, address: int, size_bytes: int) -> bytes:
         """Bytes of device memory, waited for."""

@@ -42,7 +42,7 @@ from cachesvc.model.words import Run
 log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 1 << 30
-"""One larger registration holds a driver-wide lock for too long."""
+"""Largest chunk: a larger registration holds a driver-wide lock for too long."""
 SLICE_BYTES = 32 << 20
 """Bytes that a thread populates or zeroes before it checks whether to stop: some 10 ms."""
 

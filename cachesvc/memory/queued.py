@@ -42,7 +42,7 @@ class Queued:
 
 
 class Rivals:
-    """Those of one urgency in one direction."""
+    """Jobs of one urgency in one direction."""
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[int, Queued] = OrderedDict()
@@ -56,7 +56,7 @@ class Rivals:
         return iter(list(self._by_age.values()))
 
     def add(self, queued: Queued) -> None:
-        """One more, at its age."""
+        """Add a job, at its age."""
         is_youngest = not self._by_age or next(reversed(self._by_age)) < queued.number
         self._by_age[queued.number] = queued
         if not is_youngest:
@@ -71,7 +71,7 @@ class Rivals:
             heapq.heapify(self._by_weight)
 
     def remove(self, queued: Queued) -> None:
-        """It is through."""
+        """Remove a job that is done."""
         del self._by_age[queued.number]
 
     @property

@@ -188,7 +188,7 @@ class DeviceMemory(Protocol):
         in processes of their own need."""
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget in one direction for every device from now on; 0 is none."""
+        """Set another byte budget in one direction for every device; 0 is none."""
 
     def fault(self, device: str) -> str:
         """Why a device no longer works for this process, and never will; empty while it does. Raises NotFound."""

@@ -128,7 +128,7 @@ class HostTimeline:
         return found
 
     def sheets(self) -> dict[int, Sheet]:
-        """Those that are open, by number."""
+        """Open sheets by number."""
         return dict(self._sheets)
 
     def close_sheet(self, number: int) -> None:

@@ -76,7 +76,7 @@ def equip(settings: Settings) -> Equipment:
 
 
 def _equip_only(device: str, settings: Settings) -> Equipment:
-    """For one device alone, where it has a name. Raises as ``equip``."""
+    """Equip for one device alone, where it has a name. Raises as ``equip``."""
     if device and settings.device != device:
         raise InvalidRequest(f"this mover is for {device}, not for {settings.device}")
     return equip(settings)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts to start a mover again; pauses double. The first one comes at once."""
 LINGERING_PAUSE_S = 600.0
-"""After an attempt whose process could not be killed: each leaves one behind, with its memory."""
+"""Pause after an attempt whose process could not be killed, seconds: each leaves one behind, with its memory."""
 
 
 @dataclass(slots=True)
@@ -196,19 +196,19 @@ class DeviceMover:
         self._put(records.pause_record(seconds))
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget, which a mover that comes later gets too."""
+        """Set another byte budget; later movers get it too."""
         self._limits[direction] = bytes_per_second
         self._put(records.limit_record(direction, bytes_per_second))
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """No job names these pools any more."""
+        """Forget pools that no job names any more."""
         with self._lock:
             if self._now.life is not None:
                 for record in self._now.teller.forget(pools):
                     self._now.life.put(record)
 
     def began(self, ticket: int) -> float | None:
-        """When a job's first slice was started."""
+        """Time at which a job's first slice was started."""
         return self._now.began.get(ticket)
 
     # -- memory --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Process(Protocol):
         """Wait so long for its end (None: for as long as it takes)."""
 
     def close(self) -> None:
-        """It is not asked for any more. Idempotent."""
+        """Forget the process. Idempotent."""
 
 
 Begin = Callable[[], tuple[socket.socket, Process | None]]
@@ -62,7 +62,7 @@ class Child:
         return True
 
     def close(self) -> None:
-        """It was waited for."""
+        """Forget a process that has ended."""
 
 
 class Found:

@@ -165,7 +165,7 @@ def pause_record(seconds: float) -> list[Part]:
 
 
 def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
-    """Another byte budget."""
+    """Record of another byte budget."""
     return [_packed(LIMIT, _WAYS.index(direction), bytes_per_second)]
 
 
@@ -213,7 +213,7 @@ def broken_record(fault: str) -> list[Part]:
 
 
 def died_record() -> list[Part]:
-    """Nothing comes after this."""
+    """Record of a mover's death: the last one."""
     return [_packed(DIED)]
 
 

@@ -18,8 +18,8 @@ from cachesvc.swap.movers import RankJob
 EVERY_S = 0.004
 """Longer, and much is forgotten."""
 TIMES = 50
-"""After each job: engines that load now and then do so more often, and one that is idle costs nothing. Each takes a
-processor 0.4 ms, so all of them 20 (EPYC, 2026-11)."""
+"""Rehearsals after each job: engines that load now and then do so more often, and an idle one costs nothing. Each takes
+a processor 0.4 ms, so all of them 20 (EPYC, 2026-11)."""
 MOST_BYTES = 16 << 10
 """Most bytes of a job's record: a thousand blocks. A waiter for more of them does not notice how they begin."""
 
@@ -50,8 +50,7 @@ class Rehearsal:
         self._record, self._left = (record, TIMES + 1) if is_small else (b"", 0)
 
     def meanwhile(self) -> float:
-        """Nothing has come: rehearse, but not at once after a job. Says for how long to wait before this is asked
-        again."""
+        """Rehearse, but not at once after a job. Returns the seconds to wait before the next call."""
         if not self._left:
             return LOOK_S
         if not self._planner.is_busy:

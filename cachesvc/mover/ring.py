@@ -175,7 +175,7 @@ class Reader:
         wake(self._ring.words, WRITTEN)
 
     def take(self) -> list[bytes]:
-        """All whole records that are there, in order."""
+        """Take all whole records, in order."""
         ring, found = self._ring, []
         written = ring.mark(WRITTEN)
         while self._at != written:

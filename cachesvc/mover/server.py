@@ -70,7 +70,7 @@ class Server:
         self._work: _Work | None = None
 
     def serve(self) -> None:
-        """Until the daemon hangs up; then give everything back."""
+        """Serve until the daemon hangs up, then free everything."""
         try:
             answer_all(self._connection, self._answer)
         finally:
@@ -93,7 +93,7 @@ class Server:
 
 
 class _Work:
-    """One device, between ``start`` and ``close``."""
+    """State of one device, between ``start`` and ``close``."""
 
     def __init__(self, device: str, equipment: Equipment, jobs: int, ends: int) -> None:
         """The descriptors are the connection's; copies of them are kept."""
@@ -257,7 +257,7 @@ class _Work:
         return Message(figures)
 
     def _plan_by(self, asked: Message) -> Message:
-        """Another mover of this device has measured."""
+        """Plan by another mover's measurements of this device."""
         self._inside.plan_by(costs_told(asked.head["figures"]))
         return Message({})
 

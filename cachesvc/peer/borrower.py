@@ -27,7 +27,7 @@ from cachesvc.telemetry import events
 THREADS = 4
 MOST_WAITING = 1024
 ASK_SECONDS = 0.5
-"""For an answer without bytes."""
+"""Time limit of an answer without bytes, seconds."""
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
 UNUSED_SECONDS = 10.0
@@ -94,13 +94,13 @@ class PeerStorage:
         self._keeper.start()
 
     def register(self, chunk: memoryview) -> None:
-        """Any memory will do."""
+        """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
         """Peers know their models by themselves."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
-        """They have to be asked, unless none can be, or all were a moment ago."""
+        """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
         first = keys[:KEY_BYTES]
         can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
         return None if can_be_asked and first else 0
@@ -158,11 +158,11 @@ class PeerStorage:
             events.warning("peer_object_wrong", peer=peer.control.address)
 
     def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
-        """Nothing here is ours."""
+        """Purge nothing: peers own their objects."""
         return 0
 
     def status(self) -> StoreStatus:
-        """Nothing is kept."""
+        """Report an empty store."""
         return StoreStatus()
 
     def holds(self, name: ObjectName) -> bool:
@@ -252,14 +252,14 @@ class PeerStorage:
         return [name in lent for name in names]
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
-        """From any thread, which waits for no peer: it is given back with the next beat."""
+        """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
         with self._changed:
             self._unread.append(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
-        """All items of a loan, over one stream. Each of them ends, and is not written to any more then."""
+        """Read all items of a loan, over one stream. Each of them ends, and is not written to any more then."""
         held, left = wanted.held, deque(wanted.items)
         self._telling.peer = held.peer
         try:

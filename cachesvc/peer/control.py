@@ -32,10 +32,10 @@ class PeerControl(Protocol):
         """Have what is there of packed ``keys`` kept; None where nothing is. ``seconds``: for the answer."""
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
-        """They are still wanted."""
+        """Keep loans with a heartbeat."""
 
     def give_back(self, lease: int, seconds: float) -> None:
-        """It is not wanted any more."""
+        """Give back a loan."""
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,4 +1,4 @@
-"""Whether another daemon is asked: not for a while after it failed, twice as long each time."""
+"""Health of another daemon: it is not asked for a while after it failed, twice as long each time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Peer:
             return self._absent.get(key, 0.0) > self._clock()
 
     def worked(self, epoch: int) -> None:
-        """It answered in time. With another epoch it is another life, which may have what the last one lacked."""
+        """Note an answer in time. Another epoch is another life, which may have what the last one lacked."""
         with self._lock:
             self._pause = 0.0
             if epoch != self.epoch:
@@ -57,7 +57,7 @@ class Peer:
                 self._absent.popitem(last=False)
 
     def failed(self, reason: str) -> None:
-        """It did not answer, or not in time, or wrongly."""
+        """Note a missing, late or wrong answer."""
         with self._lock:
             self.counts["failed"] += 1
             self.reason = reason

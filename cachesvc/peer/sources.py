@@ -39,16 +39,16 @@ class Sources:
         self.store = store
 
     def start(self) -> None:
-        """Both. Raises a CacheError that says what is missing."""
+        """Start both. Raises a CacheError that says what is missing."""
         self.store.start()
         self.peers.start()
 
     def register(self, chunk: memoryview) -> None:
-        """With the store: peers need none."""
+        """Register memory with the store: peers need none."""
         self.store.register(chunk)
 
     def describe(self, scope: Scope, label: str) -> None:
-        """To the store."""
+        """Set the label in the store."""
         self.store.describe(scope, label)
 
     def watch(self, gone: Gone) -> None:
@@ -56,7 +56,7 @@ class Sources:
         self.store.watch(gone)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """None while a peer can be asked, else what the store says."""
+        """Return None while a peer can be asked, else the store's hint."""
         stored = self.store.expects(scope, keys, parts)
         has_all = stored is not None and stored * KEY_BYTES == len(keys)
         return stored if has_all or self.peers.expects(scope, keys, parts) is not None else None
@@ -98,11 +98,11 @@ class Sources:
             self._get_stored(mine, items, deadline, each)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """To the store."""
+        """Write to the store."""
         self.store.put(items, deadline, each)
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Where it came from: a peer's wrong object says nothing against the store's."""
+        """Remove an object where it came from: a peer's wrong object says nothing against the store's."""
         if self.peers.is_telling:
             self.peers.remove(names)
         else:
@@ -125,7 +125,7 @@ class Sources:
         return self.store.check_all(check)
 
     def close(self) -> None:
-        """Both."""
+        """Close both."""
         self.peers.close()
         self.store.close()
 
@@ -135,7 +135,7 @@ class Sources:
 
 
 class Nowhere:
-    """In place of a store where there is none: keeps the last few small objects, so that a canary comes back."""
+    """Empty store for nodes without storage: it keeps the last few small objects, so that a canary comes back."""
 
     kind = "peers"
     MOST_OBJECTS = 4
@@ -147,20 +147,20 @@ class Nowhere:
         self._is_open = False
 
     def start(self) -> None:
-        """Nothing to begin."""
+        """Open at once."""
         self._is_open = True
 
     def register(self, chunk: memoryview) -> None:
-        """Nothing comes there."""
+        """No-op: no memory is written."""
 
     def describe(self, scope: Scope, label: str) -> None:
         """Do nothing: labels have no reader here."""
 
     def watch(self, gone: Gone) -> None:
-        """Nothing is kept."""
+        """No-op: nothing is evicted."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
-        """Nothing."""
+        """Expect nothing."""
         return 0
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:  # noqa: ARG002
@@ -197,19 +197,19 @@ class Nowhere:
             self._kept.pop(name, None)
 
     def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
-        """There is nothing to forget."""
+        """Purge nothing."""
         return 0
 
     def status(self) -> StoreStatus:
-        """Nothing is kept."""
+        """Report an empty store."""
         return StoreStatus()
 
     def totals(self) -> Totals:
-        """Nothing."""
+        """Report no objects."""
         return Totals(0, 0, 0, 0)
 
     def check_all(self, check: Check) -> Checked:  # noqa: ARG002 - the seam's
-        """There is nothing to look at."""
+        """Check nothing."""
         return Checked()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from cachesvc.questions.view import View
 
 
 class PoolRoom(NamedTuple):
-    """One pool's size."""
+    """Size of one pool."""
 
     place: str
     group: str

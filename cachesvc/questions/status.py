@@ -173,7 +173,7 @@ def hits(models: Collection[Model]) -> HitLine:
 
 
 def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> TransferLine:
-    """Now, and since the start."""
+    """Counts of running transfers, and since the start."""
     loads = sum(ticket.direction is Direction.LOAD for ticket in running)
     count = counters.get
     return TransferLine(

@@ -58,6 +58,6 @@ def parts(ledger: Ledger, model: Model) -> list[Part]:
 
 
 def verify_at_once(core: Core) -> list[str]:
-    """All parts in one go: what is wrong. For tests and tools that own the ledger."""
+    """Run all parts in one go and return the problems. For tests and tools that own the ledger."""
     every = [part for model in core.ledger.models.values() for part in parts(core.ledger, model)]
     return [problem for part in every for problem in answer_at_once(part.look())]

@@ -182,7 +182,7 @@ class Checksums:
         return answer
 
     async def _catch_up(self) -> None:
-        """Until every publish that waits now has its checksums; what is published meanwhile is not waited for."""
+        """Wait until every publish that waits now has its checksums; later publishes are not waited for."""
         if self._task is None:
             return
         async with self._ended:

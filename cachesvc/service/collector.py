@@ -113,7 +113,7 @@ class Collector:
 
 
 def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
-    """One that the node's sweep has run, where no call is being served and no flow has turns left."""
+    """Make a collector that the node's sweep runs while no call is being served and no flow has turns left."""
     collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
     node.on_sweep = collector.rest
     node.on_work = partial(collector.glance, node.core.chores)

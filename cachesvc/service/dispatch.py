@@ -55,7 +55,7 @@ Served: TypeAlias = Union[R, OperationError, asyncio.Future[Any]]  # noqa: UP007
 
 @dataclass(slots=True)
 class Ask:
-    """One call, once it is known who makes it. ``lease``: of the caller's own, by the id that the call names.
+    """One call of a known caller. ``lease``: one of the caller's own, by the id that the call names.
 
     ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds.
     """

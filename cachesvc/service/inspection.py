@@ -19,7 +19,8 @@ from cachesvc.service.node import Node
 from cachesvc.service.time_slices import TimeSlices
 
 DUMPS_MAX = 2
-"""Each holds a copy of the index's columns, some 60 bytes a block, until its caller has read all of it."""
+"""Most dumps at a time: each holds a copy of the index's columns, some 60 bytes a block, until its caller has read all
+of it."""
 
 
 class Inspection:

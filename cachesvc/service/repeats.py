@@ -25,7 +25,7 @@ its own."""
 MOST_RETRIES = 16
 """Calls that wait for the answer of one that is under way."""
 KEEP_CONTENTS_BYTES = 128 << 10
-"""Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
+"""Largest request that is kept itself beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
 
 Mark = tuple[str, type[Message], bytes | int]
 """Mark that distinguishes requests under one id: the call, its message, and their bytes or 64 bits of a hash over
@@ -98,12 +98,13 @@ class Repeats:
         self._under_way[request_id] = mark, future
 
     def end(self, request_id: int) -> None:
-        """It is over. Unless it is kept, a retry starts anew."""
+        """End the first call. Unless its answer is kept, a retry starts anew."""
         del self._under_way[request_id]
         self._retries.pop(request_id, None)
 
     def retry(self, request_id: int) -> None:
-        """One call more waits for the answer of the first. Raises LimitExceeded for more than a client would send."""
+        """Count one more call that waits for the answer of the first. Raises LimitExceeded for more than a client would
+        send."""
         retries = self._retries.get(request_id, 0) + 1
         if retries > MOST_RETRIES:
             raise LimitExceeded(f"retries of request {request_id}, which is under way", retries, MOST_RETRIES)

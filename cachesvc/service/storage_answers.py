@@ -88,7 +88,7 @@ class StorageAnswers:
         )
 
     async def check(self) -> storage_pb2.CheckStorageResponse:
-        """One at a time. Raises Unavailable, NotSupported."""
+        """Check the store, one call at a time. Raises Unavailable, NotSupported."""
         tier = self._require()
         async with self._busy:
             began = time.monotonic()

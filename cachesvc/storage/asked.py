@@ -58,7 +58,7 @@ class Asked:
             self.stage = Stage.BEGUN
 
     def expire(self) -> None:
-        """Its time has passed. Nothing where it is on its way."""
+        """End a request whose time has passed. No-op once it was begun."""
         self._end(Stage.WAITING)
 
     def fail(self) -> None:

@@ -22,7 +22,7 @@ class State(Enum):
 
 
 class Breaker:
-    """One engine's. One thread. ``reason``: why it opened last; ``opened``: how often it has."""
+    """Breaker of one engine, for one thread. ``reason``: why it opened last; ``opened``: how often it has."""
 
     def __init__(self) -> None:
         self.state = State.CLOSED

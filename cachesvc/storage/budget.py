@@ -30,7 +30,7 @@ class WriteBudget:
         return max(0, min(int(self._tokens), self._most - self.under_way))
 
     def begin(self, size_bytes: int) -> None:
-        """They are on their way."""
+        """Count bytes in flight."""
         self._tokens -= size_bytes
         self.under_way += size_bytes
 

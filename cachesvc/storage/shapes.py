@@ -17,7 +17,7 @@ class ModelFacts(Protocol):
 
     @property
     def id(self) -> int:
-        """Its number in this daemon."""
+        """Number of the model in this daemon."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class ModelFacts(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Its groups and pages."""
+        """Groups and pages of the model."""
 
 
 class Shape(NamedTuple):

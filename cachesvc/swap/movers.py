@@ -87,13 +87,13 @@ class Movers(Protocol):
         """Make a ticket's jobs awaited. No-op where they have ended."""
 
     def began(self, device: str, ticket: int) -> float | None:
-        """When the first slice of a job that has not ended was started, in monotonic seconds; None: not yet."""
+        """Time at which the first slice of a job in flight was started, monotonic seconds; None: not yet."""
 
     def pause_background(self, device: str, seconds: float) -> None:
         """Start no slice of BACKGROUND stores on the device for a while. Raises NotFound (device)."""
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """No job names these pools any more."""
+        """Forget pools that no job names any more."""
 
     def stop(self) -> None:
         """Take no more jobs; those that are there end with the memory. Idempotent."""
@@ -182,7 +182,7 @@ class Inside:
             self._backend.expedite(device, ticket)
 
     def began(self, device: str, ticket: int) -> float | None:
-        """When a job's first slice was started."""
+        """Time at which a job's first slice was started."""
         mine = self._under_way.get((device, ticket))
         return None if mine is None else mine.began
 
@@ -191,7 +191,7 @@ class Inside:
         self._backend.pause_background(device, seconds)
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """Nothing is kept of pools here."""
+        """No-op: no pools are kept here."""
 
     @property
     def is_busy(self) -> bool:

@@ -24,15 +24,15 @@ class Times(Protocol):
 
     @property
     def submitted(self) -> float:
-        """It was queued."""
+        """Time of its submission."""
 
     @property
     def began(self) -> float | None:
-        """Its first slice was started; None: it never was."""
+        """Start of its first slice; None: it never started."""
 
     @property
     def ended(self) -> float:
-        """It ended."""
+        """Time of its end."""
 
 
 class Span:

@@ -24,9 +24,9 @@ OPERATION_NAMES = {GROW: "extend", PUBLISH: "publish", RECYCLE: "recycle", RELEA
 """Names of an entry in StepOperation and OperationResult."""
 ANSWER_FIELDS = {GROW: "grown_blocks", PUBLISH: "sealed_blocks", RECYCLE: "recycled_pages", RELEASE: "freed_pages"}
 NOT_TOLD = 0xFFFFFFFF
-"""In ``release_output_tokens``: the engine does not say."""
+"""Value in ``release_output_tokens`` of an engine that does not report them."""
 ODD = 0xFFFFFFFF
-"""In an answer's column: ``odd`` has the answer."""
+"""Value in an answer's column where ``odd`` has the answer."""
 
 Column: TypeAlias = "cache_pb2.StepColumn.ValueType"
 
@@ -141,7 +141,7 @@ def _read_releases(message: cache_pb2.StepColumns) -> Releases:
 
 
 def _read_starts(name: str, raw: bytes, entries: int) -> Sequence[int]:
-    """Where each entry begins among the blocks of all, and where the last one ends."""
+    """Beginning of each entry among the blocks of all, and the end of the last one."""
     if not raw:
         return range(entries + 1)
     return list(accumulate(_unpack("I", name, raw, entries), initial=0))

@@ -122,7 +122,7 @@ _LEAST_ENTRY_BYTES = 2
 
 _Row = tuple[int, str, Bound, str, str]
 _CHECKS: dict[Any, tuple[_Row, ...]] = {}
-"""By message: its rows, those first that the shortest message can exceed."""
+"""Rows of each message, those first that the shortest message can exceed."""
 
 
 def check_fields(message: Any, size_bytes: int | None = None) -> None:

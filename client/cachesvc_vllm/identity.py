@@ -275,7 +275,7 @@ def _type_name(kind: type) -> str:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """Its fields, or what else it has; nothing of what is no data."""
+    """Fields of a value, or what else it has; nothing of what is no data."""
     if is_dataclass(value):
         return {each.name: getattr(value, each.name, None) for each in fields(value)}
     return dict(vars(value)) if hasattr(value, "__dict__") else {}

@@ -123,7 +123,7 @@ class Announcer:
         self._noted.pop(request_id, None)
 
     def reset(self) -> None:
-        """Nothing older can be hit by this engine any more."""
+        """Drop all older events: this engine can hit none of their blocks any more."""
         self._noted.clear()
         self._tokens.forget()
 

@@ -49,7 +49,7 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         self.data = _nothing()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """This one, with what another process of the engine saw, or a later moment."""
+        """Add what another process of the engine saw, or a later moment."""
         for name in COUNTS:
             self.data[name] += other.data[name]
         for name in TIMES:
@@ -58,7 +58,7 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: counts, and the times of iterations and of loads, in the middle and at most."""
+        """Reduce for vLLM's log: counts, and the times of iterations and of loads, in the middle and at most."""
         told: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
         for name in TIMES:
             if seconds := self.data[name]:

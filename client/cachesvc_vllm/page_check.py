@@ -16,7 +16,7 @@ from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from cachesvc_vllm.errors import ConnectorRefused
 
 DEADLINE_S = 600.0
-"""All sealed pages are read, at the daemon's ``--checksum-limit``."""
+"""Time limit of a check, seconds: it reads all sealed pages, at the daemon's ``--checksum-limit``."""
 
 
 class PageChanged(RuntimeError):

@@ -113,8 +113,8 @@ class WorkerSide:
         self._check("the start, after warm-up")
 
     def begin_step(self, next_lease: str) -> None:
-        """After a loss, when nothing uses any page, the scheduler asks to move to another lease, whose pages it uses
-        once all ranks have. Raises as ``Node.follow``."""
+        """Move to another lease, which the scheduler asks for after a loss, when nothing uses any page; it uses that
+        lease's pages once all ranks have moved. Raises as ``Node.follow``."""
         if self._node is None or not next_lease:
             return
         if self._node.pool.is_on_gpu:
@@ -122,7 +122,7 @@ class WorkerSide:
         self._told = WorkerLease(self._node.follow(next_lease))
 
     def take_lease(self) -> WorkerLease | None:
-        """For the scheduler, in a step in which it asked: the lease whose slab the tensors lie on."""
+        """Lease whose slab the tensors lie on, for the scheduler, in a step in which it asked."""
         told, self._told = self._told, None
         return told
 

@@ -19,7 +19,7 @@ class Link(Protocol):
 
     @property
     def both_bytes_per_us(self) -> float:
-        """Both at once, together."""
+        """Rate of both directions at once, summed."""
 
     @property
     def per_copy_us(self) -> float:
@@ -49,12 +49,12 @@ class DeviceLine:
     link: Link | None
 
     def logged(self) -> dict[str, object]:
-        """For the log, whose events have a name of their own."""
+        """Fields for the log, whose events have a name of their own."""
         known = self.shown()
         return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
 
     def shown(self) -> dict[str, object]:
-        """By the names of DeviceStatus."""
+        """Fields by the names of DeviceStatus."""
         known: dict[str, object] = {
             "uuid": self.uuid,
             "name": self.name,

@@ -26,7 +26,7 @@ SO_PEERPIDFD = 77
 MOST_GROUPS = 256
 PROC = Path("/proc")
 _START_TIME = 19
-"""Its place in /proc/PID/stat, counted from the field after the command's name."""
+"""Index of the start time in /proc/PID/stat, counted from the field after the command's name."""
 
 
 class PeerProcess(NamedTuple):

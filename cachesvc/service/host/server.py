@@ -47,8 +47,8 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS, ``client_ca`` mutual TLS.
-    ``health``: HOST:PORT for probes. ``group``: group that may open the unix socket beside its owner."""
+    """Addresses of the listeners. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS, ``client_ca`` mutual
+    TLS. ``health``: HOST:PORT for probes. ``group``: group that may open the unix socket beside its owner."""
 
     unix: str
     tcp: str = ""

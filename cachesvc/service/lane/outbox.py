@@ -63,8 +63,8 @@ class Outbox:
 
 
 def _nobody() -> None:
-    """It is closed."""
+    """Do nothing: the outbox is closed."""
 
 
 def _nobody_told(_: str) -> None:
-    """It is closed."""
+    """Do nothing: the outbox is closed."""

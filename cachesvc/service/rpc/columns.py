@@ -87,7 +87,7 @@ class ColumnRun:
         return spot
 
     def odd(self, spot: Spot) -> cache_pb2.OperationResult:
-        """Where to put an answer that takes more than a number."""
+        """Result for an answer that takes more than a number."""
         return self.answer.odd.add(column=spot.column, index=spot.entry).result
 
     def blocks(self, column: Column, first: int, last: int) -> int:
@@ -96,11 +96,11 @@ class ColumnRun:
         return last - first if starts is None else max(starts[last] - starts[first], last - first)
 
     def end(self) -> None:
-        """Every entry has its answer."""
+        """End: every entry has its answer."""
         pack_answer(self.numbers, self.answer)
 
     def _cut(self, column: Column, first: int, left: int) -> int:
-        """Where ``left`` blocks end, one entry on at least."""
+        """End of the range of ``left`` blocks, one entry on at least."""
         starts = self._starts.get(column)
         last = first + max(left, 1)
         if starts is not None:

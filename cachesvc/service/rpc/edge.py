@@ -74,7 +74,7 @@ class Edge:
     def serve(
         self, method: Method[Q, R], request: Q, context: Context, parent: Parent, seconds: float | None = None
     ) -> Served[R]:
-        """One message of a call, of any shape."""
+        """Serve one message of a call, of any shape."""
         self.calls += 1
         process = partial(self._process, context)
         return self.dispatcher.serve(caller(), method, request, process=process, seconds=seconds, parent=parent)

@@ -185,7 +185,7 @@ EXTEND: Operation[cache_pb2.ExtendRequest, int, cache_pb2.ExtendResponse] = Oper
 OPERATIONS: dict[str, Operation[Any, Any, Any]] = {
     row.name: row for row in (MATCH, ALLOCATE, PUBLISH, SWAP, RECYCLE, RELEASE, PREFETCH, EXTEND)
 }
-"""By the name that StepOperation and OperationResult have for them."""
+"""Operations by their names in StepOperation and OperationResult."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Catalogue:
             return self._drop(self._packed(name))
 
     def use(self, name: ObjectName, now: int) -> int | None:
-        """It is used: when it was before; None where it is not known."""
+        """Note a use; returns the time of the last one, None for an unknown object."""
         key = self._packed(name)
         with self._lock:
             value = self._entries.get(key)
@@ -104,7 +104,7 @@ class Catalogue:
             self._reading[self._packed(name)] += 1
 
     def end_read(self, name: ObjectName) -> None:
-        """It was read."""
+        """Note the end of a read."""
         key = self._packed(name)
         with self._lock:
             self._reading[key] -= 1
@@ -131,7 +131,7 @@ class Catalogue:
         return victims
 
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
-        """All objects, or those of a scope."""
+        """Names of all objects, or of a scope's."""
         with self._lock:
             number = None if scope is None else self._numbers.get(scope, b"none")
             return [self._name(key) for key in self._entries if number is None or key.startswith(number)]

@@ -74,7 +74,7 @@ class FileStorage:
         self._keeper.start()
 
     def register(self, chunk: memoryview) -> None:
-        """Any memory will do."""
+        """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
         """Kept beside the objects."""
@@ -86,7 +86,7 @@ class FileStorage:
         self._catalogue.gone = gone
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """By what was found; None until all was looked through."""
+        """Expect what was found; None until the folder was read whole."""
         return self._catalogue.expects(scope, keys, parts) if self._scanned.is_set() else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
@@ -97,7 +97,7 @@ class FileStorage:
         self._readers.add([Job(lambda _: found(list(map(os.path.exists, paths))), partial(found, nothing), deadline)])
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In the order of ``items``, as many at a time as there are readers."""
+        """Read in the order of ``items``, as many at a time as there are readers."""
         self._readers.add(
             [
                 Job(partial(self._read, index, item, each), partial(each, index, Outcome.BUSY), deadline)
@@ -106,7 +106,7 @@ class FileStorage:
         )
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In the order of ``items``."""
+        """Write in the order of ``items``."""
         self._writers.add(
             [
                 Job(partial(self._write, index, item, each), partial(each, index, Outcome.BUSY), deadline)
@@ -115,7 +115,7 @@ class FileStorage:
         )
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """At once, on the caller's thread: a file is some 20 us."""
+        """Remove at once, on the caller's thread: a file is some 20 us."""
         for name in names:
             self._catalogue.drop(name)
             remove(object_path(self._folder.objects, name))
@@ -169,7 +169,7 @@ class FileStorage:
         self._catalogue.drop(name)
 
     def status(self) -> StoreStatus:
-        """By the catalogue."""
+        """Status by the catalogue."""
         status = self._catalogue.status(int(time.time()))
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
@@ -177,7 +177,7 @@ class FileStorage:
         return status
 
     def totals(self) -> Totals:
-        """By the catalogue."""
+        """Totals by the catalogue."""
         known = self._catalogue
         return Totals(len(known), known.size_bytes, self._options.capacity, self._space.evicted_objects)
 
@@ -240,7 +240,7 @@ class FileStorage:
         return Outcome.OK
 
     def _touch(self, name: ObjectName, fd: int, facts: os.stat_result) -> None:
-        """It is used: for the order of eviction now, and after a restart."""
+        """Note a use, for the order of eviction now and after a restart."""
         now = int(time.time())
         if self._catalogue.use(name, now) is None:
             self._catalogue.add(name, facts.st_size, now)  # another daemon's

@@ -54,7 +54,7 @@ class Folder:
             ) from error
 
     def release(self) -> None:
-        """This daemon writes no more."""
+        """Release the lock: this daemon writes no more."""
         if self._lock_fd is not None:
             shutil.rmtree(self.mine, ignore_errors=True)
             os.close(self._lock_fd)

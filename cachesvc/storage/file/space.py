@@ -71,7 +71,7 @@ class Space:
             return Room(size_bytes, None)
 
     def give_back(self, room: Room) -> None:
-        """Its file is an object now, or there is none."""
+        """Give reserved room back: its file is an object now, or there is none."""
         with self._lock:
             self._reserved -= room.size_bytes
 

@@ -25,7 +25,7 @@ class Account:
             self._of(scope).label = label
 
     def add(self, name: ObjectName, size_bytes: int) -> None:
-        """It was put, and was there."""
+        """Count an object that was put, and was there."""
         with self._lock:
             self._drop(name)
             self._sizes[name] = size_bytes
@@ -36,12 +36,12 @@ class Account:
                 self._drop(next(iter(self._sizes)))
 
     def drop(self, name: ObjectName) -> None:
-        """It is gone, where it was known at all."""
+        """Forget an object, if it is known."""
         with self._lock:
             self._drop(name)
 
     def purge(self, scope: Scope | None) -> None:
-        """All of a scope, or all."""
+        """Forget all objects of a scope, or all."""
         with self._lock:
             for name in [name for name in self._sizes if scope in (None, name.scope)]:
                 self._drop(name)
@@ -58,7 +58,7 @@ class Account:
             return Totals(len(self._sizes), sum(kept.size_bytes for kept in self._kept.values()), 0, 0)
 
     def names(self) -> list[ObjectName]:
-        """All of them."""
+        """Names of all counted objects."""
         with self._lock:
             return list(self._sizes)
 

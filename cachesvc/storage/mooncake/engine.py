@@ -93,11 +93,11 @@ class MooncakeStorage:
         self._writers.start()
 
     def register(self, chunk: memoryview) -> None:
-        """With the library's client, as soon as there is one."""
+        """Register memory with the library's client, as soon as there is one."""
         self._registered.add(chunk)
 
     def describe(self, scope: Scope, label: str) -> None:
-        """For this daemon's status alone."""
+        """Set a label for this daemon's status alone."""
         self._account.describe(scope, label)
 
     def watch(self, gone: Gone) -> None:
@@ -121,11 +121,11 @@ class MooncakeStorage:
         self._questions.add(ask, partial(found, nothing))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In batches, each piece to where it belongs."""
+        """Read in batches, each piece to where it belongs."""
         self._readers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In batches, each piece from where it is."""
+        """Write in batches, each piece from where it is."""
         self._writers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
 
     def remove(self, names: Sequence[ObjectName]) -> None:
@@ -136,7 +136,7 @@ class MooncakeStorage:
         self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
 
     def purge(self, scope: Scope | None) -> int:
-        """All nodes' objects. Raises Unavailable."""
+        """Purge all nodes' objects. Raises Unavailable."""
         library = self._library
         pattern = f"^{FORMAT}/" if scope is None else f"^{FORMAT}/{re.escape(scope.text)}/"
         code = -1 if library is None else library.remove_by_regex(pattern, True)

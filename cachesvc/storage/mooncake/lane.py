@@ -34,13 +34,13 @@ class Task:
     is_aside: bool = False
 
     def end(self, outcome: Outcome) -> None:
-        """Nothing of it moves any more. The first end counts."""
+        """End a task, none of whose bytes move any more. The first end counts."""
         if not self.is_ended:
             self.is_ended = True
             self.each(self.index, outcome)
 
     def set_aside(self) -> bool:
-        """It is not carried out any more, and something of it may still move. True the first time."""
+        """Set aside a task of which bytes may still move. True the first time."""
         is_first = not self.is_ended and not self.is_aside
         if is_first:
             self.is_aside, self.deadline = True, float("-inf")
@@ -73,7 +73,7 @@ class Lane:
             thread.start()
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Those that find no room are BUSY."""
+        """Queue tasks. Those that find no room are BUSY."""
         with self._changed:
             room = MOST_WAITING - len(self._waiting) if self._is_open else 0
             self._waiting.extend(tasks[:room])

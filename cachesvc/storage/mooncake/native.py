@@ -24,7 +24,7 @@ TRANSFER_FAILED = -800
 ABSENT = frozenset((NOT_FOUND, NOT_COMPLETE))
 """Codes of a read: there is no such object, or its writer never ended."""
 KNOCK_SECONDS = 1.0
-"""Until a master that does not answer counts as absent: the client's own setup tries for 90 s (0.3.13)."""
+"""Time after which a silent master counts as absent, seconds: the client's own setup tries for 90 s (0.3.13)."""
 
 PROBE_SECONDS = 20.0
 _PROBE = """
@@ -145,6 +145,6 @@ def replication(module: Any, replicas: int) -> object:
 
 
 def addresses(head: memoryview, pages: Sequence[memoryview]) -> tuple[list[int], list[int]]:
-    """Where an object's bytes are, and how many there."""
+    """Addresses of an object's bytes, and the sizes there."""
     pieces = (head, *(page for page in pages if len(page)))
     return list(map(address_of, pieces)), list(map(len, pieces))

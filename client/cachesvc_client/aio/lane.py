@@ -66,7 +66,7 @@ class AsyncLane(LaneEnd):
         check_welcome(inbox.came.popleft())
 
     async def call(self, number: int, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call. Raises grpc.RpcError."""
+        """Attempt a call once. Raises grpc.RpcError."""
         inbox = AsyncInbox()
         tag = self._enter(inbox)
         try:

@@ -135,7 +135,7 @@ class LeaseCalls:
             self.connection.untold.append(request)
 
     def move(self, connection: Connection) -> None:
-        """The same daemon was found again: this lease is lost, and its end will be told over ``connection``."""
+        """Move a lost lease to ``connection``, over which its end will be reported: the same daemon was found again."""
         self.record.lose(self.connection.gone())
         self.connection = connection
 

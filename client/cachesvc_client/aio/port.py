@@ -46,7 +46,7 @@ class AsyncPort:
         self._channel = self._make_channel(socket_path, self._options)
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call."""
+        """Attempt a call once."""
         lane, number = self._lane, number_of(method)
         if lane is not None and number and lane.has_room:
             return await lane.call(number, method, request, timeout_s, metadata)
@@ -145,7 +145,7 @@ class AsyncPort:
         self.tell(self._end_calls)
 
     def tell(self, callback: Callable[[], None]) -> None:
-        """On the loop."""
+        """Call back on the loop."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
             self._loop.call_soon_threadsafe(callback)

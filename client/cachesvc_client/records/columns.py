@@ -256,7 +256,8 @@ class ColumnsRecord(Generic[H]):
         return np.array(list(newest), np.intp), np.array(list(newest.values()), np.int64)
 
     def _forget_windows(self, slots: Indices) -> None:
-        """They are to be released: what comes later may find another sequence in their place."""
+        """Forget the windows of slots that are to be released: later events may find another sequence in their
+        place."""
         held = [(*each, ~np.isin(each[1], slots)) for each in self._windows]
         self._windows = [(launch, at[stay], tokens[stay], ids[stay]) for launch, at, tokens, ids, stay in held]
 

@@ -66,7 +66,7 @@ class Lent(Protocol):
         """State of the sequence of a slot."""
 
     def pull(self, slot: int) -> SequenceRecord:
-        """Its record, with what the columns hold."""
+        """Record of a slot's sequence, with what the columns hold."""
 
     def push(self, slot: int) -> None:
         """The columns hold what its record has."""
@@ -75,7 +75,7 @@ class Lent(Protocol):
         """Mark the slot unused."""
 
     def end_later(self, slot: int, launch: int) -> None:
-        """Its sequence is released once a launch has ended; the slot is free."""
+        """Release its sequence once a launch has ended; the slot is free."""
 
     def cells(self, growing: Growing, entry: int) -> list[GroupCells]:
         """The stock pages that an entry took."""
@@ -131,7 +131,7 @@ class ColumnsPart:
 
     @property
     def sends_keys(self) -> bool | None:
-        """Whether its publishes have keys; None without any."""
+        """True where its publishes have keys; None without any."""
         return None if self._publishing is None or not len(self._publishing.slots) else len(self._publishing.keys) > 0
 
     def used(self) -> Iterator[Indices]:
@@ -213,7 +213,7 @@ class ColumnsPart:
         self.counts = 0, *self.counts[1:]
 
     def fail(self, error: CacheClientError, lease: LeaseRecord) -> None:
-        """No answer comes."""
+        """Fail the part: no answer comes."""
         self._columns.parts.remove(self)
         for column, count in zip(IN_ORDER, self.counts, strict=True):
             for index in range(count):

@@ -50,7 +50,7 @@ class SentStep:
     is_answered: bool = False
 
     def outcome(self) -> list[Any]:
-        """One result or CacheClientError for each operation. Raises what refused the step as a whole."""
+        """Result or CacheClientError of each operation. Raises what refused the step as a whole."""
         assert self.is_answered
         if self.error is not None:
             raise self.error
@@ -177,7 +177,7 @@ class StepBook:
         step.is_answered = True
 
     def refuse(self, error: CacheClientError) -> None:
-        """No answer will ever come: every step under way fails."""
+        """Fail every step in flight: no answer will come."""
         while self.under_way:
             self._end(self.under_way.popleft(), error)
 
@@ -216,7 +216,7 @@ class StepBook:
                 self._lease.hold(record)
 
     def _end(self, step: SentStep, error: CacheClientError) -> None:
-        """No result comes: all operations fail."""
+        """Fail all operations of a step: no result comes."""
         for each in step.all():
             if isinstance(each.owner, SequenceRecord):
                 each.owner.steps -= 1

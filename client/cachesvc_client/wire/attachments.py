@@ -8,7 +8,7 @@ from collections import Counter
 
 
 class Attachments:
-    """Those of one connection. Safe to use from several threads."""
+    """Attachments of one connection. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -20,7 +20,7 @@ class Attachments:
             self._counts[lease_id, rank] += 1
 
     def end(self, lease_id: str, rank: int) -> bool:
-        """One was unmapped, or never came; True when it was the last."""
+        """Note that one was unmapped, or never came; True when it was the last."""
         with self._lock:
             self._counts[lease_id, rank] -= 1
             left = self._counts[lease_id, rank]

@@ -1,4 +1,4 @@
-"""Whether a call that broke on its way is sent again: the rule that the blocking and the awaited client share."""
+"""Rule for sending a broken call again, shared by the blocking and the awaited client."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class BlockingLane(LaneEnd):
         check_welcome(inbox.came.popleft())
 
     def call(self, number: int, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call. Raises grpc.RpcError."""
+        """Attempt a call once. Raises grpc.RpcError."""
         inbox, deadline_s = Inbox(), time.monotonic() + timeout_s
         tag = self._enter(inbox)
         try:
@@ -82,7 +82,7 @@ class BlockingLane(LaneEnd):
         return answer
 
     def ping(self, timeout_s: float) -> None:
-        """There and back, and nothing else. Raises grpc.RpcError."""
+        """Send a ping and wait for its answer. Raises grpc.RpcError."""
         inbox = Inbox()
         self._send(encode(PING, 0, 0, self._enter(inbox), b""), timeout_s)
         if not self.wait(inbox, time.monotonic() + timeout_s):

@@ -38,7 +38,7 @@ NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
 """A rate's bucket has another token by then, and a daemon at its limit of calls has ended some."""
 LANE_PAUSE_S = 1.0
-"""After a lane broke, calls go by gRPC for so long before another one is asked for."""
+"""Pause after a lane broke before the next one is asked for, seconds; calls go by gRPC meanwhile."""
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 log = logging.getLogger(__name__)
@@ -218,6 +218,6 @@ class Connection:
         await self.port.close()
 
     def _lose(self) -> None:
-        """From the thread that noticed it."""
+        """Note the loss, from the thread that noticed it."""
         self.port.end_calls()
         self.port.tell(self._on_lost)

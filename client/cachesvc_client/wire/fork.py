@@ -14,7 +14,7 @@ class Inherited(Protocol):
     """Resource that a child must not keep open."""
 
     def forget(self) -> None:
-        """In the child: close its copy, and nothing else."""
+        """Close the child's copy, and nothing else."""
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()

@@ -72,7 +72,7 @@ class LaneEnd:
         return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
 
     def forget(self) -> None:
-        """In a child of this process: the lane is the parent's."""
+        """Forget the lane in a child of this process: it is the parent's."""
         self._socket.close()
 
     def _enter(self, inbox: Inbox) -> int:
@@ -170,7 +170,7 @@ def _too_large(body: bytes) -> grpc.RpcError:
 
 
 def late() -> grpc.RpcError:
-    """No answer in time."""
+    """Error of a call without an answer in time."""
     return failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
 
 

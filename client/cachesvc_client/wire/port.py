@@ -83,7 +83,7 @@ class Port(Protocol):
         """Make the channel; it connects at the first call."""
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call. Raises grpc.RpcError."""
+        """Attempt a call once. Raises grpc.RpcError."""
 
     def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
         """Open a stream. Raises ChannelClosed."""
@@ -93,8 +93,8 @@ class Port(Protocol):
         """True while calls go by a lane."""
 
     async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
-        """From now on the calls that a lane carries go by this one, which is the port's to close, in place of an
-        earlier one. Raises DaemonUnavailable, grpc.RpcError: they go by the channel."""
+        """Use a lane for the calls that it carries, in place of an earlier one; the port closes it. Raises
+        DaemonUnavailable, grpc.RpcError: they go by the channel."""
 
     def open_steps(self, metadata: Metadata) -> StepLine:
         """Open a stream of steps, by the lane where there is one. Raises ChannelClosed."""

@@ -106,7 +106,7 @@ class Reload(Question[inspect_pb2.ReloadResponse]):
         return admin.Reload(inspect_pb2.ReloadRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ReloadResponse) -> str:
-        """One setting a line."""
+        """Show one setting a line."""
         rows = [
             (change.name, describe_setting(change.name, change.before), describe_setting(change.name, change.after))
             for change in answer.changes

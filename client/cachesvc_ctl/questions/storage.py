@@ -32,7 +32,7 @@ class Storage(Question[Message]):
     )
 
     def ask(self, admin: Admin) -> Message:
-        """One of three calls."""
+        """Make one of three calls."""
         said = self.arguments
         if said.verify:
             return admin.CheckStorage(storage_pb2.CheckStorageRequest(), timeout=LONG_SECONDS)

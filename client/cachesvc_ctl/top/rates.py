@@ -18,7 +18,7 @@ KEPT_LOOKS = 120
 HOTTEST = 12
 POOL_STATES = ("sealed", "private", "in_flight", "quarantined")
 MARKS = "#o>!"
-"""One a pool state, in their order; spaces are free pages."""
+"""Mark of each pool state, in their order; spaces are free pages."""
 
 SPARKS = " ▁▂▃▄▅▆▇█"
 
@@ -61,7 +61,7 @@ class History:
         return is_new
 
     def rates(self) -> list[Rates]:
-        """One for each pair of neighbours, oldest first."""
+        """Rates of each pair of neighbours, oldest first."""
         looks = list(self.looks)
         return [rates(before, after) for before, after in pairwise(looks)]
 
