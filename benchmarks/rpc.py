@@ -28,6 +28,7 @@ import grpc
 import numpy as np
 from cachesvc_client import (
     CacheClient,
+    CacheClientError,
     Lease,
     PoolExhausted,
     Sequence,
@@ -354,11 +355,9 @@ def step_times(
     """
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 12 // count)
-    columns = lease.columns(count, turns + 2)
     sequences = [lease.match(rng.bytes(32 * (rounds + 8))) for _ in range(count)]
     for sequence in sequences:
         sequence.allocate(1)  # on a full pool the stock is replaced by as much as the engine has grown
-    slots = np.array([columns.add(sequence) for sequence in sequences])
     out = []
     with lease.step(stock_pages=2 * count) as stream:
         stream.submit()
@@ -367,21 +366,27 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))  # engines begin an iteration so often
             next_s += every_s
             began = time.perf_counter()
-            pending = None
-            while pending is None:
+            batch = stream.batch()
+            for sequence in sequences:
                 try:
-                    publishes = (slots, turn) if publish and turn > 0 else None
-                    pending = stream.send_columns(columns, grow=slots, publish=publishes)
+                    sequence.grow_from_stock()
                 except StockEmpty:  # a full pool is evicted for the stock a turn's worth at a time
                     stream.submit()
+                    sequence.grow_from_stock()
+                if publish and turn > 0:
+                    batch.publish(sequence, turn)
+            pending = stream.send(batch)
             sent = time.perf_counter()
             if kernels_s:
                 time.sleep(kernels_s)  # as long as kernels would run
             resumed = time.perf_counter()
-            answer = pending.answer()
+            answers = pending.results()
             out.append((time.perf_counter() - resumed + sent - began) * 1e3)
-            assert not answer.odd, answer.odd
-        stream.submit_columns(columns, release=slots)
+            assert not any(isinstance(each, CacheClientError) for each in answers), answers
+        batch = stream.batch()
+        for sequence in sequences:
+            batch.release(sequence)
+        stream.submit(batch)
     return out
 
 

@@ -7,7 +7,6 @@ CudaError                a call of the driver failed: which, and its code
 
 from __future__ import annotations
 
-NOT_READY = 600
 OUT_OF_MEMORY = 2
 
 

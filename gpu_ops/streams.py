@@ -286,12 +286,6 @@ class Mark:
         with current(self._context) as cuda:
             cuda.call("cuEventSynchronize", self._event)
 
-    @property
-    def is_reached(self) -> bool:
-        """True once the stream has come here. Raises as ``wait``."""
-        with current(self._context) as cuda:
-            return cuda.is_done("cuEventQuery", self._event)
-
     def close(self) -> None:
         """Give the event back. Idempotent."""
         if self._event:

@@ -16,7 +16,7 @@ from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
-from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet, PracticeGround
+from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet
 from cachesvc.memory.cuda_slab import CudaSlab
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
@@ -45,7 +45,6 @@ class Device:
     queues: list[GpuQueue]
     copying: CopyThreads
     health: GpuHealth
-    practice: PracticeGround
     used_bytes: int = 0
 
 
@@ -278,7 +277,6 @@ class CudaBackend:
         for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues:
                 device.health.attempt(queue.close)
-            device.health.attempt(device.practice.close)
         for slab in list(self._slabs.values()):
             slab.close()
         for region in list(self._peers):
@@ -313,21 +311,19 @@ class CudaBackend:
         health = self._health[uuid]
         with ExitStack() as undo:
             timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
-            practice = PracticeGround(gpu, vmm=self._vmm)
-            undo.callback(health.attempt, practice.close)
             queues: list[GpuQueue] = []
 
-            def runner(way: Direction) -> CudaRunner:
+            def runner() -> CudaRunner:
                 queue = gpu.queue()
                 undo.callback(health.attempt, queue.close)
                 queue.start()
                 queues.append(queue)
-                return CudaRunner(queue, timeline, lambda: self._regions, health, practice.copies(way))
+                return CudaRunner(queue, timeline, lambda: self._regions, health)
 
-            runners, peers = {way: runner(way) for way in Direction}, runner(Direction.LOAD)
+            runners, peers = {way: runner() for way in Direction}, runner()
             undo.pop_all()
         copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock, peers=peers)
-        return Device(gpu, timeline, queues, copying, health, practice)
+        return Device(gpu, timeline, queues, copying, health)
 
     def _open_peers(self) -> None:
         for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):

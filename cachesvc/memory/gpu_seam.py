@@ -39,10 +39,6 @@ class GpuMemory(Protocol):
 class GpuMark(Protocol):
     """A point on a queue."""
 
-    @property
-    def is_reached(self) -> bool:
-        """True once the queue has come here. Raises as ``wait``."""
-
     def wait(self) -> None:
         """Sleep until the queue has come here. Raises RuntimeError for what broke on the way."""
 

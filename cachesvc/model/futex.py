@@ -1,9 +1,8 @@
 """32-bit words in memory that several processes map: set one and wake its waiters; wait without polling.
 
 The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
-waiter sleeps in the kernel, and the writer of a word wakes it from any process, container or namespace that maps the
-same file. A processor that sleeps takes 50 us and more to wake up: a writer that knows that a word is about to move
-wakes its waiter before it does, and the waiter then polls for a moment.
+waiter sleeps in the kernel, and whoever sets a word wakes it from any process, container or namespace that
+maps the same file.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from cachesvc.model.transfer import has_reached
 WORD_BYTES = 4
 FOREVER_S = 1e6
 LATE_PART = 1 / 16
-"""Share of a wait by which a waiter may be late to notice a word whose writer wakes none."""
-EARLY_S = 500e-6
-"""Time for which a waiter that was woken before the word has moved polls almost without sleeping, seconds."""
+"""Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
 Words = npt.NDArray[np.uint32]
 
 
@@ -100,8 +97,7 @@ def fence() -> None:
 
 
 def wake(words: Words, index: int) -> int:
-    """Wake all waiters on a word that another writer has set, such as a GPU, or is about to set; returns how many
-    slept."""
+    """Wake all waiters of a word that was set, such as by a GPU. Returns how many slept."""
     woken = _call(_number, _address(words, index), _FUTEX_WAKE, _EVERYBODY, None)
     if woken < 0:
         raise OSError(ctypes.get_errno(), f"FUTEX_WAKE of word {index} failed")
@@ -119,7 +115,6 @@ def wait_reached(
     """
     address, began = _address(words, index), time.monotonic()
     looks_s = (FOREVER_S, FOREVER_S) if poll_s is None else poll_s
-    awake_until = began
     while True:
         value = load(words, index)
         if has_reached(value, target):
@@ -127,10 +122,7 @@ def wait_reached(
         now = time.monotonic()
         if now >= deadline_s:
             return False
-        if now < awake_until:
-            time.sleep(0)  # some 70 us: the writer of the word may need this very processor
-        elif _sleep_while(address, value, min(deadline_s - now, pause_s(looks_s, now - began))):
-            awake_until = time.monotonic() + EARLY_S * (load(words, index) == value)
+        _sleep_while(address, value, min(deadline_s - now, pause_s(looks_s, now - began)))
 
 
 def pause_s(poll_s: tuple[float, float], waited_s: float) -> float:
@@ -139,16 +131,13 @@ def pause_s(poll_s: tuple[float, float], waited_s: float) -> float:
     return min(max(shortest_s, LATE_PART * waited_s), longest_s)
 
 
-def _sleep_while(address: int, value: int, seconds: float) -> bool:
-    """Sleep until woken, and only then return True; or until ``seconds`` have passed, there is a signal, or the word is
-    not ``value``."""
+def _sleep_while(address: int, value: int, seconds: float) -> None:
+    """Sleep until woken, ``seconds`` have passed, there is a signal, or the word is not ``value``."""
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     if _call(_number, address, _FUTEX_WAIT, value, ctypes.addressof(limit)) < 0:
         why = ctypes.get_errno()
         if why not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(why, "FUTEX_WAIT failed")
-        return False
-    return True
 
 
 def _address(words: Words, index: int) -> int:

@@ -227,6 +227,12 @@ class Processes:
         """The process of each device's mover."""
         return {device: mover.pid for device, mover in self._at.items()}
 
+    def hurry(self) -> None:
+        """The daemon stops: wait for no mover that hangs."""
+        with self._lock:
+            lives = list(self._lives.values())
+        _at_once([life.hurry for life in lives])
+
     def close(self) -> None:
         """End every mover in order. Idempotent."""
         with ThreadPoolExecutor(len(self._at)) as threads:
@@ -250,11 +256,6 @@ class Processes:
         """Take no more jobs."""
         for mover in self._at.values():
             mover.stop()
-
-    def rouse(self, devices: Sequence[str]) -> None:
-        """Jobs of these devices come in a moment."""
-        for device in devices:
-            self._at[device].rouse()
 
     def submit(self, job: RankJob) -> None:
         """Hand a job to its device's mover."""

@@ -203,7 +203,6 @@ class SwapEngine:
             model = self._model(transfer.model)
             replica = model.replica(transfer.replica)
             source = None if transfer.source_replica is None else model.replica(transfer.source_replica)
-        self._movers.rouse(replica.devices)
         moves = rank_moves(model, replica, source, transfer)
         with self._lock:
             if not self._is_open:

@@ -18,12 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from cachesvc.memory.seam import (
-    COPY_FIELDS,
     Backend,
-    CopyBatch,
     CopyJob,
     CopyStep,
     CopyStream,
@@ -77,9 +73,6 @@ class Movers(Protocol):
     def timeline(self, device: str) -> Timeline:
         """The words of a device that works, or of one that worked last."""
 
-    def rouse(self, devices: Sequence[str]) -> None:
-        """Announce jobs of these devices: a sleeping mover may wake up. A hint; no job need follow."""
-
     def submit(self, job: RankJob) -> None:
         """Have a job done. Raises nothing: a job that cannot be done ends, perhaps before this returns."""
 
@@ -97,9 +90,6 @@ class Movers(Protocol):
 
     def stop(self) -> None:
         """Take no more jobs; those that are there end with the memory. Idempotent."""
-
-
-_NO_COPIES: CopyBatch = np.empty((0, len(COPY_FIELDS)), np.int64)
 
 
 @dataclass(slots=True)
@@ -149,9 +139,6 @@ class Inside:
         """The words of a device."""
         return self._timelines[device]
 
-    def rouse(self, devices: Sequence[str]) -> None:
-        """No-op: in-process movers need no wake-up."""
-
     def submit(self, job: RankJob) -> None:
         """Queue a job; one that cannot be ends here, with its waiters released."""
         self._take(job, lambda stream, copies: stream.submit(copies))
@@ -192,21 +179,6 @@ class Inside:
 
     def forget(self, pools: Sequence[Pool]) -> None:
         """No-op: no pools are kept here."""
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a job has not ended."""
-        return bool(self._under_way)
-
-    def rehearse(self, job: RankJob) -> None:
-        """Plan a job's first part, and submit none of it: all that a job passes through is used. Raises Unavailable,
-        LimitExceeded."""
-
-        def steps() -> Iterator[CopyStep]:
-            next(self._steps(job), None)
-            yield CopyStep(_NO_COPIES, size_bytes=0)
-
-        self._stream(job).submit_here(CopyJob(job.ticket, steps(), None, None, 0, lambda _: None, size_bytes=0))
 
     def stop(self) -> None:
         """Take no more jobs."""

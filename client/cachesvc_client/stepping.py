@@ -6,11 +6,8 @@ from typing import Any
 
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.sequence import AsyncSequence
-from cachesvc_client.aio.stepping import AsyncPendingColumns, AsyncPendingStep, AsyncStepStream
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.aio.stepping import AsyncPendingStep, AsyncStepStream
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns import SequenceColumns, Slots
-from cachesvc_client.records.columns_part import ColumnsAnswer
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.wire.blocking import drive
 
@@ -29,17 +26,6 @@ class PendingStep:
         such as LeaseLost.
         """
         return drive(self._calls.results(timeout_s))
-
-
-class PendingColumns:
-    """Columns that were sent in a step."""
-
-    def __init__(self, calls: AsyncPendingColumns) -> None:
-        self._calls = calls
-
-    def answer(self, timeout_s: float | None = None) -> ColumnsAnswer:
-        """Results by column; plain answers are in the columns by then. Raises as ``PendingStep.results``."""
-        return drive(self._calls.answer(timeout_s))
 
 
 class StepStream:
@@ -75,57 +61,6 @@ class StepStream:
         Raises LimitExceeded (too many steps under way), LeaseLost, AlreadyClosed, DaemonUnavailable.
         """
         return PendingStep(drive(self._calls.send(batch)))
-
-    def submit_columns(
-        self,
-        columns: SequenceColumns[Any],
-        *,
-        grow: Slots | tuple[Slots, Slots] | None = None,
-        publish: tuple[Slots, Slots] | tuple[Slots, Slots, PackedKeys] | None = None,
-        recycle: tuple[Slots, Slots] | None = None,
-        release: Slots | None = None,
-        batch: StepBatch[Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> ColumnsAnswer:
-        """Send what the sequences of ``columns`` do in an iteration, by their slots, and wait for the answer.
-
-        ``grow``: slots that take a block of the stock each, or ``(slots, blocks)``; their cells are in ``tables`` at
-        once. ``publish``: ``(slots, upto_blocks)``, or with the packed keys of all new blocks, slot by slot, where
-        Match was not told them. ``recycle``: ``(slots, computed_tokens)``. ``release``: slots that are free afterwards.
-        ``batch``: what other sequences want, after that. What launches may use waits for them, as with handles.
-
-        Raises as ``send`` and ``PendingStep.results``; StockEmpty and InvalidRequest (nothing is taken or sent).
-        """
-        return drive(
-            self._calls.submit_columns(
-                columns,
-                grow=grow,
-                publish=publish,
-                recycle=recycle,
-                release=release,
-                batch=batch,
-                timeout_s=timeout_s,
-            )
-        )
-
-    def send_columns(
-        self,
-        columns: SequenceColumns[Any],
-        *,
-        grow: Slots | tuple[Slots, Slots] | None = None,
-        publish: tuple[Slots, Slots] | tuple[Slots, Slots, PackedKeys] | None = None,
-        recycle: tuple[Slots, Slots] | None = None,
-        release: Slots | None = None,
-        batch: StepBatch[Any] | None = None,
-    ) -> PendingColumns:
-        """Send like ``submit_columns``; collect the answer later."""
-        return PendingColumns(
-            drive(
-                self._calls.send_columns(
-                    columns, grow=grow, publish=publish, recycle=recycle, release=release, batch=batch
-                )
-            )
-        )
 
     def tell(self) -> None:
         """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as

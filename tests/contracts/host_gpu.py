@@ -163,10 +163,6 @@ class HostMark:
     def __init__(self, gpu: HostGpu) -> None:
         self._gpu = gpu
 
-    @property
-    def is_reached(self) -> bool:
-        return "wait" not in self._gpu.hangs
-
     def wait(self) -> None:
         self._gpu.call("wait")
 

@@ -7,7 +7,6 @@ import asyncio
 from array import array
 from typing import Any
 
-from cachesvc_client.wire.older import with_columns, without_columns
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +14,7 @@ from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
+from tests.step_operations import with_columns, without_columns
 from tests.unit.dispatch_rig import Desk, turns
 from tests.unit.ledger_rig import BLOCK_TOKENS, chain, one_group, rig_of, windowed
 

@@ -111,19 +111,3 @@ def test_closing_a_writer_leaves_the_readers_word_alone(ring: Ring) -> None:
     writer.close()
     ring.words.flags.writeable = True
     assert reader.take() == []
-
-
-def test_a_roused_reader_waits_for_its_record_all_the_same(ring: Ring) -> None:
-    writer, reader = Writer(ring), Reader(ring)
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.extend(take(reader, 1)))
-    thread.start()
-    for _ in range(100):
-        while not writer.rouse():
-            assert thread.is_alive()
-    assert not found
-    writer.put([b"job"])
-    thread.join()
-    assert found == [b"job"]
-    writer.close()
-    writer.rouse()

@@ -70,7 +70,7 @@ class LeaseRecord:
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
     ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
-    those that it attached in this process. ``has_columns``: steps for this daemon may have them. ``daemon_lost`` is set
+    those that it attached in this process. ``has_columns``: the daemon takes steps by columns. ``daemon_lost`` is set
     once the daemon has gone. ``tenure``: until when it surely lives.
     """
 

@@ -125,11 +125,10 @@ class SequenceView:
     def tables(self) -> tuple[Pages, ...]:
         """Page of each block, for each group of the layout: int32 ``[blocks]``, -1 where there is none.
 
-        Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out or
-        lent to columns, UsedAfterFork in a child of the process that opened it.
+        Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out,
+        UsedAfterFork in a child of the process that opened it.
         """
         self.record.maker.check()
-        self.record.require_not_lent()
         if self.record.is_swapped_out:
             raise Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first")
         return tuple(table.pages for table in self.record.tables)
