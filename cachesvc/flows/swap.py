@@ -101,7 +101,7 @@ def swap_in(core: Core, call: Call, sequence_id: int, *, short_suffix: bool = Fa
 
 
 def _absent(place: Place, rows: array[int]) -> array[int]:
-    """Those of ``rows`` that have no copy on the place."""
+    """Rows of ``rows`` that have no copy on the place."""
     return array_of(column(rows)[place.states_of(place.lead, rows) == ABSENT])
 
 

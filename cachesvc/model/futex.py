@@ -1,7 +1,7 @@
 """32-bit words in memory that several processes map: set one and wake its waiters; wait without polling.
 
 The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
-waiter sleeps in the kernel, and whoever sets a word wakes it from any process, container or namespace that
+waiter sleeps in the kernel, and the writer of a word wakes it from any process, container or namespace that
 maps the same file.
 """
 
@@ -23,7 +23,7 @@ from cachesvc.model.transfer import has_reached
 WORD_BYTES = 4
 FOREVER_S = 1e6
 LATE_PART = 1 / 16
-"""Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
+"""Share of a wait by which a waiter may be late to notice a word whose writer wakes none."""
 Words = npt.NDArray[np.uint32]
 
 

@@ -155,7 +155,7 @@ class Reader:
 
     def wait(self) -> bool:
         """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
-        with now: the writer is told here, and not before it is carried out, which begins at once."""
+        with now: the writer learns it here, and not before it is carried out, which begins at once."""
         words, target = self._ring.words, self._at + 1
         if self._ring.mark(READ) != self._at:
             store_and_wake(words, READ, self._at)

@@ -139,4 +139,4 @@ def _next_width(figures: ByWidth, width: int) -> tuple[int, float]:
 
 
 H100_COSTS = LinkCosts(per_single_us=0.65)
-"""Measured width next to ``width``, of the driver's call for single rows (CUDA 12.8 and later)."""
+"""Costs with the driver's call for single rows (CUDA 12.8 and later), where nothing was measured."""

@@ -43,5 +43,5 @@ class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
     lease_id: str
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
-        """Combine the messages of two ranks."""
+        """Combine two ranks' leases: the common one, or an empty name where they differ."""
         return self if self == other else WorkerLease("")

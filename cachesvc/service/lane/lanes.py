@@ -62,7 +62,7 @@ class Lanes:
         return theirs
 
     def end(self, process: bytes) -> None:
-        """Its life connection has ended, or the process itself."""
+        """End the lanes of a process whose life connection, or which itself, has ended."""
         for lane in tuple(self._lanes.get(process, ())):
             lane.close("the life connection ended")
         self._lanes.pop(process, None)
