@@ -34,7 +34,7 @@ SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
 """Where the seeds of each part begin: nothing is in common between parts."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
-"""Loads of part (c): tokens of a prompt, and of its answer."""
+"""Tokens of a prompt and of its answer, for the loads of (c)."""
 AGENTS = 4
 """At a time: their requests fit in the pool together."""
 

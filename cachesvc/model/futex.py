@@ -1,8 +1,8 @@
 """32-bit words in memory that several processes map: set one and wake its waiters; wait without polling.
 
 The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
-waiter sleeps in the kernel, and the writer of a word wakes it from any process, container or namespace that
-maps the same file.
+waiter sleeps in the kernel, and the writer of a word wakes it from any process, container or namespace that maps the
+same file.
 """
 
 from __future__ import annotations

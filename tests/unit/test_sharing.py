@@ -38,7 +38,7 @@ def on_host(blocks: int) -> Rig:
 
 
 def prefetched(rig: Rig, lease: Lease, numbers: range) -> int:
-    """Number of prefetches of one block that begin before one is refused."""
+    """Count prefetches of one block that begin before one is refused."""
     for begun, number in enumerate(numbers):
         try:
             rig.run(prefetch, lease.id, chain(number))
@@ -97,7 +97,7 @@ def with_leases(limit: int, *pids: int) -> Rig:
 
 
 def opened(rig: Rig, pid: int, quota: int = 0) -> int:
-    """Number of leases that the process can open, until it is refused."""
+    """Count the leases that the process can open until it is refused."""
     for count in range(100):
         try:
             lease_of(rig, pid, quota)

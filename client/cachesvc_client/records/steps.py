@@ -32,8 +32,8 @@ STEPS_UNDER_WAY = 16
 
 @dataclass(slots=True, eq=False)
 class SentStep:
-    """A step on its way. ``asked``: what its results are of, in order; ``entries`` and ``operations`` are what was
-    sent, of which growth and some releases are the client's own. ``is_quiet``: nobody collects the results."""
+    """A step in flight. ``asked``: subjects of its results, in order; ``entries`` and ``operations`` are what was sent,
+    of which growth and some releases are the client's own. ``is_quiet``: the caller collects no results."""
 
     request: cache_pb2.StepRequest
     asked: list[Operation[Any] | Entry]
