@@ -24,7 +24,7 @@ from cachesvc.model.sharing import share_of
 from cachesvc.service.access.quota import Meter, Quotas
 
 CallerKey = bytes | str
-"""Caller as far as it is known: a life-socket token, or the name of a connection."""
+"""Known identity of a caller: a life-socket token, or the name of a connection."""
 
 
 MOST_STREAMS = 4096
