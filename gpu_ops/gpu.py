@@ -127,7 +127,7 @@ class Gpu:
             cuda.call("cuMemHostRegister_v2", address, size_bytes, PORTABLE | DEVICE_MAPPED)
 
     def unregister_host(self, address: int) -> None:
-        """Let pinned memory go."""
+        """Unpin host memory."""
         with self.current() as cuda:
             cuda.call("cuMemHostUnregister", address)
 

@@ -16,13 +16,13 @@ from cachesvc.ledger.walk import walk_of
 MOST_WANTED = 1 << 16
 """Blocks of a model that wait to be written; more are passed over."""
 ABOVE_AT_ONCE = 256
-"""Ancestors that are looked at for one block."""
+"""Number of ancestors to look at for one block."""
 LAST_LOOK = 16
 """Candidates for eviction that are looked at when the host evicts."""
 
 
 def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
-    """Host copies have come, and are whole."""
+    """Note host copies that have come, and are whole."""
     if core.storage is None:
         return
     awaited = _awaited(model, rows)
@@ -49,7 +49,7 @@ def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
 
 
 def was_used(core: Core, model: Model, rows: Iterable[int]) -> None:
-    """Blocks were used again: loaded from the host."""
+    """Note blocks that were used again: loaded from the host."""
     if core.storage is not None and core.storage.keeps_used:
         want(core, model, rows)
 

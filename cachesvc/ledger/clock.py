@@ -20,12 +20,12 @@ class Clock:
 
     @property
     def is_told(self) -> bool:
-        """True while it is what engines tell."""
+        """True while engines set the time."""
         return self._told is not None
 
     @property
     def seconds(self) -> float:
-        """Since whatever it counts from."""
+        """Seconds since an arbitrary origin."""
         return self._moment.seconds + self._ahead if self._told is None else self._told
 
     def tell(self, seconds: float) -> bool:

@@ -44,7 +44,7 @@ class TablePieces:
         return self._kept
 
     def forget(self, row: int) -> None:
-        """The copy of ``row`` goes."""
+        """Forget the piece that holds ``row``, whose copy goes."""
         self._kept.pop(row, None)
 
     def forget_all(self, rows: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class Pin:
             self._blocks.unpin(self.place, before)
 
     def let_go(self) -> None:
-        """Hold nothing. Twice is fine."""
+        """Release the pin. Idempotent."""
         self.move(NO_ROW)
 
 
@@ -79,7 +79,7 @@ class WindowPins:
             self._blocks.use_windows([held[position] for position in last if position in held], tip)
 
     def let_go(self) -> None:
-        """Hold nothing. Twice is fine."""
+        """Release all pins. Idempotent."""
         self.let_go_of(sum(map(len, self.rows.values())))
 
     def let_go_of(self, most: int) -> bool:

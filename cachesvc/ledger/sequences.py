@@ -245,7 +245,7 @@ class Sequence(BlockTables):
             self.tables[group] = no_pages(self.blocks)
 
     def _is_in(self) -> None:
-        """Back on the device, or never gone."""
+        """Note that the sequence is on the device: it came back, or never went."""
         self.swapped_out = False
         self.swapped = []
         self._host.let_go()

@@ -85,7 +85,7 @@ class BlockTables(Hold):
         return True
 
     def follow(self, request: Request) -> None:
-        """An eviction policy follows it from now on."""
+        """Let an eviction policy follow it from now on."""
         self.request = request
 
     # -- growing -----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Front:
         return entry
 
     def push(self, entry: int) -> None:
-        """A further candidate."""
+        """Add a further candidate."""
         heapq.heappush(self._exposed, entry)
 
 

@@ -380,7 +380,7 @@ def _nobody() -> None:
 
 
 def _wake(changes: Iterable[threading.Condition]) -> None:
-    """Their lock is held."""
+    """Wake threads; their lock is held."""
     for changed in changes:
         changed.notify_all()
 

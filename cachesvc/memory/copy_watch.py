@@ -36,7 +36,7 @@ class Errand:
 
 
 class Watched(Protocol):
-    """A copy thread."""
+    """Copy thread with a time limit."""
 
     name: str
     errand: Errand | None

@@ -32,7 +32,7 @@ class GpuHealth:
             log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
 
     def hung(self, why: str) -> None:
-        """The GPU does not answer any more."""
+        """Note that the GPU does not answer any more."""
         self.hangs = True
         self.broke(RuntimeError(why))
 
@@ -42,7 +42,7 @@ class GpuHealth:
         return self._reason
 
     def check(self) -> None:
-        """Raises Unavailable once the GPU has broken."""
+        """Raise Unavailable once the GPU has broken."""
         if self._reason:
             raise Unavailable(
                 f"GPU {self._uuid} no longer works for this daemon ({self._reason}); recompute, and restart the daemon"

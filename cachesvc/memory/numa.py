@@ -110,7 +110,7 @@ def refusal(error_number: int) -> Placement:
 
 @cache
 def _told(placement: Placement, node: int, detail: str = "") -> Placement:
-    """Log a reason, once for each."""
+    """Log a reason, once for each kind."""
     log.info("numa_not_applied node=%d reason=%r detail=%r", node, placement.value, detail)
     return placement
 

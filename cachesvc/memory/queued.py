@@ -30,7 +30,7 @@ class Queued:
 
     @property
     def weight(self) -> int:
-        """Least goes first."""
+        """Weight of the job: the least goes first."""
         return self.left_bytes * self.size_bytes
 
     def cut(self) -> Slice:
@@ -52,7 +52,7 @@ class Rivals:
         return len(self._by_age)
 
     def __iter__(self) -> Iterator[Queued]:
-        """Oldest first."""
+        """Iterate, oldest first."""
         return iter(list(self._by_age.values()))
 
     def add(self, queued: Queued) -> None:
@@ -64,7 +64,7 @@ class Rivals:
         self.weigh(queued)
 
     def weigh(self, queued: Queued) -> None:
-        """Less is left of it."""
+        """Weigh a job again, of which less is left."""
         heapq.heappush(self._by_weight, (queued.weight, queued.number))
         if len(self._by_weight) > STALE + 2 * len(self._by_age):  # beneath ever lighter ones the old never comes up
             self._by_weight = [(each.weight, each.number) for each in self._by_age.values()]

@@ -84,7 +84,7 @@ class SliceRunner(Protocol):
     """Executes the slices of one direction on one device, in the order of their start. Used by one thread at a time."""
 
     depth: int
-    """Slices that may be on their way at a time."""
+    """Most slices in flight at a time."""
     only_queues: bool
     """True where ``submit`` copies nothing by itself, so that any thread may call it that has the stream to itself."""
 
@@ -127,7 +127,7 @@ class Timeline(Protocol):
     words: int
 
     def sheet(self, number: int) -> Sheet:
-        """Raises NotFound where it is not open."""
+        """Find an open sheet. Raises NotFound."""
 
     def read(self, word: int) -> int:
         """Present value of a word."""

@@ -182,7 +182,7 @@ class ShmBackend:
         return self._copying[device].peers
 
     def can_reach(self, source: str, target: str) -> bool:
-        """Always: all is one memory."""
+        """True: all devices share one memory."""
         self._check_device(source)
         self._check_device(target)
         return True

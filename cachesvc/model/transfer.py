@@ -33,7 +33,7 @@ class Urgency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A transfer has ended: every byte has arrived."""
+    """Outcome of a transfer that ended well: every byte has arrived."""
 
 
 class CopiesHang(Exception):

@@ -100,7 +100,7 @@ def _wait_at_most(connection: socket.socket, until: float | None) -> None:
 
 
 class Channel:
-    """The asking side. Any thread."""
+    """Asking side of a connection. Thread-safe."""
 
     def __init__(self, connection: socket.socket, on_broken: Callable[[], None]) -> None:
         """``on_broken``: nothing more can be asked, and the other side is to end."""

@@ -118,7 +118,7 @@ class DeviceMover:
         self._thread.start()
 
     def listen(self, on_end: OnEnd) -> None:
-        """Tell of jobs that end from now on."""
+        """Report ended jobs from now on."""
         self._on_end = on_end
 
     @property
@@ -128,7 +128,7 @@ class DeviceMover:
 
     @property
     def pid(self) -> int:
-        """The process of now, or of last."""
+        """Process id of the current or last process."""
         life = self._now.life
         return 0 if life is None else life.pid
 
@@ -183,7 +183,7 @@ class DeviceMover:
         self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
 
     def expedite(self, direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now."""
+        """Make a ticket awaited."""
         self._put(records.expedite_record(direction, ticket))
 
     def pause_background(self, seconds: float) -> None:

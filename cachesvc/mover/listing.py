@@ -10,7 +10,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.interpreter import module_command
 
 LIST_SECONDS = 60.0
-"""The longest that the driver may take."""
+"""Time limit of the driver, seconds."""
 
 
 class ListedGpu(TypedDict):
@@ -28,7 +28,7 @@ class Listing:
     that is never asked ends by itself."""
 
     def __init__(self) -> None:
-        """Raises Unavailable."""
+        """Start the listing. Raises Unavailable."""
         command = module_command("cachesvc.mover", "--list")
         try:
             self._process = subprocess.Popen(  # noqa: S603

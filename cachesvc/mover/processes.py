@@ -93,7 +93,7 @@ class Processes:
 
     @property
     def memory(self) -> Processes:
-        """Itself."""
+        """Memory of the devices: this object."""
         return self
 
     def devices(self) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ class Processes:
         self._at[job.device].submit(job)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now."""
+        """Make a ticket awaited."""
         for device in devices:
             self._mover(device).expedite(direction, ticket)
 

@@ -36,7 +36,7 @@ _END = struct.Struct("<4q")
 _BY_COSTS = -2
 _WAYS, _URGENCIES = tuple(Direction), tuple(Urgency)
 _FROM_PEER = len(_WAYS)
-"""The way of a load from another replica."""
+"""Number of the way of a load from another replica."""
 MOST_REASON_BYTES = 4096
 KEPT_TABLES = 64
 """Tables of one geometry that are sent before all are sent anew: a host pool has a new one when a chunk comes."""
@@ -160,7 +160,7 @@ def expedited(numbers: Int64s) -> tuple[Direction, int]:
 
 
 def pause_record(seconds: float) -> list[Part]:
-    """Hold background stores back for a while."""
+    """Record that holds background stores back for a while."""
     return [_packed(PAUSE, round(seconds * 1e6))]
 
 
@@ -175,12 +175,12 @@ def limited(numbers: Int64s) -> tuple[Direction, int]:
 
 
 def stop_record() -> list[Part]:
-    """Take nothing more."""
+    """Record that ends the jobs."""
     return [_packed(STOP)]
 
 
 def end_record(end: RankEnd) -> list[Part]:
-    """A job has ended."""
+    """Record of a job's end."""
     began = -1 if end.began is None else round(end.began * 1e9)
     head = _packed(ENDED, end.ticket, began, end.error is not None)
     if end.error is None:
@@ -198,7 +198,7 @@ def end_of(record: bytes, device: str) -> RankEnd:
 
 
 def began_record(ticket: int, began: float) -> list[Part]:
-    """The first slice of a job was started."""
+    """Record of the start of a job's first slice."""
     return [_packed(BEGAN, ticket, round(began * 1e9))]
 
 
@@ -208,7 +208,7 @@ def began_of(numbers: Int64s) -> tuple[int, float]:
 
 
 def broken_record(fault: str) -> list[Part]:
-    """The device no longer works for this mover."""
+    """Record of a device that no longer works for this mover."""
     return [_packed(BROKEN), fault.encode()[:MOST_REASON_BYTES]]
 
 

@@ -39,7 +39,7 @@ class Ring:
     """The shared memory of one ring. ``size_bytes``: of the circle, a power of two from 4096 on."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Takes over ``fd``."""
+        """Map the ring; takes over ``fd``."""
         assert size_bytes >= HEAD_BYTES
         assert not size_bytes & (size_bytes - 1)
         self.fd = fd
@@ -51,7 +51,7 @@ class Ring:
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> Ring:
-        """An empty one. Raises OSError."""
+        """Make an empty ring. Raises OSError."""
         return cls(sealed_memfd(name, HEAD_BYTES + size_bytes), size_bytes)
 
     def mark(self, word: int) -> int:
@@ -112,7 +112,7 @@ class Writer:
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
 
     def close(self) -> None:
-        """Forget what found no room. Idempotent."""
+        """Drop records that found no room. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()

@@ -30,7 +30,7 @@ from cachesvc.storage.seam import (
 
 
 class Sources:
-    """``peers`` first, then ``store``."""
+    """Two engines in one: ``peers`` first, then ``store``."""
 
     def __init__(self, peers: PeerStorage, store: StorageBackend) -> None:
         self.kind = store.kind
@@ -52,7 +52,7 @@ class Sources:
         self.store.describe(scope, label)
 
     def watch(self, gone: Gone) -> None:
-        """The store's."""
+        """Watch the store's evictions."""
         self.store.watch(gone)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
@@ -109,19 +109,19 @@ class Sources:
             self.store.remove(names)
 
     def purge(self, scope: Scope | None) -> int:
-        """The store's."""
+        """Purge the store."""
         return self.store.purge(scope)
 
     def status(self) -> StoreStatus:
-        """The store's."""
+        """Status of the store."""
         return self.store.status()
 
     def totals(self) -> Totals:
-        """The store's."""
+        """Totals of the store."""
         return self.store.totals()
 
     def check_all(self, check: Check) -> Checked:
-        """The store's."""
+        """Check the store."""
         return self.store.check_all(check)
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Nowhere:
             each(index, Outcome.OK)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
-        """Small ones, for a moment."""
+        """Keep small objects for a moment."""
         for index, item in enumerate(items):
             if not self._is_open or item.payload_bytes > self.MOST_BYTES:
                 each(index, Outcome.BUSY)
@@ -192,7 +192,7 @@ class Nowhere:
             each(index, Outcome.OK)
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Forget them."""
+        """Forget objects."""
         for name in names:
             self._kept.pop(name, None)
 
@@ -213,5 +213,5 @@ class Nowhere:
         return Checked()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close. Idempotent."""
         self._is_open = False

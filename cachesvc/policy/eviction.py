@@ -21,7 +21,7 @@ RankRule = Callable[[int, int, int], int]
 
 
 def lru(stamp: int, hits: int, depth: int) -> int:
-    """Least recently used first."""
+    """Rank by the last access: least recently used first."""
     return stamp
 
 

@@ -166,7 +166,7 @@ def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLi
 
 
 def hits(models: Collection[Model]) -> HitLine:
-    """Since the models were registered."""
+    """Hits since the models were registered."""
     found = {tier: sum(model.hit_blocks[tier] for model in models) for tier in ("device", "host", "storage")}
     looked_up = sum(model.reuse.requested for model in models)
     return HitLine(looked_up, found["device"], found["host"], found["storage"])

@@ -71,7 +71,7 @@ class Checksums:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop the task."""
         self._node.core.on_sealed = None
         if self._task is not None:
             self._task.cancel()
@@ -131,7 +131,7 @@ class Checksums:
             known.remove(same_group[0])
 
     def _sums(self, pages: list[tuple[SealedPage, int]]) -> list[Sums]:
-        """Off the loop."""
+        """Compute checksums off the loop."""
         out: list[Sums] = []
         for page, ranks in pages:
             sums: list[int | None] = []

@@ -84,7 +84,7 @@ class Collector:
         return True
 
     def _pass_over(self, generation: int) -> float:
-        """Seconds that it took."""
+        """Run a collection; returns its seconds."""
         began = self._clock()
         gc.collect(generation)
         return self._clock() - began

@@ -33,7 +33,7 @@ class LoopWatch:
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
-        """``what`` holds the loop meanwhile."""
+        """Count the time for which ``what`` holds the loop."""
         began = time.perf_counter()
         try:
             yield

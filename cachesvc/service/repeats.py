@@ -123,7 +123,7 @@ class Repeats:
             self._purse.held -= size_bytes
 
     def forget(self) -> None:
-        """The lease is gone."""
+        """Take the lease's answers out of its tenant's account."""
         self._purse.held -= self._bytes
         self._purse.leases -= 1
 

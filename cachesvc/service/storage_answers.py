@@ -28,11 +28,11 @@ class Configured(Protocol):
 
     @property
     def text(self) -> str:
-        """Empty where there is none."""
+        """Configured text; empty where there is none."""
 
 
 class StorageAnswers:
-    """About the storage that is ``configured``."""
+    """Answers about the storage that is ``configured``."""
 
     def __init__(self, node: Node, configured: Configured) -> None:
         self._node = node
@@ -103,7 +103,7 @@ class StorageAnswers:
         )
 
     async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
-        """Raises Unavailable, NotFound."""
+        """Purge a model's objects, or all. Raises Unavailable, NotFound."""
         tier = self._require()
         async with self._busy:
             found = await asyncio.to_thread(tier.backend.status)

@@ -45,7 +45,7 @@ class CallWatch:
         current_span.set(None)
 
     def end(self, name: str, seconds: float, code: str, span: Span | None = None) -> None:
-        """A call was answered, refused, or given up."""
+        """Observe a call that was answered, refused, or given up."""
         key = (name, code)
         self.codes[key] = self.codes.get(key, 0) + 1
         self.seconds[name].observe(seconds)

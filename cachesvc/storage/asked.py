@@ -52,7 +52,7 @@ class Asked:
         return is_mine
 
     def begun(self) -> None:
-        """The store tells of its items from now on."""
+        """Note that the store reports its items from now on."""
         with self._lock:
             assert self.stage is Stage.CLAIMED, "it was claimed before it begins"
             self.stage = Stage.BEGUN

@@ -27,7 +27,7 @@ class Carrier(Protocol):
 
 
 class Errand(NamedTuple):
-    """A call, and what is called where it raises."""
+    """Job: a call, and what is called where it raises."""
 
     call: Callable[[], None]
     fail: Callable[[], None]

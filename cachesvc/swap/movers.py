@@ -94,7 +94,7 @@ class Movers(Protocol):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A job that has not ended."""
+    """Job that has not ended."""
 
     job: RankJob
     urgency: Urgency
@@ -123,7 +123,7 @@ class Inside:
 
     @property
     def memory(self) -> Backend:
-        """The backend."""
+        """Backend that it drives."""
         return self._backend
 
     def plan_by(self, costs: LinkCosts) -> None:
@@ -161,7 +161,7 @@ class Inside:
             self._end(mine, failure)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now."""
+        """Make a ticket awaited."""
         del direction
         for device in devices:
             if (mine := self._under_way.get((device, ticket))) is not None:

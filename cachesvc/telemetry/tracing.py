@@ -52,7 +52,7 @@ class Span:
         return self._span
 
     def event(self, name: str, **attributes: str | int | float) -> None:
-        """Something that happened within it."""
+        """Add an event that happened within it."""
         self._span.add_event(name, attributes)
 
     def end(self, code: str) -> None:

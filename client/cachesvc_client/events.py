@@ -29,7 +29,7 @@ from cachesvc_client.wire.settings import ChannelOptions, default_socket
 from cachesvc_client.wire.trust import may_show
 
 DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
-"""A subscriber is in no hurry."""
+"""Channel options of a subscriber, which is in no hurry."""
 
 __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
 

@@ -99,7 +99,7 @@ class Adapters:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, path: str) -> Reading:
-        """Raises OSError, and what ``locate`` raises."""
+        """Read an adapter's folder, stamp and digest. Raises OSError, and what ``locate`` raises."""
         folder = Path(self._locate(path))
         stamp = _stamp(folder)
         return Reading(folder, stamp, bytes.fromhex(files_digest([folder / each[0] for each in stamp], folder)))

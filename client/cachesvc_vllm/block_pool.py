@@ -62,11 +62,11 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         return list(self._hits.values())
 
     def hide_hits(self) -> None:
-        """Let vLLM find none."""
+        """Hide the hits of the current request from vLLM."""
         self._current, self._hits = None, {}
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
-        """A block of the current request's hit."""
+        """Find a block of the current request's hit."""
         block = self._hits.get(block_hash)
         return None if block is None else [block]
 

@@ -129,7 +129,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.bind(self._kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
+        """Note a new request."""
         if self._scheduler is not None:
             self._scheduler.expect(request)
 
@@ -166,7 +166,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_late_pages
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; its blocks may be freed."""
+        """Note the end of a request; its blocks may be freed."""
         if self._scheduler is not None:
             self._scheduler.finish(request)
         return False, None

@@ -26,7 +26,7 @@ class GivingWay:
         return self._clock() < self._away_until_s
 
     def admit(self) -> None:
-        """A request found room."""
+        """Reset the back-off: a request found room."""
         self._since_s = math.inf
 
     def is_due(self, *, is_idle: bool) -> bool:

@@ -40,7 +40,7 @@ def _nothing() -> dict[str, Any]:
 
 @dataclass
 class CacheStats(KVConnectorStats):  # type: ignore[misc]
-    """Since it was made or reset."""
+    """Statistics since they were made or reset."""
 
     data: dict[str, Any] = field(default_factory=_nothing)
 

@@ -34,7 +34,7 @@ class PageCheck:
         self._seen = 0
 
     def step(self) -> None:
-        """An iteration has ended. Raises as ``check``."""
+        """Count an iteration that has ended. Raises as ``check``."""
         self._seen += 1
         if self._steps and self._seen % self._steps == 0:
             self.check(f"iteration {self._seen}")

@@ -96,7 +96,7 @@ class SchedulerSide:
         manager.get_computed_blocks, manager.allocate_slots = self.get_computed_blocks, self.allocate_slots
 
     def expect(self, request: Any) -> None:
-        """A request has come; vLLM will schedule it."""
+        """Note a new request, which vLLM will schedule."""
         with self._watch:
             wish = self._wish(request, None)
             if wish is not None:

@@ -50,7 +50,7 @@ class Vouching:
         return True
 
     def begin_step(self, *, computes: bool) -> None:
-        """A step was scheduled."""
+        """Note a scheduled step."""
         self._has_looked = False
         self._under_way.append(self._lease() if computes else None)
 

@@ -34,7 +34,7 @@ class Reach:
     sink_tokens: int = 0
 
     def check(self) -> None:
-        """Raises ValueError."""
+        """Check the fields. Raises ValueError."""
         require(self.window_tokens >= 0, f"window_tokens: {self.window_tokens} is negative")
         require(self.sink_tokens >= 0, f"sink_tokens: {self.sink_tokens} is negative")
 

@@ -38,7 +38,7 @@ from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.hazard.worth import NO_RANK, worth_of
 
 REMEMBERED = 8192
-"""Requests whose landmarks are followed."""
+"""Number of requests whose landmarks are followed."""
 ENDS_AT_ONCE = 64
 GHOSTS_LOOKED = 1024
 """Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
@@ -353,7 +353,7 @@ class History:
                     self.uses.unused(rows, segments.last[slot] - segments.top[slot])
 
     def _forget(self, parts: Parts, now: float) -> None:
-        """The request is no longer followed."""
+        """Stop following a request."""
         segments = self.segments
         for slot in (parts.shared, parts.own):
             if slot == NOBODY:

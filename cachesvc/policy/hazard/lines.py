@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 class Bounded(Generic[Value]):
-    """The last ``most`` keys that were written."""
+    """Dict of the last ``most`` keys that were written."""
 
     def __init__(self, most: int) -> None:
         self._most = most

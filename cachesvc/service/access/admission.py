@@ -53,7 +53,7 @@ class Counts:
         self._held: dict[CallerKey, int] = {}
 
     def held(self, key: CallerKey) -> int:
-        """Places of one caller."""
+        """Number of places of one caller."""
         return self._held.get(key, 0)
 
     def share(self, key: CallerKey, limit: int) -> int:
@@ -121,7 +121,7 @@ class Place:
             self._places = self._waiting
 
     def leave(self) -> None:
-        """The call is over."""
+        """End a call."""
         assert self._places is not None, "a place is given back once"
         self._places.count(self._holder, -1)
         self._places = None

@@ -111,7 +111,7 @@ class Meter:
         self.use(quota)
 
     def use(self, quota: Quota) -> None:
-        """Count against this quota from now on."""
+        """Set the quota to count against."""
         self.quota = quota
         self.calls = Bucket(quota.calls_per_second) if quota.calls_per_second else None
         self.operations = Bucket(quota.operations_per_second) if quota.operations_per_second else None

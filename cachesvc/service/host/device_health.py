@@ -52,13 +52,13 @@ class DeviceHealth:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def faults(self) -> dict[str, str]:
-        """Broken devices, and what broke them."""
+        """Broken devices, and the cause of each."""
         told = {device: self._backend.fault(device) for device in self._backend.devices()}
         return {device: reason for device, reason in told.items() if reason}
 

@@ -56,13 +56,13 @@ class _Peer:
 
 
 class LaneMaker(Protocol):
-    """Makes lanes for processes, by their tokens."""
+    """Maker of lanes for processes, by their tokens."""
 
     def open(self, process: bytes) -> socket.socket:
         """The process's end. Raises NotSupported, LimitExceeded."""
 
     def end(self, process: bytes) -> None:
-        """End all that the process has."""
+        """End all lanes of the process."""
 
 
 class LifeServer:
@@ -178,7 +178,7 @@ class LifeServer:
             self._hang_up(peer)
 
     def _refusal(self, process: PeerProcess) -> str | None:
-        """Why it may not connect; None where it may."""
+        """Reason why a process may not connect; None where it may."""
         if process.uid not in self._allowed and not process.gids & self._allowed_gids:
             return "its user may not attach"
         connected = [each for each in self._peers.values() if each.is_connected]  # others wait for a process's end

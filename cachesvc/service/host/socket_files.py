@@ -26,7 +26,7 @@ TAKE_SECONDS = 30.0
 """Time that a daemon waits for one that is ending, seconds: to unpin a large host pool takes a while."""
 LOOK_SECONDS = 0.02
 MOST_GROUP = (1 << 32) - 2
-"""The number above it means no change."""
+"""Highest group id: the number above it means no change."""
 
 
 class SocketClaim:
@@ -67,7 +67,7 @@ class SocketClaim:
             raise
 
     def release(self) -> None:
-        """Let the next daemon have it. Idempotent."""
+        """Release the lock for the next daemon. Idempotent."""
         while self._held:
             Path(self._path).unlink(missing_ok=True)
             os.close(self._held.pop())

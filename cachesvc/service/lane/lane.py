@@ -332,7 +332,7 @@ class Lane:
             self._close_soon("its token is not good any more")
 
     def _break(self, tag: int, error: CacheError) -> None:
-        """Tell what is wrong, and end the lane."""
+        """Send what is wrong, and end the lane."""
         events.warning("lane_refused", reason=str(error))
         self._send(encode(0, ERROR, 0, tag, refusal(error).SerializeToString()))
         self._close_soon(error.code.value)

@@ -68,7 +68,7 @@ class Lanes:
         self._lanes.pop(process, None)
 
     def close(self) -> None:
-        """End all."""
+        """End all lanes."""
         for process in tuple(self._lanes):
             self.end(process)
 

@@ -23,7 +23,7 @@ class Outbox:
         self.kept = bytearray()
 
     def send(self, data: bytes) -> None:
-        """Send it after what is kept."""
+        """Send bytes after those that are kept."""
         if self.kept:
             self.kept += data
             if len(self.kept) > MAX_UNREAD_BYTES:

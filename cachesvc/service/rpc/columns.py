@@ -78,7 +78,7 @@ class ColumnRun:
         return is_straight
 
     def leave(self) -> Spot:
-        """The next entry is not carried out here."""
+        """Leave the next entry to its operation form; returns the spot of its answer."""
         assert self.column is not None
         numbers = self.numbers[self.column]
         numbers.append(ODD)

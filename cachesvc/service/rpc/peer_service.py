@@ -50,13 +50,13 @@ class PeerTokens:
         return self._tokens
 
     def knows(self, token: str) -> bool:
-        """Compared in constant time."""
+        """True for a known token; compared in constant time."""
         known = [hmac.compare_digest(token.encode(), each.encode()) for each in self.current()]
         return any(known)
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """Raises OSError, InvalidRequest."""
+    """Read the tokens of a file. Raises OSError, InvalidRequest."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     tokens = tuple(line for line in lines if line and not line.startswith("#"))
     if not tokens or any(len(token) < MIN_TOKEN_CHARACTERS for token in tokens):
@@ -174,7 +174,7 @@ class PeerServer:
         self._server = server
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the listener. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(0)

@@ -44,7 +44,7 @@ OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 """Weight of an operation, or of an entry that is not straight, among ``TURN_BLOCKS``, and least weight of entries that
 go together: they take 25 us and 15 us, for any number."""
 NONE = "none"
-"""The name of an operation that is empty."""
+"""Name of an empty operation."""
 NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
 
 

@@ -66,7 +66,7 @@ class Catalogue:
         return len(keys) // KEY_BYTES
 
     def add(self, name: ObjectName, size_bytes: int, used: int) -> None:
-        """An object is there, used last of all."""
+        """Add an object as the most recently used one."""
         with self._lock:
             self._add(name, size_bytes, used)
 

@@ -20,7 +20,7 @@ from cachesvc.storage.file.paths import object_path
 LOW_SHARE = 0.97
 """The lower watermark, of the capacity."""
 BATCH = 64
-"""Objects that go at a time: some 2 ms."""
+"""Objects that one batch of evictions removes: some 2 ms."""
 FLOOR_EVERY = 32
 """Writes between two looks at what the filesystem has left."""
 
@@ -76,7 +76,7 @@ class Space:
             self._reserved -= room.size_bytes
 
     def next_path(self) -> str:
-        """A name among the daemon's own files."""
+        """Reserve a name among the daemon's own files."""
         return f"{self.mine}/{next(self._numbers)}"
 
     def shrink(self, before: int) -> int:

@@ -53,7 +53,7 @@ saying whether bytes of it may still come."""
 
 
 class MooncakeStorage:
-    """The engine."""
+    """Storage engine over a Mooncake Store."""
 
     kind = "mooncake"
 
@@ -304,7 +304,7 @@ class MooncakeStorage:
             self._settle(task, code, is_there=is_there)
 
     def _settle(self, task: Task, code: int, *, is_there: bool) -> None:
-        """An answered put."""
+        """Handle an answered put."""
         again = time.monotonic() + self._options.discard + DISCARD_MARGIN_SECONDS
         if code == native.OK and is_there:
             self._account.add(task.item.name, HEADER_BYTES + task.item.payload_bytes)

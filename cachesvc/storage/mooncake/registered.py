@@ -28,7 +28,7 @@ class Registered:
                 self._tell(self._library, chunk)
 
     def connect(self, library: Library) -> None:
-        """A client that knows none of them."""
+        """Set a new client of the library, and register all chunks with it."""
         with self._lock:
             self._library = library
             for chunk in self._chunks:

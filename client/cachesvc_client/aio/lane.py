@@ -40,7 +40,7 @@ class AsyncInbox(Inbox):
         self.awaited: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Something has come, or nothing will."""
+        """Wake the task: an answer has come, or none will."""
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_result(None)
 

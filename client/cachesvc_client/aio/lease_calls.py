@@ -41,7 +41,7 @@ class Submitting(Protocol):
         """Send them in a step whose results are not collected."""
 
     async def close(self) -> None:
-        """End it."""
+        """Close the stream."""
 
 
 class LeaseCalls:

@@ -220,7 +220,7 @@ class LeaseRecord:
         return sequence
 
     def forget(self, sequence: SequenceRecord) -> None:
-        """A sequence has ended."""
+        """Note the end of a sequence."""
         with self._lock:
             self._used_ids.discard(sequence.id)
         self.growing.pop(sequence.id, None)

@@ -15,7 +15,7 @@ class Attachments:
         self._lock = threading.Lock()
 
     def begin(self, lease_id: str, rank: int) -> None:
-        """A pool is about to be attached."""
+        """Count a pool that is about to be attached."""
         with self._lock:
             self._counts[lease_id, rank] += 1
 

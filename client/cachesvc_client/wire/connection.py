@@ -206,7 +206,7 @@ class Connection:
             raise self.gone() from failure
 
     def gone(self) -> CacheClientError:
-        """Why nothing can be asked here any more."""
+        """Error that explains why this connection takes no calls any more."""
         return AlreadyClosed("the client was closed; connect again") if self._is_closed else DaemonUnavailable(GONE)
 
     async def close(self) -> None:

@@ -124,7 +124,7 @@ def spark(values: Sequence[float], width: int, most: float | None = None) -> str
 
 
 def percent(share: float | None) -> str:
-    """A share, or a dash where nothing was asked."""
+    """Format a share; a dash where nothing was asked."""
     return "-" if share is None else f"{share:.0%}"
 
 
