@@ -1,4 +1,4 @@
-"""The storage tier that the daemon was told to have, or none. Part of the composition root."""
+"""The configured storage tier, or none. Part of the composition root."""
 
 from __future__ import annotations
 

@@ -178,5 +178,5 @@ def told_as(error: Exception) -> tuple[str, str]:
 
 
 def error_again(code: str, said: str) -> Exception:
-    """The error that ``told_as`` told of; one without a code is a MoverFault."""
+    """Error that ``told_as`` has encoded; one without a code is a MoverFault."""
     return BY_CODE[ErrorCode(code)].from_message(said) if code else MoverFault(said)

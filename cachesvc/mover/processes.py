@@ -68,7 +68,7 @@ class Processes:
         self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
         self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
-        self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target is not told of, by (source, target)
+        self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target does not know of, by (source, target)
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
             one.device: DeviceMover(

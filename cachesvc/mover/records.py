@@ -53,7 +53,7 @@ class _Told(NamedTuple):
 
 
 class Teller:
-    """The daemon's side of one mover's pools: what it was told already. One thread at a time."""
+    """The daemon's side of one mover's pools: what that mover knows already. One thread at a time."""
 
     def __init__(self) -> None:
         self._told: dict[int, _Told] = {}
@@ -132,7 +132,7 @@ class Listener:
         self._pools.pop(int(numbers[1]), None)
 
     def job(self, record: bytes) -> RankJob:
-        """The job of a record. Raises KeyError for pools that were never told."""
+        """Job of a record. Raises KeyError for unknown pools."""
         _, ticket, way, urgency, step, *places, count = _HEAD.unpack_from(record)
         pages = np.frombuffer(record, np.int64, offset=_HEAD.size + _MOVE.size * count)
         moves: list[GroupMove] = []

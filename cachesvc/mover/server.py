@@ -122,7 +122,7 @@ class _Work:
         }
 
     def start(self) -> Message:
-        """Take the device and begin to take jobs; tells of the device."""
+        """Take the device and begin to take jobs; returns the device's facts."""
         self._backend.start()
         self._inside.listen(self._ended)
         self._thread.start()
@@ -216,8 +216,8 @@ class _Work:
         return Message({})
 
     def _register_hosts(self, asked: Message) -> Message:
-        """Side by side, for the driver pins by one thread more slowly than several fill memory; tells of each what
-        refused it, if anything did."""
+        """Register memory at the mover and the GPU side by side, for the driver pins by one thread more slowly than
+        several fill memory; reports the refusal of each, if any."""
         with ThreadPoolExecutor(MOST_DESCRIPTORS) as pins:
             return Message({"refused_of": list(pins.map(self._register_host, asked.head["chunks"], asked.descriptors))})
 
@@ -264,7 +264,7 @@ class _Work:
         return Message({"fault": self._backend.fault(self._device)})
 
     def _close(self, asked: Message) -> Message:
-        """The daemon has told this mover by the ring to stop."""
+        """Stop: the daemon has sent this mover a stop by the ring."""
         del asked
         self._finish()
         return Message({})

@@ -156,7 +156,7 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
 
 
 def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLine]:
-    """Live leases that have not been heard for long, the longest first."""
+    """Live leases without a recent heartbeat, the longest first."""
     late = [
         line
         for line in lines

@@ -23,7 +23,7 @@ class CallWatch:
         self.tracer = tracer
 
     def know(self, names: Iterable[str]) -> None:
-        """Methods that there are: shown before their first call, and told apart where a call is let past to none."""
+        """Known methods: shown before their first call, and counted apart in refusals."""
         for name in names:
             self.seconds.setdefault(name, Histogram())
 

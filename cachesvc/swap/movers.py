@@ -111,7 +111,7 @@ class Inside:
         costs: LinkCosts | None = None,
         on_begin: Callable[[int, float], None] | None = None,
     ) -> None:
-        """``on_begin``: told a ticket once its job's first slice was started, and when."""
+        """``on_begin``: called with a ticket and the time once its job's first slice was started."""
         self._backend = backend
         self._costs = costs or LinkCosts()
         self._peer_costs = peer_costs(self._costs)

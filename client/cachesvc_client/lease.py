@@ -46,10 +46,9 @@ class Lease(LeaseView):
         return drive(self._calls.prefetch(keys))
 
     def pause_write_backs(self, seconds: float) -> None:
-        """Tell the daemon that decode is being hurt: it copies no backups off this lease's devices for ``seconds``.
-
-        At most 1 at a time; tell it again for longer. Returns at once. Swaps and evictions that callers wait for go on.
-        Raises InvalidRequest (more than 1 s).
+        """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
+        at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
+        InvalidRequest (more than 1 s).
         """
         drive(self._calls.pause_write_backs(seconds))
 

@@ -106,7 +106,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "LoRAConfig": frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"}),
     "SpeculativeConfig": frozenset(
         {
-            # the target, told already; the drafter by its name: ``drafter`` has its bytes
+            # the target, named already; the drafter by its name: ``drafter`` has its bytes
             *("target_model_config", "target_parallel_config", "model", "revision"),
             # how much is drafted and accepted: ``draft_lookahead`` says what of it pages depend on
             *("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len", "enforce_eager"),

@@ -373,7 +373,7 @@ class SchedulerSide:
 
     def _fills_nothing(self, request: Any, pages: RequestPages, num_new_tokens: int) -> bool:
         """True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
-        token, and whose full blocks vLLM has told of: most of what decoding costs there, in most iterations."""
+        token, and whose full blocks vLLM has reported: most of what decoding costs there, in most iterations."""
         tokens = request.num_computed_tokens + num_new_tokens
         return num_new_tokens > 0 and min(tokens // self._block_tokens, len(request.block_hashes)) <= pages.full_blocks
 

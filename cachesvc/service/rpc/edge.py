@@ -1,4 +1,4 @@
-"""gRPC's way to the dispatcher: what a context tells of a call, and outcomes as statuses. Nothing is decided here."""
+"""gRPC's way to the dispatcher: facts of a call from its context, and outcomes as statuses. Nothing is decided here."""
 
 from __future__ import annotations
 

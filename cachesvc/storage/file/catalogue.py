@@ -32,8 +32,8 @@ class Entry(NamedTuple):
 
 
 class Catalogue:
-    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction.
-    ``gone``: told of those that are."""
+    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction. ``gone``:
+    called with those that are."""
 
     def __init__(self) -> None:
         self.size_bytes = 0

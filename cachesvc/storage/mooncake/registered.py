@@ -12,7 +12,7 @@ from cachesvc.telemetry import events
 
 
 class Registered:
-    """Chunks, told to the client as soon as there is one. Any thread; what is here stays mapped."""
+    """Chunks, which the client gets as soon as there is one. Thread-safe; what is here stays mapped."""
 
     def __init__(self) -> None:
         self._chunks: list[memoryview] = []

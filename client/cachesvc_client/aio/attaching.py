@@ -1,4 +1,4 @@
-"""Mapping a rank's pool: told to the daemon before, and once the last pool of the rank is unmapped."""
+"""Mapping of a rank's pool: the client reports it to the daemon before, and after the rank's last pool is unmapped."""
 
 from __future__ import annotations
 

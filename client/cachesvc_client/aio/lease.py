@@ -87,10 +87,9 @@ class AsyncLease(LeaseView):
         return await self.calls.run(self.record.prefetch(keys))
 
     async def pause_write_backs(self, seconds: float) -> None:
-        """Tell the daemon that decode is being hurt: it copies no backups off this lease's devices for ``seconds``.
-
-        At most 1 at a time; tell it again for longer. Returns at once. Swaps and evictions that callers wait for go on.
-        Raises InvalidRequest (more than 1 s).
+        """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
+        at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
+        InvalidRequest (more than 1 s).
         """
         self.record.ask_pause(seconds)
         self._keeping.nudge()

@@ -41,7 +41,7 @@ class Grow:
 
 @dataclass(slots=True, eq=False)
 class Publish:
-    """Blocks ``[first, upto)`` are sealed. ``keys``: theirs, or empty where Match has told them."""
+    """Blocks ``[first, upto)`` are sealed. ``keys``: theirs, or empty where Match had them."""
 
     column: ClassVar[Column] = PUBLISH
     owner: SequenceRecord

@@ -76,7 +76,7 @@ class StepBook:
 
     @property
     def has_untold(self) -> bool:
-        """True when the daemon has not been told of all growth from stock: once the stock is gone it never could be."""
+        """True when the daemon does not know of all growth from stock: once the stock is gone it never could."""
         return any(record.growth for record in self._lease.growing.values())
 
     @property

@@ -39,7 +39,7 @@ from cachesvc_client.wire.methods import Method, Q, R
 LOOK_S = 0.1
 """A read that blocks looks at its deadline so often; where that is nearer, the read is preceded by a poll."""
 SEND_S = 5.0
-"""A daemon that takes no bytes for so long is not heard of by this way any more."""
+"""Time without progress after which a lane counts as broken, seconds: the daemon takes no bytes."""
 _TIMEVAL = struct.Struct("@ll")
 
 log = logging.getLogger(__name__)

@@ -154,7 +154,8 @@ class LifeConnection:
             self._hang_up()
 
     def give_up(self) -> None:
-        """The daemon serves no more, though its end has not come yet: ``lost`` is set and told. Idempotent."""
+        """Note that the daemon serves no more, though its end has not come yet: ``lost`` is set, and callbacks run.
+        Idempotent."""
         if self._leave():
             self._tell([self._on_lost])
 
