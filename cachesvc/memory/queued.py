@@ -34,8 +34,7 @@ class Queued:
         return self.left_bytes * self.size_bytes
 
     def cut(self) -> Slice:
-        """Have the next slice ready. Plans it too, so it takes its time, and raises what stands against it. By one
-        thread at a time."""
+        """Plan and cut the next slice, which takes time. Raises the planner's errors. For one thread at a time."""
         if self.head is None:
             self.head = next(self.rest)
         return self.head

@@ -30,8 +30,8 @@ YOUNG_OBJECTS = 2_000
 """Number of new objects that a pass of some 0.2 ms looks at."""
 PASS_SECONDS = 0.2e-3
 MOST_FLOWS = 256
-"""Flows between two passes over what is new, at most. The collector's own count says too little: old objects that
-go are taken off it, and a full cache replaces old by new."""
+"""Most flows between two passes over new objects. The collector's own count is too low: it subtracts old objects that
+go, and a full cache replaces old by new."""
 
 
 class Collector:

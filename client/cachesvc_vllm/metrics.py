@@ -73,8 +73,8 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Stopwatch:
-    """``with`` it around what happens in an iteration; ``lap`` ends the iteration. Used from one thread; what is
-    entered while it runs counts once."""
+    """Stopwatch of an iteration: a context manager around its work, and ``lap`` at its end. Used from one thread;
+    nested use counts once."""
 
     def __init__(self) -> None:
         self._depth = 0

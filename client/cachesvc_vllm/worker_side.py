@@ -99,7 +99,7 @@ class WorkerSide:
         return self._mode
 
     def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
-        """Raises ConnectorRefused unless all layers lie on the slab. From here on vLLM may warm up."""
+        """Check that all layers lie on the slab, before vLLM warms up. Raises ConnectorRefused."""
         if self._node is None or self._mode is None:
             return
         require_on_slab(kv_caches, self._mode.slab, self._mode.given)

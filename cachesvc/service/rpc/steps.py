@@ -235,7 +235,7 @@ class StepRun:
             waiting = self._run_behind(behind)
 
     def _run_behind(self, behind: deque[Spot]) -> Parked | None:
-        """The operations of one sequence in order, up to one that has to wait."""
+        """Run the operations of one sequence in order, up to one that has to wait."""
         waiting: Parked | None = None
         while behind and waiting is None:
             waiting = self._start(behind.popleft(), None)

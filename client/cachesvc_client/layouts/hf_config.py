@@ -153,7 +153,7 @@ def _llama(keys: ConfigKeys, wish: _Wish) -> _Read:
 
 
 def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
-    """A model that is not known, of which the caller says that every layer is plain grouped-query attention."""
+    """Layout of an unknown model whose layers the caller declares to be plain grouped-query attention."""
     for key in NOT_PLAIN:
         value = keys.find(key)
         if value is not None:

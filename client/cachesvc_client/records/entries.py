@@ -1,4 +1,4 @@
-"""Entries of a step's columns: what one sequence grows by, publishes, recycles, or that it ends. No I/O."""
+"""Entries of a step's columns: growth, publishes, recycles and the end of one sequence. No I/O."""
 
 from __future__ import annotations
 

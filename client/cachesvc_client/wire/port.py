@@ -73,7 +73,7 @@ class Running(Protocol):
     """Work that goes on by itself."""
 
     async def join(self) -> None:
-        """Wait for its end, unless it is the work that asks."""
+        """Wait for its end, unless the work itself calls this."""
 
 
 class Port(Protocol):
