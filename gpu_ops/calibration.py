@@ -228,9 +228,9 @@ def _rows_of(width: int) -> int:
 def _least_us(
     queues: tuple[CopyQueue, CopyQueue], works: Mapping[str, Prepare], clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Least microseconds until everything of each work has landed: what else runs on the machine only ever adds to
-    them, and figures that are differences would be of that. The works take turns, so that what keeps the machine busy
-    for a while does not fall on all repeats of one."""
+    """Least microseconds until all copies of each work have landed. Other load of the machine only adds time, and would
+    distort figures that are differences. The works take turns, so that a burst of load does not hit all repeats of
+    one."""
     least = dict.fromkeys(works, math.inf)
     for repeat in range(REPEATS + 1):
         for name, prepare in works.items():

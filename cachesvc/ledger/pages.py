@@ -228,7 +228,7 @@ class PagePool:
 
     @property
     def added(self) -> bytearray:
-        """1 for each page that has come. Not to be written."""
+        """Column with 1 for each page that was added. Read-only."""
         return self._added
 
     def _take_few(self, count: int, state: PageState) -> array[int]:

@@ -131,7 +131,7 @@ class Walk:
         self.take(top)
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
-        """A column, and between what the blocks above have there that come next: none is younger than ``row``."""
+        """A column and the bounds of its values for the next blocks above: none of them is younger than ``row``."""
         stamp, following = self._stamp(row), self._front.first
         is_alone = following is None or following >> ROW_BITS > self.ledger.rank(stamp, 0, 0)
         return self.ledger.index.stamp, 0, stamp if self._goes_by_use and is_alone else -1

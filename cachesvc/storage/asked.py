@@ -40,7 +40,7 @@ class Asked:
         return self.stage in (Stage.BEGUN, Stage.OVER)
 
     def put_to_engine(self) -> None:
-        """The engine was asked what it has. If it does not say so in time, that is its fault."""
+        """Note that the engine was asked. A late answer counts against the engine."""
         self._was_put = True
 
     def claim(self) -> bool:

@@ -119,7 +119,7 @@ class Announcer:
         )
 
     def drop(self, request_id: str) -> None:
-        """The request has ended. Its blocks may live on."""
+        """Forget an ended request. Its blocks may stay cached."""
         self._noted.pop(request_id, None)
 
     def reset(self) -> None:

@@ -155,8 +155,8 @@ class WorkerSide:
         return results
 
     def lapsed_blocks(self) -> set[int]:
-        """All blocks, where the daemon says in a step that computes that the lease is lost: what was read may have been
-        others'. Kernels may run yet, and this process be stopped again: the scheduler has the last word."""
+        """All blocks, where the daemon reports in a computing step that the lease is lost: the step may have read
+        others' pages. Kernels may still run, and this process may be stopped again, so the scheduler decides."""
         node = self._node
         if node is None or self._may_wait or node.lease.is_sure:
             return set()

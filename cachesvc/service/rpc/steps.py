@@ -325,7 +325,8 @@ class StepRun:
 
 
 def _without_waiting(run: Callable[[], Any]) -> Any:
-    """Run what goes on in turns, or can do without its transfers. Raises DeadlineExceeded for what cannot."""
+    """Run an operation that takes several turns, or can do without its transfers. Raises DeadlineExceeded for one that
+    must wait."""
     return _turns_alone(run(), run)
 
 

@@ -296,7 +296,7 @@ class FileStorage:
     # -- the keeper ----------------------------------------------------------------------------------------------
 
     def _keep_house(self) -> None:
-        """Root of the thread that looks what there is, and lets go of what is old or too much."""
+        """Root of the thread that scans the folder, and evicts objects that are old or too many."""
         yield_to_callers()
         pause = 0.0
         while not self._stopping.wait(pause):

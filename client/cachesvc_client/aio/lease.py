@@ -95,8 +95,8 @@ class AsyncLease(LeaseView):
         self._keeping.nudge()
 
     async def make_sure(self, timeout_s: float) -> None:
-        """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
-        else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
+        """Validate all reads of the lease's pages up to now. While ``is_sure`` this asks nothing; else it asks the
+        daemon, which knows whether it revoked the lease as silent and granted its pages to others.
 
         Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (unknown:
         the same), DeadlineExceeded.
