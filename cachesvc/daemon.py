@@ -66,6 +66,9 @@ STOP_SECONDS = 1.0
 GOODBYE_SECONDS = 0.1
 """Given at least to calls that were told that the daemon stops: their statuses have to go out."""
 
+OPEN_SECONDS = 30.0
+"""From Register to Open: an engine maps nothing in between, but its processes may have to start."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -260,6 +263,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         leases=config.leases,
         events_per_model=config.event_history,
         ahead_pages=config.ahead_pages,
+        open_seconds=OPEN_SECONDS,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
     new_name = partial(lease_name, epoch)

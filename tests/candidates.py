@@ -30,7 +30,7 @@ def candidates(model: Model, place: Place) -> Iterator[str]:
             for row in index.rows.values()
             if place.states[group][row] == READY
             and not place.window_pins[group][row]
-            and not any(each.states[group][row] == FILLING for each in index.places)
+            and not any(each.states[group][row] == FILLING for each in (*index.places, *index.lost))
         ]
         yield from _order(f"{place.name} group {group}", order, wanted)
 
@@ -66,3 +66,17 @@ def segments(model: Model) -> Iterator[str]:
     known |= {slot for parts in history.running for slot in (parts.shared, parts.own)}
     if len(columns) != len((known | held.keys()) - {0}):
         yield f"model {model.id}: {len(columns)} segments are kept, {len((known | held.keys()) - {0})} are needed"
+
+
+def lost(model: Model) -> Iterator[str]:
+    """What is lost is seen by nobody, and is there only as long as something of it is left, or under way."""
+    index = model.blocks.index
+    present, gone = [replica.place for replica in model.replicas], [replica.place for replica in model.lost]
+    if index.places != [model.blocks.host, *present] or index.lost != gone:
+        yield f"model {model.id}: the places are not those of the host and of its replicas"
+    orders = [order for place in index.places for order in (place.leaves, *place.window_leaves.values())]
+    if {id(order) for order in orders} != {id(order) for order in index.orders}:
+        yield f"model {model.id}: candidates are known of other places than there are"
+    numbers = [place.number for place in (*index.places, *gone)]
+    if len(set(numbers)) < len(numbers) or any(replica.place.number != replica.id + 1 for replica in model.replicas):
+        yield f"model {model.id}: places have the numbers {numbers}"

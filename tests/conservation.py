@@ -17,7 +17,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
-from tests.candidates import candidates, segments
+from tests.candidates import candidates, lost, segments
 
 Claim = Callable[[int, int, PageState, str], None]
 Holding = dict[tuple[int, int], tuple[PageState, str]]
@@ -39,12 +39,14 @@ def audit(ledger: Ledger) -> Audit:
         for check in (_rows, _chains, _pins, _flights, _computing, _tables, _swapped):
             problems += check(ledger, model)
         problems += segments(model)
-        for position, place in enumerate(model.blocks.index.places):
+        problems += lost(model)
+        problems += [problem for place in model.blocks.index.lost for problem in _moving(ledger, model, place)]
+        for place in model.blocks.index.places:
             problems += _closure(model, place)
             problems += _pieces(model, place)
             problems += candidates(model, place)
             problems += _counts(model, place)
-            problems += _pages(ledger, model, place, position)
+            problems += _pages(ledger, model, place)
             problems += _moving(ledger, model, place)
             problems += _reserved(ledger, model, place)
             pages += sum(pool.usable for pool in place.pools)
@@ -65,11 +67,13 @@ def _rows(ledger: Ledger, model: Model) -> Iterator[str]:
     """Check that keys and rows agree, parents are there, and rows without copies have no holder."""
     index = model.blocks.index
     children: Counter[int] = Counter()
+    parents = {index.parent[row] for row in index.rows.values()}
     for key, row in index.rows.items():
         where = f"model {model.id} row {row}"
         if index.keys[row] != key:
             yield f"{where}: key and row do not agree"
-        if not index.has_copy(row):
+        has_copy = any(states[row] for place in (*index.places, *index.lost) for states in place.states)
+        if not has_copy and (not index.losses or (row not in parents and row not in index.childless)):
             yield f"{where}: no copy anywhere"
         parent = index.parent[row]
         if parent != NO_ROW:
@@ -165,15 +169,15 @@ def _pins(ledger: Ledger, model: Model) -> Iterator[str]:
                 pins[number, row] += 1
             else:
                 windows[number, group, row] += 1
-    for position, place in enumerate(model.blocks.index.places):
+    for place in (*model.blocks.index.places, *model.blocks.index.lost):
         for row, count in enumerate(place.pins):
-            if count != pins[position, row]:
-                yield f"{place.name} row {row}: {count} pins, {pins[position, row]} holders"
+            if count != pins[place.number, row]:
+                yield f"{place.name} row {row}: {count} pins, {pins[place.number, row]} holders"
             if count and place.states[place.lead][row] == ABSENT:
                 yield f"{place.name} row {row}: pinned, but its copy is ABSENT"
         for group, counts in place.window_pins.items():
             for row, count in enumerate(counts):
-                if count != windows[position, group, row]:
+                if count != windows[place.number, group, row]:
                     yield f"{place.name} row {row} group {group}: {count} window pins do not add up"
                 if count and place.states[group][row] == ABSENT:
                     yield f"{place.name} row {row} group {group}: a window holds it, but its copy is ABSENT"
@@ -190,7 +194,7 @@ def _flights(ledger: Ledger, model: Model) -> Iterator[str]:
     for row, count in enumerate(index.flights):
         if count != flights[row]:
             yield f"model {model.id} row {row}: {count} transfers counted, {flights[row]} running"
-        for place in index.places:
+        for place in (*index.places, *index.lost):
             if not flights[row] and any(states[row] in (FILLING, DRAINING) for states in place.states):
                 yield f"{place.name} row {row}: on its way, but no ticket moves it"
     if set(index.flying) != {row for row, count in enumerate(index.flights) if count}:
@@ -237,7 +241,7 @@ def _reserved(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
             yield f"{pool.name}: {pool.reserved} pages are reserved, {held} for calls, {pool.free} are free"
 
 
-def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> Iterator[str]:
+def _pages(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
     out: list[str] = []
     held: Holding = {}
 
@@ -255,10 +259,10 @@ def _pages(ledger: Ledger, model: Model, place: Place, position: int) -> Iterato
             settled = states[row] == READY
             page_state = PageState.SEALED if settled else PageState.IN_FLIGHT
             claim(group, place.pages[group][row], page_state, f"row {row}")
-    if position == 0:
+    if place is model.blocks.host:
         _host_holders(ledger, model, claim)
     else:
-        _device_holders(ledger, model, position - 1, claim)
+        _device_holders(ledger, model, place.number - 1, claim)
     for group, page in ((group, page) for group, pool in enumerate(place.pools) for page in pool.stuck):
         claim(group, page, PageState.QUARANTINED, "copies that never ended")
     yield from out
@@ -274,9 +278,9 @@ def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
     """A sequence on the device has, at every position that it may read, the page of its block or one of its own."""
     index = model.blocks.index
     for sequence in _sequences(ledger, model):
-        if sequence.swapped_out or sequence.failed or not sequence.is_open:
+        if sequence.swapped_out or sequence.failed or not sequence.is_open or sequence.place.is_lost:
             continue
-        place = model.replicas[sequence.replica].place
+        place = model.any_replica(sequence.replica).place
         path = index.path(sequence.anchor)
         if len(path) != sequence.sealed:
             yield f"sequence {sequence.id}: {len(path)} blocks above its anchor, {sequence.sealed} sealed"

@@ -32,7 +32,7 @@ def pages_ahead(core: Core, place: Place) -> int:
 def look_ahead(core: Core, model: Model, replica: Replica) -> None:
     """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
     wanted = pages_ahead(core, replica.place)
-    if replica.is_making_room or not wanted or 2 * _free(replica.place) >= wanted:
+    if replica.is_making_room or replica.gone or not wanted or 2 * _free(replica.place) >= wanted:
         return
     replica.is_making_room = True
     core.chores.append(Chore(model.id, partial(_go_on, core, model, replica), gives_back=False))

@@ -55,7 +55,7 @@ def memory_of(models: Iterable[Model]) -> Memory:
 
 def pool_device_bytes(model: Model) -> int:
     """Bytes of a model's device pools, over replicas and ranks."""
-    return sum(device_bytes(model.layout, r.device_pages) * len(r.devices) for r in model.present_replicas())
+    return sum(device_bytes(model.layout, r.device_pages) * len(r.devices) for r in model.replicas)
 
 
 def pool_host_bytes(model: Model) -> int:
@@ -65,4 +65,4 @@ def pool_host_bytes(model: Model) -> int:
 
 def pool_pages(model: Model) -> int:
     """Pages of a model's pools, over replicas, groups and the host."""
-    return sum(sum(replica.device_pages) for replica in model.present_replicas()) + sum(model.host_pages)
+    return sum(sum(replica.device_pages) for replica in model.replicas) + sum(model.host_pages)

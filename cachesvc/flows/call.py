@@ -44,7 +44,7 @@ def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
     model = ledger.models[lease.model]
     if model.suspect:
         model.require_trusted()
-    return Call(lease, model, model.replicas[lease.replica], now)
+    return Call(lease, model, model.replica(lease.replica), now)
 
 
 def require_still(sequence: Sequence) -> None:

@@ -43,6 +43,7 @@ class Fetched(Enum):
     WHOLE = "whole"  # verified; or kept
     LENT = "lent"  # verified; another node lent it, and the storage need not have it
     GONE = "gone"  # it does not come: missing, wrong, refused, failed
+    MISPLACED = "misplaced"  # it does not come: it lies below another block than the one that was named
     LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
     BACK = "back"  # it was late: its memory is nobody's now
 
@@ -56,20 +57,23 @@ class FetchedObject(NamedTuple):
 
 
 class FetchRequest(NamedTuple):
-    """Bring blocks to host pages. ``keys``: packed, root first; ``pages[g]``: a page for each, or NO_PAGE."""
+    """Bring blocks to host pages. ``keys``: packed, root first; ``pages[g]``: a page for each, or NO_PAGE. ``parent``:
+    the key of the block above the first; empty for none."""
 
     ticket: int
     model: Model
     keys: bytes
     pages: list[array[int]]
+    parent: bytes
 
 
 class KeepRequest(NamedTuple):
-    """Write a block of a model from its host pages: of each group one, or NO_PAGE."""
+    """Write a block of a model from its host pages: of each group one, or NO_PAGE. ``parent``: as of a fetch."""
 
     model: Model
     key: bytes
     pages: tuple[int, ...]
+    parent: bytes
 
 
 class Storage(Protocol):
@@ -100,6 +104,9 @@ class Storage(Protocol):
     def keep(self, request: KeepRequest) -> int:
         """Begin to write; returns how many objects are on their way. Each is told of once, or LATE and then BACK."""
 
+    def forget(self, model_id: int) -> None:
+        """A model has left the ledger; nothing of it is under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -112,8 +119,9 @@ class Limits:
     ``peer_blocks_min``: what another replica must have beyond a hit before a call waits for it. ``peer_waits`` and
     ``peer_wait_seconds``: how often it does, and how long each time, for a Step does nothing else meanwhile.
     ``reservation_seconds``: how long free pages are kept at most for a call that waits for more. It is longer than
-    calls wait, which end their reservations themselves. ``ahead_pages``: device pages that are kept free of each pool,
-    as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool.
+    calls wait, which end their reservations themselves. ``open_seconds``: how long a model is kept for an engine that
+    has registered it and not opened a lease; 0: not at all. ``ahead_pages``: device pages that are kept free of each
+    pool, as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool.
     """
 
     blocks_per_sequence: int = 65536
@@ -131,6 +139,7 @@ class Limits:
     peer_waits: int = 4
     peer_wait_seconds: float = 0.5
     reservation_seconds: float = 60.0
+    open_seconds: float = 0.0
     ahead_pages: int = 0
     ahead_part: int = 64
 

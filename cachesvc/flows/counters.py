@@ -40,6 +40,8 @@ class Count(StrEnum):
     WRITE_BACK_PAUSES = "write_back_pauses"
     MODELS_DISTRUSTED = "models_distrusted"
     CALLS_BROKEN = "calls_broken"
+    CHORES_REFUSED = "chores_refused"
+    KEYS_MISPLACED = "keys_misplaced"
     EVENT_SUBSCRIPTIONS = "event_subscriptions"
     EVENT_SUBSCRIBERS_CUT_OFF = "event_subscribers_cut_off"
 

@@ -166,7 +166,7 @@ def _free_some(core: Core, lease: Lease) -> bool:
 
 
 def _pools(lease: Lease, model: Model) -> Sequence[PagePool]:
-    return model.replicas[lease.replica].place.pools
+    return model.any_replica(lease.replica).place.pools
 
 
 def _forget(core: Core, lease: Lease) -> None:

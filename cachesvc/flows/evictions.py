@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
+from cachesvc.flows.turns import Chore
 from cachesvc.flows.wanting import is_about_to_leave
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.evict import EvictionPlan
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.lost import forget_bare
 from cachesvc.ledger.reuse import Miss
 from cachesvc.policy.eviction import eviction_policy
 
@@ -39,8 +43,20 @@ def set_eviction(core: Core, name: str) -> None:
             blocks.follow(history)
 
 
+def _prune(core: Core, model: Model) -> bool:
+    """A turn of forgetting bare rows; True when no more can go."""
+    model.is_pruning = False  # first: a defect in what follows ends it, and not for good
+    is_over = core.ledger.models.get(model.id) is not model or forget_bare(model.blocks, core.turns.landed)
+    model.is_pruning = not is_over
+    return is_over
+
+
 def remember_dropped(core: Core, model: Model, cause: Miss = Miss.EVICTED) -> None:
-    """Remember which blocks left the index and why, and for the write policy their reuse counts."""
+    """Remember which blocks left the index and why, and for the write policy their reuse counts. Bare rows that were
+    above them leave as a chore."""
+    if model.blocks.index.childless and not model.is_pruning:
+        model.is_pruning = True
+        core.chores.append(Chore(model.id, partial(_prune, core, model), gives_back=False))
     dropped = model.blocks.dropped
     if not dropped:
         return

@@ -55,7 +55,7 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
         if is_running or sharing.goes_on or not fetch.is_whole or left <= 0:
             return None
     joined = model.stored.fetching.get(keys[hit.blocks * KEY_BYTES : (hit.blocks + 1) * KEY_BYTES])
-    if joined is None:
+    if joined is None or not joined.brings(keys, hit.blocks):
         ahead = keys[hit.blocks * KEY_BYTES : (hit.blocks + MOST_BLOCKS) * KEY_BYTES]
         expected = storage.expects(model, ahead)
         if expected == 0 or (fetch is not None and expected is not None):
@@ -103,7 +103,7 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     fetch = Fetch(model.blocks, ticket.id, hit.blocks, names, Pin(model.blocks, place, hit.row))
     model.stored.begin(fetch)
     core.count(Count.STORAGE_FETCHES)
-    fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages()))
+    fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages(), fetch.parent))
     return fetch
 
 
@@ -149,7 +149,10 @@ def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
     full = model.blocks.host.full_groups
     if outcome is Fetched.LATE or any(group in full for group in groups):
         fetch.cut(block)
-        note_unstored(model, fetch.keys[block])
+        if outcome is Fetched.MISPLACED:
+            core.count(Count.KEYS_MISPLACED)
+        else:
+            note_unstored(model, fetch.keys[block])
     else:
         for group in groups:
             fetch.lose(block, group)

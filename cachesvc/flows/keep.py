@@ -54,7 +54,8 @@ def pump(core: Core, model: Model) -> bool:
 def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
     assert core.storage is not None
     keep = model.stored.keeping[key] = Keep(model.blocks, row)
-    keep.out = core.storage.keep(KeepRequest(model, key, keep.pages))
+    index = model.blocks.index
+    keep.out = core.storage.keep(KeepRequest(model, key, keep.pages, index.key_of(index.parent[row])))
     if not keep.out:
         _end(core, model, key, keep)
 

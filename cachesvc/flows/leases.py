@@ -13,6 +13,7 @@ from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.ending import end_member, free_quarantine, free_unwritten, lose, unbind
+from cachesvc.flows.idle import has_opened
 from cachesvc.flows.turns import TURN
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.model.answers import Wait
@@ -47,7 +48,7 @@ def may_map(core: Core, token: bytes, device: str, model: int, replica: int | No
         if lease is None or not ranks or lease.model != model:
             continue
         if replica is None:
-            devices = core.ledger.models[model].replicas[lease.replica].devices
+            devices = core.ledger.models[model].replica(lease.replica).devices
             if any(devices[each] == device for each in ranks):
                 return True
         elif lease.replica == replica and rank in ranks:
@@ -125,6 +126,7 @@ def open_lease(
         lease.members[token] = lease.joined
         lease.joined += 1
         _bind(lease, process)
+        has_opened(core.ledger.models[lease.model])
     lease.heard(now)
     return lease
 
@@ -150,9 +152,7 @@ def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process:
         raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
     model = core.ledger.model(model_id)
     model.require_trusted()
-    replica = model.replica(replica_id)
-    if replica.gone:
-        raise NotFound("replica", replica_id, f"{replica.gone}; register again")
+    model.replica(replica_id)
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)

@@ -33,8 +33,9 @@ class Lending:
 
 
 def lend(core: Core, model: Model, keys: bytes, lending: Lending) -> LentBlocks | Wait | None:
-    """Keep on the host what is there of packed, chained ``keys``, from the first on; None: nothing is."""
-    rows = _known(model, keys)
+    """Keep on the host what is there of packed, chained ``keys``, from the first on; None: nothing is. What it answers
+    names the blocks by the index's own keys, and the block above them."""
+    rows = _known(core, model, keys)
     if not rows:
         return None
     if lending.waits < MOST_WAITS and (wait := _save(core, model, rows, lending)) is not None:
@@ -58,8 +59,8 @@ def end_lending(core: Core, model: Model, lent: LentBlocks) -> None:
     lent.let_go()
 
 
-def _known(model: Model, keys: bytes) -> array[int]:
-    """Rows of the longest run from the first key on that the index has."""
+def _known(core: Core, model: Model, keys: bytes) -> array[int]:
+    """Rows of the longest run from the first key on that the index has, each below the one before."""
     index = model.blocks.index
     low, high, tip = 0, len(keys) // KEY_BYTES, NO_ROW
     while low < high:
@@ -72,7 +73,10 @@ def _known(model: Model, keys: bytes) -> array[int]:
     if tip == NO_ROW or index.depth[tip] + 1 < low:
         return array("i")
     rows = index.last_rows(tip, low)
-    return rows if index.keys[rows[0]] == keys[:KEY_BYTES] else array("i")  # else they are not chained
+    same = index.matching(rows, keys[: low * KEY_BYTES])
+    if same < low:
+        core.count(Count.KEYS_MISPLACED)
+    return rows[:same]
 
 
 def _save(core: Core, model: Model, rows: array[int], lending: Lending) -> Wait | None:

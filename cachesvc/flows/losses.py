@@ -1,7 +1,8 @@
 """The memory of a device is gone with its mover: what replicas held there is lost, and nothing else.
 
-A lost replica keeps its number and is never granted pages again; whoever registers gets a new one. Its leases end, so
-that engines hear of it with their next call. What it had on its device leaves in turns, without being saved: copies on
+From the moment of the loss no flow sees a lost replica or its copies: they are none of ``Model.replicas`` and
+``BlockIndex.places``. Its leases end, so that engines learn of it with their next call; an engine that registers again
+gets a new replica, with a number of its own. What the journal has told of its copies is taken back in turns. Copies on
 the host and on other replicas stay.
 """
 
@@ -14,32 +15,35 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.ending import free_quarantine, lose
 from cachesvc.flows.evictions import remember_dropped
 from cachesvc.flows.turns import Chore
-from cachesvc.ledger.journal import Cause
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.lost import LostCopies, is_empty
 from cachesvc.ledger.reuse import Miss
 
 
 def lose_device(core: Core, device: str, why: str) -> list[str]:
     """The slabs of a device do not exist any more; returns the leases that are lost by it. Transfers of the device have
     ended, or their ends are on their way."""
-    ended: list[str] = []
+    lost: list[tuple[Model, Replica]] = []
     for model in core.ledger.models.values():
-        for replica in model.present_replicas():
-            if device in replica.devices:
-                replica.gone = f"device {device} lost its memory ({why})"
-                ended += _end_leases(core, model, replica)
+        for replica in [each for each in model.replicas if device in each.devices]:
+            model.lose(replica, f"device {device} lost its memory ({why})")
+            lost.append((model, replica))
+    ended = [lease for model, replica in lost for lease in _end_leases(core, model, replica)]
     empty_lost(core)
     return ended
 
 
 def empty_lost(core: Core) -> None:
-    """Begin to drop what lost replicas still count as theirs, as far as no transfer and no host copy below holds it."""
+    """Begin to forget what lost replicas had, as far as nothing moves or holds it; a replica is forgotten with the
+    last of it."""
     for model in core.ledger.models.values():
-        for replica in model.replicas:
-            if replica.gone and not replica.is_emptying and replica.place.residents:
-                replica.is_emptying = True
-                core.chores.append(Chore(model.id, partial(_drop_some, core, model, replica)))
+        for replica in list(model.lost):
+            if replica.is_emptying or _forget(core, model, replica):
+                continue
+            replica.is_emptying = True
+            copies = LostCopies(model.blocks, replica.place)
+            core.chores.append(Chore(model.id, partial(_forget_some, core, model, replica, copies), gives_back=False))
 
 
 def _end_leases(core: Core, model: Model, replica: Replica) -> Iterable[str]:
@@ -56,14 +60,24 @@ def _end_leases(core: Core, model: Model, replica: Replica) -> Iterable[str]:
         at_once = False
 
 
-def _drop_some(core: Core, model: Model, replica: Replica) -> bool:
-    """A turn of dropping; True when there is no more to drop now."""
-    some = core.turns.evicted
-    plan, _ = model.evictor.plan_device(replica.place, some, to_host=False, most_looks=4 * some, saves=False)
-    plan.cause = Cause.LOST
-    dropped = len(plan.drops)
-    model.evictor.carry_out(plan)
+def _forget_some(core: Core, model: Model, replica: Replica, copies: LostCopies) -> bool:
+    """A turn of forgetting copies; True when no more can go now."""
+    replica.is_emptying = False  # first: a defect in what follows ends it, and not for good
+    if core.ledger.models.get(model.id) is not model:
+        return True
+    is_over = copies.forget_some(core.turns.landed)
     remember_dropped(core, model, Miss.LOST)
-    if not dropped:
-        replica.is_emptying = False
-    return not dropped
+    replica.is_emptying = not is_over
+    if is_over:
+        _forget(core, model, replica)
+    return is_over
+
+
+def _forget(core: Core, model: Model, replica: Replica) -> bool:
+    """Forget a lost replica; False where something of it is left, or under way."""
+    leases, tickets = core.ledger.leases.values(), core.ledger.tickets
+    is_held = any((lease.model, lease.replica) == (model.id, replica.id) for lease in leases)
+    if is_held or not is_empty(replica.place) or tickets.touches(model.id, replica.id):
+        return False
+    model.forget(replica)
+    return True

@@ -16,7 +16,7 @@ from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.requests import PromptPath, Request
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
-from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
+from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
 
 MOST_CLOCK_SECONDS = 1e10
@@ -120,13 +120,20 @@ def require_clock(seconds: float) -> float:
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:
     """The longest hit of packed ``keys``. It is nobody's yet: hold it at once.
 
-    Raises InvalidRequest, LimitExceeded, DaemonDraining.
+    Raises InvalidRequest, KeyMisplaced, LimitExceeded, DaemonDraining.
     """
     if core.ledger.draining:
         raise DaemonDraining("the daemon is draining and opens no new sequences; go on without the cache")
     check_keys(call.lease, keys)
     call.model.last_used = call.now
-    hit = call.model.blocks.find(keys, call.replica.place, max_blocks)
+    blocks = call.model.blocks
+    before = blocks.misplaced
+    try:
+        hit = blocks.find(keys, call.replica.place, max_blocks)
+    except KeyMisplaced:
+        core.count(Count.KEYS_MISPLACED)
+        raise
+    core.count(Count.KEYS_MISPLACED, blocks.misplaced - before)
     if sharing is None:
         return hit
     wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None

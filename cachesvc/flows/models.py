@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from cachesvc.flows.budget import Budget
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
-from cachesvc.flows.idle import idle_models
+from cachesvc.flows.idle import expect_open, idle_models
 from cachesvc.flows.sizing import HasHeadroom, Newcomer, Plan, PoolRequest, Pools, plan_pools, survey
 from cachesvc.flows.turns import NO_MODEL, Chore
 from cachesvc.ledger.blocks import BlockLedger
@@ -128,7 +128,7 @@ class Registration:
             self._model_id = core.next_model
             core.next_model += 1
         else:
-            self._model_id, self._replica_id = self._new.model.id, len(self._new.model.replicas)
+            self._model_id, self._replica_id = self._new.model.id, self._new.model.blocks.places_made - 1
         return True
 
     def make(self, vault: Vault) -> None:
@@ -150,16 +150,17 @@ class Registration:
             undo.pop_all()
 
     def enter(self, core: Core, vault: Vault, now: float) -> Registered:
-        """The pools are there: the model is too, or has one replica more; ``gone`` where a device lost its memory
-        while they were made."""
+        """The pools are there: the model is too, or has one replica more; lost (``gone``) where a device lost its
+        memory while they were made."""
         model = self._new.model or self._enter_model(core, vault)
         place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
         made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
         made.shadow = core.eviction.new_shadow(place.pools[place.lead].capacity)
-        if not vault.has_replica(self._model_id, self._replica_id):
-            made.gone = "a device lost its memory while the pools were made"
         model.replicas.append(made)
+        if not vault.has_replica(self._model_id, self._replica_id):
+            model.lose(made, "a device lost its memory while the pools were made")
         model.last_used = now
+        expect_open(core, model)
         return Registered(model, made, existed=False)
 
     def _enter_model(self, core: Core, vault: Vault) -> Model:
@@ -217,8 +218,11 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
             f"model {request.name} is there with {model.reserved_pages} reserved pages, not {request.reserved_pages}; "
             "ask for as many"
         )
-    there = (made for made in model.present_replicas() if made.devices == devices)
-    return next((Registered(model, made, existed=True) for made in there), None)
+    there = (made for made in model.replicas if made.devices == devices)
+    found = next((Registered(model, made, existed=True) for made in there), None)
+    if found is not None:
+        expect_open(core, model)
+    return found
 
 
 def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:
@@ -244,6 +248,8 @@ def evict_model(core: Core, vault: Vault, model: Model) -> None:
     """Forget an idle model; its memory is freed with the next pools that are made, and its keys in turns."""
     vault.retire(model.id)
     del core.ledger.models[model.id]
+    if core.storage is not None:
+        core.storage.forget(model.id)
     core.chores.append(Chore(NO_MODEL, partial(model.blocks.index.forget_keys, core.turns.forgotten)))
     core.count(Count.MODELS_DISMISSED)
 

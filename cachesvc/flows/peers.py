@@ -71,7 +71,7 @@ def share(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
     if len(model.replicas) < 2 or wanted < least or _is_over(core, sharing):
         return None
     source = _longest(core, model, replica, keys[: wanted * KEY_BYTES], least)
-    if source is None:
+    if source is None or (hit.blocks and source.path[hit.blocks - 1] != hit.row):  # the keys are not chained
         return None
     if core.mover.can_reach(model.id, source.replica.id, replica.id):
         return _load(core, call, source, sharing)
@@ -90,7 +90,7 @@ def _longest(core: Core, model: Model, replica: Replica, keys: bytes, least: int
     blocks = model.blocks
     best: tuple[int, bool, Replica, int] | None = None
     for other in model.replicas:
-        if other is replica or other.gone:
+        if other is replica:
             continue
         count, row = blocks.find_in_place(keys, other.place)
         if count >= least and (best is None or count >= best[0]):
@@ -110,7 +110,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
     leaving = {draining[row] for row in source.path if row in draining} if draining else set()
     if leaving and not loads.missing[replica.place.lead]:  # windows alone would hang below nothing that stays
         return _wait(core, sharing, leaving)
-    if sharing.has_begun or not may_submit(core, model, replica, call.lease.party):
+    if sharing.has_begun or not loads.is_transfer or not may_submit(core, model, replica, call.lease.party):
         return None
     try:
         wait = make_room(core, call, loads.pages_wanted(0), loads.keep)

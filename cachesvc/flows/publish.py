@@ -27,7 +27,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.columns import Publishes
-from cachesvc.model.errors import Conflict, InvalidRequest, NotOwned
+from cachesvc.model.errors import Conflict, InvalidRequest, KeyMisplaced, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, READY, Tier
 
@@ -66,7 +66,8 @@ def publish(
 
     ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn, and
     stay so where a later turn is refused; ``publishing`` is what one turn tells the next. Raises Conflict (out of turn,
-    or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), LoadFailed.
+    or sealed already), NotOwned (no page there), InvalidRequest (keys that contradict those known), KeyMisplaced,
+    LoadFailed.
     """
     count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
     if publishing is None or (count <= most and not publishing.done):
@@ -124,7 +125,7 @@ def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: b
         return wait_for(core, sequence.loads)
     count = _check(call.lease, sequence, first_block, keys, blocks)
     keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
-    rows = _rows(model, sequence, keys)
+    rows = _rows(core, model, sequence, keys)
     ready, pending = _until_filling(replica.place, rows)
     reuses = _count(model, replica.place, keys, ready, first_block)
     sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
@@ -278,8 +279,8 @@ def _check(lease: Lease, sequence: Sequence, first_block: int, keys: bytes, bloc
     return count
 
 
-def _rows(model: Model, sequence: Sequence, keys: bytes) -> list[int]:
-    """The rows of the keys, NO_ROW for what is new. Raises InvalidRequest where a key is known below another prefix, or
+def _rows(core: Core, model: Model, sequence: Sequence, keys: bytes) -> list[int]:
+    """The rows of the keys, NO_ROW for what is new. Raises KeyMisplaced where a key is known below another prefix, or
     named twice."""
     index = model.blocks.index
     rows: list[int] = []
@@ -294,8 +295,8 @@ def _rows(model: Model, sequence: Sequence, keys: bytes) -> list[int]:
         else:
             is_chained = not fresh and index.parent[row] == above
         if not is_chained:
-            block = sequence.sealed + at // KEY_BYTES
-            raise InvalidRequest(f"block {block}: its key is known below another prefix; keys must be chained")
+            core.count(Count.KEYS_MISPLACED)
+            raise KeyMisplaced(sequence.sealed + at // KEY_BYTES)
         rows.append(row)
         above = row
     return rows
@@ -314,9 +315,10 @@ def _count(model: Model, place: Place, keys: bytes, rows: list[int], first_block
     """Count what was computed, and what for the second time. Returns reuse counts of new blocks that are remembered, by
     position."""
     reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
+    index = model.blocks.index
     reuses: dict[int, int] = {}
     for at, row in enumerate(rows):
-        if row == NO_ROW:
+        if row == NO_ROW or (index.losses and not index.has_copy(row)):
             key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
             reuse.computed(key)
             if model.remembered and (remembered := model.remembered.pop(key, 0)):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
-from cachesvc.flows.turns import begin
+from cachesvc.flows.turns import Chore, begin
 from cachesvc.flows.wanting import came_to_host, did_not_come, was_used
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.ledger import Model, Replica
@@ -22,7 +23,7 @@ from cachesvc.ledger.place import Place
 from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import TicketView, Wait
-from cachesvc.model.errors import CacheError, LimitExceeded
+from cachesvc.model.errors import CacheError, LedgerBroken, LimitExceeded
 from cachesvc.model.layout import Layout
 from cachesvc.model.sharing import BACKGROUND, Party, share_of
 from cachesvc.model.transfer import DONE, Direction, Failed, Inward, Outcome, PagePairs, Transfer, Urgency
@@ -169,7 +170,15 @@ class _Landing:
         return ended or []
 
     def go_on(self) -> bool:
-        """A turn; True when no ticket is left."""
+        """A turn; True when no ticket is left. Raises LedgerBroken where one cannot be settled: it ends all the same,
+        and the others go on."""
+        try:
+            return self._settle_some()
+        except Exception as broken:
+            number = self._give_up(self._due.popleft(), broken)
+            raise LedgerBroken(f"ticket {number}: {type(broken).__name__}: {broken}") from broken
+
+    def _settle_some(self) -> bool:
         core, book = self._core, self._core.ledger.tickets
         left = 1.0
         while self._due and left > 0:
@@ -179,10 +188,29 @@ class _Landing:
                 continue
             left = _settle_part(core, ticket, left)
             if not ticket.has_parts:
-                self._due.popleft()
                 self._due += book.end(ticket)
                 self._tell(ticket)
+                self._due.popleft()
         return not self._due
+
+    def _give_up(self, ticket: Ticket, broken: Exception) -> int:
+        """End a ticket as failed whose copies cannot be settled; they stay as they are. Returns its number."""
+        core, ended = self._core, self.take_ended()
+        ticket.failing = ticket.failing or f"{type(broken).__name__}: {broken}"
+        if core.ledger.tickets.is_running(ticket.id):
+            self._due += core.ledger.tickets.end(ticket)
+        if self._due:
+            core.chores.append(Chore(ticket.model, self.go_on))
+        if core.on_ended is not None:
+            core.on_ended([*ended, ticket.id])
+        waiters, pin = ticket.waiters, ticket.pin
+        ticket.forget_parts()
+        with suppress(LedgerBroken):  # it follows from the defect that is raised
+            for waiter in waiters:
+                waiter.load_ended(ticket.id, ticket.failing)
+            if pin is not None:
+                pin.let_go()
+        return ticket.id
 
     def _tell(self, ticket: Ticket) -> None:
         _settle_rest(self._core, ticket)
@@ -195,7 +223,7 @@ class _Landing:
 def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     """Settle copies of a ticket that may end, as many as ``left`` of a turn is for; returns what of it is left then."""
     model = core.ledger.models[ticket.model]
-    replica = model.replicas[ticket.replica]
+    replica = model.any_replica(ticket.replica)
     arrived = not ticket.failing
     if not ticket.is_settling:
         ticket.is_settling, ticket.moved_blocks = True, ticket.blocks
@@ -241,7 +269,7 @@ def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int])
 def _settle_rest(core: Core, ticket: Ticket) -> None:
     """Its copies are settled, and it has ended: whoever relied on it is told."""
     model = core.ledger.models[ticket.model]
-    replica = model.replicas[ticket.replica]
+    replica = model.any_replica(ticket.replica)
     core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
     if ticket.pin is not None:
         ticket.pin.let_go()

@@ -17,40 +17,25 @@ from cachesvc.ledger.ages import Ages
 from cachesvc.ledger.clock import Clock
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.journal import KEEP_EVENTS, Cause, Dropped, Journal, Moment
-from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.leaves import NO_LEAVES, LeafOrder
+from cachesvc.ledger.lookup import Hit, Lookup
 from cachesvc.ledger.orders import RankRule, leaf_order, window_order, window_rank
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
 from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.place_counts import PlaceCounts
 from cachesvc.ledger.protected import Protected
 from cachesvc.ledger.queues import NO_SEGMENT, Chooser, QueuedLeaves
-from cachesvc.ledger.windows import (
-    Prefix,
-    WindowSearch,
-    hit_window_blocks,
-    require_chained,
-    window_needs,
-    window_positions,
-)
-from cachesvc.model.errors import InvalidRequest, LedgerBroken
+from cachesvc.ledger.windows import hit_window_blocks, window_needs, window_positions
+from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.int32s import array_of, column, union_of
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
 
-__all__ = ["Dropped", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
+__all__ = ["Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
 HOST_PLACE = 0
 IS_READY = int(READY)  # an enum takes thrice as long to compare
-
-
-class Hit(NamedTuple):
-    """Longest prefix found: ``device_blocks`` in place, ``blocks`` in all; rows are NO_ROW where the count is 0."""
-
-    device_blocks: int
-    device_row: int
-    blocks: int
-    row: int
 
 
 class Filling(NamedTuple):
@@ -60,10 +45,11 @@ class Filling(NamedTuple):
     pages: list[array[int]]
 
 
-class BlockLedger:
+class BlockLedger(Lookup):
     """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place.
 
-    ``computing``: keys that sequences have declared to be computing, with how many do.
+    ``computing``: keys that sequences have declared to be computing, with how many do. ``places_made``: the next one's
+    number.
     """
 
     def __init__(
@@ -91,6 +77,9 @@ class BlockLedger:
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
         self.computing: dict[bytes, int] = {}
+        self.places_made = 0
+        self.misplaced = 0
+        self.past = PlaceCounts()  # what had left places before these were lost
         self.host = self._add_place("host", host_pools)
 
     def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
@@ -98,7 +87,9 @@ class BlockLedger:
         return self._add_place(name, pools)
 
     def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
-        place = Place(name, self.layout, pools, self.journal, self.index.places)
+        index, number = self.index, self.places_made
+        self.places_made += 1
+        place = Place(name, self.layout, pools, self.journal, number, index.places, index.told)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
         place.protected = Protected(self.index.parent, self.index.depth, self.index.head)
         place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
@@ -108,6 +99,15 @@ class BlockLedger:
         }
         self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
         return place
+
+    def lose_place(self, place: Place) -> None:
+        """The memory of a device place is gone: no flow sees it from now on. Those who hold something there, and its
+        transfers, end as ever; ``lost.py`` forgets what it had."""
+        self.index.lose_place(place)
+        self.past.add_left(place.counts)
+        place.is_lost = True
+        place.leaves = NO_LEAVES
+        place.window_leaves = dict.fromkeys(place.window_leaves, NO_LEAVES)
 
     def follow(self, chooser: Chooser) -> None:
         """A policy that follows requests chooses from now on, where one by the order of last access did."""
@@ -127,78 +127,6 @@ class BlockLedger:
         for place in self.index.places:
             assert isinstance(place.leaves, QueuedLeaves)
             place.leaves.requeue(segment)
-
-    # -- match -------------------------------------------------------------------------------------------------
-
-    def find(self, keys: bytes, place: Place, limit: int = 0) -> Hit:
-        """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0.
-
-        Raises InvalidRequest where what it looks at shows that the keys are not chained.
-        """
-        total = len(keys) // KEY_BYTES
-        if limit:
-            total = min(total, limit)
-        device_blocks, device_row = self._bisect(keys, 0, total, NO_ROW, place)
-        blocks, row = device_blocks, device_row
-        if blocks < total:
-            blocks, row = self._bisect(keys, device_blocks, total, device_row, None)
-        if blocks > device_blocks:
-            blocks, row = self._host_reach(device_blocks, device_row, blocks, row)
-        hit = Hit(device_blocks, device_row, blocks, row)
-        if blocks and place.window_groups:
-            hit = self._with_windows(keys, hit, place)
-        if hit.device_row not in (NO_ROW, hit.row) and not self.index.is_above(hit.device_row, hit.row):
-            raise InvalidRequest(f"block {hit.blocks - 1}: it is known below another prefix; chain the keys")
-        return hit
-
-    def find_in_place(self, keys: bytes, place: Place) -> tuple[int, int]:
-        """Longest prefix of packed ``keys`` that ``place`` holds by itself, windows too: its blocks, its last row."""
-        blocks, row = self._bisect(keys, 0, len(keys) // KEY_BYTES, NO_ROW, place)
-        if not blocks or not place.window_groups:
-            return blocks, row
-        prefix = Prefix(self.index, keys, row)
-        whole = WindowSearch(self._window_needs, prefix, place, None, blocks, blocks).longest()
-        return whole, prefix.row(whole - 1) if whole else NO_ROW
-
-    def _bisect(self, keys: bytes, low: int, high: int, low_row: int, place: Place | None) -> tuple[int, int]:
-        parts = self.index.rows.parts
-        states = place.states[place.lead] if place is not None else None
-        given = low
-        middle = high  # first: a prompt that is there whole is found at once
-        while low < high:
-            key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
-            row = parts[key[-1]].get(key, NO_ROW)
-            if row >= 0 and (states is None or states[row] >= IS_READY):
-                low, low_row = middle, row
-            else:
-                high = middle - 1
-            middle = (low + high + 1) >> 1
-        return low, low_row if low == given else require_chained(low - 1, low_row, self.index.depth)
-
-    def _host_reach(self, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:
-        """Cut a union hit back to what this replica can really load: a block may lie on another replica alone.
-
-        Looks at every block that is to be loaded.
-        """
-        rows = self.index.last_rows(row, blocks - device_blocks)
-        lacking = np.flatnonzero(self.host.states_of(self.host.lead, rows) != IS_READY)
-        if not len(lacking):
-            return blocks, row
-        first = int(lacking[0])
-        return (blocks - len(rows) + first, rows[first - 1]) if first else (device_blocks, device_row)
-
-    def _with_windows(self, keys: bytes, hit: Hit, place: Place) -> Hit:
-        """Shorten a hit until every windowed group has the blocks that cover its window and its sinks.
-
-        Windowed copies come from the device, or from the host where all blocks from there on can be loaded: those
-        blocks then count as to be loaded, though only the windowed copies of some of them may have to be.
-        """
-        prefix = Prefix(self.index, keys, hit.row)
-        search = WindowSearch(self._window_needs, prefix, place, self.host, hit.device_blocks, hit.blocks)
-        blocks = search.longest()
-        device = search.in_place(blocks)
-        row = prefix.row(blocks - 1) if blocks else NO_ROW
-        return Hit(device, prefix.row(device - 1) if device else NO_ROW, blocks, row)
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -311,14 +239,24 @@ class BlockLedger:
             if place is not self.host:  # a hit used all blocks above it, but loads bring each block by itself
                 place.used[parent] |= place.used[row]
         if not index.has_copy(row):
-            key = index.keys[row]
-            assert key is not None
-            tier = Tier.HOST if place is self.host else Tier.DEVICE
-            self.dropped.append(Dropped(key, index.reuses[row], tier.value))
-            self.leave_segments((row,), (key,))
-            index.remove(row)
+            self.leave_index(row, Tier.HOST if place is self.host else Tier.DEVICE)
         if parent != NO_ROW:
             place.leaves.update(parent)
+
+    def leave_index(self, row: int, tier: Tier) -> None:
+        """A row's last copy has gone, from ``tier``: forget it. Where a lost place has it, it leaves with that; where
+        blocks hang below it whose copies outlived its own, it stays as bare as it is until they have gone."""
+        index = self.index
+        if index.lost and index.is_on_lost(row):
+            return
+        key = index.keys[row]
+        assert key is not None
+        self.dropped.append(Dropped(key, index.reuses[row], tier.value))
+        if index.losses and index.children[row]:
+            index.bare[row] = 1
+            return
+        self.leave_segments((row,), (key,))
+        index.remove(row)
 
     def let_go(self, place: Place, rows: Sequence[int]) -> None:
         """The copies of ``rows``, each the parent of the one before, go from a place: a policy that follows requests is

@@ -229,7 +229,7 @@ class Evictor:
         """
         ledger = self.ledger
         row = drain.row
-        needed = place.pins[row] > 0 or place.children[row] > 0 or not arrived
+        needed = place.is_lost or place.pins[row] > 0 or place.children[row] > 0 or not arrived
         ledger.end_drain(place, row, needed=needed)
         if drain.copied:
             ledger.finish_fill(ledger.host, row, arrived=arrived, may_write=may_write)
@@ -349,8 +349,8 @@ def transfers_here(ledger: BlockLedger, place: Place) -> list[int]:
     """The tickets of any replica that move copies of blocks which have one on the place: these stay until then. Looks
     at rows in flight as a column, and not at each ticket; of what drains elsewhere it finds some at least."""
     rows = array_of(_flying_here(ledger.index, place))
-    found = dict.fromkeys(ticket for each in ledger.index.places for ticket in each.fillers(rows))
-    for each in ledger.index.places:
+    found = dict.fromkeys(ticket for each in ledger.index.told for ticket in each.fillers(rows))
+    for each in ledger.index.told:
         if each.draining:
             found |= dict.fromkeys(each.draining[row] for row in rows[:DRAINS_LOOKED_AT] if row in each.draining)
     return list(found)

@@ -9,7 +9,7 @@ What eviction ranks are made of changes here alone, so here the candidates are k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,16 +19,16 @@ from cachesvc.ledger.flying import FlyingRows
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import AT_ONCE
 from cachesvc.ledger.parted import PartedDict
+from cachesvc.ledger.paths import Ints, Paths
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
-from cachesvc.model.int32s import Column, array_of, column
+from cachesvc.model.int32s import column
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.requests import Parts
 
 HITS_MAX = (1 << 31) - 1
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-FEW_ROWS, RUN_ROWS, ROWS_A_TURN = 32, 2048, 512
-"""Of a path's rows so many are looked at one by one, then so many at a time, as long as they lie in a row; and so many
-are taken over in a turn, 0.1 to 0.2 ms."""
+ROWS_A_TURN = 512
+"""Rows that are taken over in a turn, 0.1 to 0.2 ms."""
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows that are added at a time."""
 
@@ -42,15 +42,18 @@ class Taking(NamedTuple):
     parts: Parts
 
 
-class BlockIndex:
-    """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow.
+class BlockIndex(Paths):
+    """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow, as long as their
+    memory exists. ``lost``: places whose memory is gone, until they are empty (``lost.py``); ``losses``: how many ever
+    were. ``told``: all of these, as the journal knows them.
 
     ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
     ``segments``: of which segment of a request it is, where the eviction policy follows requests (``queues.py``).
     ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
     child does so already (``continued``), and begins one of its own otherwise. So what a row's ancestors are is told
     by a few chains and depths. ``taking``: of the request that came last, what is not in its segments yet.
-    ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all places.
+    ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all places. ``bare``: 1 for rows
+    that had lost their last copy when others hung below them; ``childless``: those whose last child has left since.
     """
 
     def __init__(self) -> None:
@@ -69,6 +72,11 @@ class BlockIndex:
         self.segments = array("i")
         self.flying = FlyingRows()
         self.places: list[Place] = []
+        self.lost: list[Place] = []
+        self.told: list[Place] = []
+        self.losses = 0
+        self.bare = bytearray()
+        self.childless: list[int] = []
         self.orders: list[LeafOrder] = []
         self._spare_rows: list[int] = []
         self.follows_requests = False
@@ -82,14 +90,27 @@ class BlockIndex:
         """Rows that no block has, in no order. Not to be written."""
         return self._spare_rows
 
-    def add_place(self, place: Place, orders: Iterable[LeafOrder]) -> int:
-        """Add a place (host or replica) with the ``orders`` of its candidates; returns its position in ``places``."""
+    def add_place(self, place: Place, orders: Iterable[LeafOrder]) -> None:
+        """Add a place (host or replica) with the ``orders`` of its candidates."""
         place.grow(len(self.keys))
         for order in orders:
             order.grow(len(self.keys))
             self.orders.append(order)
         self.places.append(place)
-        return len(self.places) - 1
+        self.told.append(place)
+
+    def lose_place(self, place: Place) -> None:
+        """The memory of a place is gone: nothing that looks at ``places`` or ``orders`` sees it any more."""
+        mine = (place.leaves, *place.window_leaves.values())
+        self.places.remove(place)
+        self.orders[:] = [order for order in self.orders if all(order is not each for each in mine)]
+        self.lost.append(place)
+        self.losses += 1
+
+    def forget_place(self, place: Place) -> None:
+        """A lost place is empty."""
+        self.lost.remove(place)
+        self.told.remove(place)
 
     def insert(self, key: bytes, parent: int, stamp: int, reuses: int = 0) -> int:
         """A new row under ``parent`` (NO_ROW: the root) with no copy yet; the caller gives it one at once."""
@@ -160,8 +181,9 @@ class BlockIndex:
         for short in (self.reuses, self.flights):
             short.frombytes(bytes(short.itemsize * more))
         self.continued.extend(bytes(more))
+        self.bare.extend(bytes(more))
         self.flying.grow(more)
-        for place in self.places:
+        for place in self.told:
             place.grow(first + more)
         for order in self.orders:
             order.grow(first + more)
@@ -174,7 +196,8 @@ class BlockIndex:
     def remove_run(self, run: Sequence[int]) -> None:
         """``remove`` for each of ``run``, a leaf first and then always the parent, of which it was the only child."""
         parts, keys, parent, head = self.rows.parts, self.keys, self.parent, self.head
-        children, continued, flights = self.children, self.continued, self.flights
+        children, continued, flights, bare = self.children, self.continued, self.flights, self.bare
+        above = NO_ROW
         for row in run:
             key, above = keys[row], parent[row]
             if key is None or children[row] or flights[row]:
@@ -190,6 +213,10 @@ class BlockIndex:
             self.hits[row] = 0
             if self.reuses[row]:
                 self.reuses[row] = 0
+            if bare[row]:
+                bare[row] = 0
+        if above != NO_ROW and bare[above] and not children[above]:
+            self.childless.append(above)
         self._spare_rows.extend(run)
 
     def forget_keys(self, most: int) -> bool:
@@ -248,7 +275,7 @@ class BlockIndex:
         if taking is None:
             return True
         told, tip, parts = taking
-        rows, above = self._rows_above(tip, ROWS_A_TURN)
+        rows, above = self.rows_above(tip, ROWS_A_TURN)
         bottom = self.depth[tip] + 1
         moved: list[tuple[LeafOrder, int]] = []
         for place in self.places:
@@ -279,45 +306,6 @@ class BlockIndex:
         """Rows belong to ``segment`` from now on."""
         for row in rows:
             self.segments[row] = segment
-
-    def _rows_above(self, tip: int, most: int) -> tuple[Ints, int]:
-        """Up to ``most`` rows from ``tip`` up, and the one above them. Rows that came together mostly lie in a row:
-        where some do, many are looked at in one go."""
-        parent, row = self.parent, tip
-        rows: list[int] = []
-        while row != NO_ROW and len(rows) < most:
-            straight = row - FEW_ROWS
-            for _ in range(min(FEW_ROWS, most - len(rows))):
-                rows.append(row)
-                row = parent[row]
-                if row == NO_ROW:
-                    break
-            left = min(RUN_ROWS, most - len(rows))
-            if row == straight and row > 0 and left:
-                low = max(row - left + 1, 0)
-                above = np.frombuffer(parent, np.int32, row - low + 1, 4 * low)
-                ends = np.flatnonzero(above != np.arange(low - 1, row, dtype=np.int32))
-                first = low + int(ends[-1]) if len(ends) else low
-                rows.extend(range(row, first - 1, -1))
-                row = parent[first]
-        return np.array(rows, np.int64), row
-
-    def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
-        """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
-        that came together mostly are."""
-        parent = self.parent
-        row = tip
-        while row != NO_ROW:
-            first, few = row, max(row - FEW_ROWS, 0)
-            while first > few and parent[first] == first - 1:
-                first -= 1
-            if first and first == few:
-                low = max(first - RUN_ROWS, 0)
-                above = np.frombuffer(parent, np.int32, first - low + 1, 4 * low)
-                ends = np.flatnonzero(above != np.arange(low - 1, first, dtype=np.int32))
-                first = low + int(ends[-1]) if len(ends) else low
-            yield first, row + 1
-            row = parent[first]
 
     def reach(self, rows: Iterable[int], stamp: int) -> None:
         """A hit whose deepest block was last used at ``stamp`` looks back to the windowed copies of ``rows``,
@@ -367,34 +355,22 @@ class BlockIndex:
             for place in self.places:
                 place.leaves.update(row)
 
+    def matching(self, rows: Sequence[int], keys: bytes) -> int:
+        """How many of ``rows``, from the first on, have the packed ``keys`` one after another."""
+        mine = [self.keys[row] or b"" for row in rows]
+        if b"".join(mine) == keys:
+            return len(rows)
+        differ = (at for at, key in enumerate(mine) if keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] != key)
+        return next(differ, len(rows))
+
+    def key_of(self, row: int) -> bytes:
+        """A row's key; empty for NO_ROW, the root."""
+        return b"" if row == NO_ROW else self.keys[row] or b""
+
     def has_copy(self, row: int) -> bool:
         """True while any place holds a copy in any state but ABSENT."""
         return any(place.is_present(row) for place in self.places)
 
-    def is_above(self, above: int, row: int) -> bool:
-        """True where ``above`` is ``row`` or an ancestor of it; looks at each chain between them, not at each row."""
-        depth = self.depth[above]
-        while self.head[row] != self.head[above]:
-            row = self.parent[self.head[row]]
-            if row == NO_ROW or self.depth[row] < depth:
-                return False
-        return self.depth[row] >= depth
-
-    def path(self, row: int, until: int = NO_ROW) -> array[int]:
-        """Rows from just below ``until``, an ancestor of ``row``, down to it, root first."""
-        if row == NO_ROW:
-            return array("i")
-        return self.last_rows(row, self.depth[row] - (self.depth[until] if until != NO_ROW else -1))
-
-    def last_rows(self, row: int, count: int) -> array[int]:
-        """The last ``count`` rows (fewer where the root is nearer) of the path down to ``row``, root first."""
-        left = max(count, 0)
-        runs: list[Column] = [np.empty(0, np.int32)]
-        for first, last in self._runs(row):
-            if not left:
-                break
-            length = min(last - first, left)
-            runs.append(np.arange(last - length, last, dtype=np.int32))
-            left -= length
-        runs.reverse()
-        return array_of(np.concatenate(runs))
+    def is_on_lost(self, row: int) -> bool:
+        """True while a place whose memory is gone has the row still."""
+        return any(place.is_present(row) for place in self.lost)

@@ -14,9 +14,18 @@ from typing import NamedTuple
 from cachesvc.model.errors import EventsForgotten
 
 NO_ROW = -1
+HOST_NUMBER = 0
 KEEP_EVENTS = 65_536
-STORAGE = (1 << 15) - 1
-"""In place of a place's number. What is told of it is a hint, as all that is known of storage."""
+STORAGE = (1 << 40) - 1
+"""In place of a place's number, which is never used again. What is told of it is a hint, as all that is known of
+storage."""
+
+
+def place_name(number: int) -> str:
+    """What operators call the place of a number."""
+    if number == STORAGE:
+        return "storage"
+    return "host" if number == HOST_NUMBER else f"replica {number - 1}"
 
 
 class Cause(IntEnum):
@@ -103,7 +112,7 @@ class Journal:
         self._keys: list[bytes] = []
         self._parents: list[bytes] = []
         self._rows = array("i")
-        self._codes = array("I")
+        self._codes = array("Q")
         self._seconds = array("d")
 
     @property
@@ -164,7 +173,7 @@ class Journal:
             where = slice(at, at + length) if self.last >= self.keep else slice(at, at)
             self._keys[where], self._parents[where] = keys[some], parents[some]
             self._rows[where] = array("i", rows[some])
-            self._codes[where] = array("I", (code,)) * length
+            self._codes[where] = array("Q", (code,)) * length
             self._seconds[where] = array("d", (self._moment.seconds,)) * length
             self.last += length
             done = some.stop

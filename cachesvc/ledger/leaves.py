@@ -239,3 +239,29 @@ class LeafOrder(SortedEntries):
 
     def _unfile(self, entry: int) -> None:
         self.delete(entry)
+
+
+class NoLeaves(LeafOrder):
+    """Of a place whose memory is gone: nothing is ever a candidate there."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: False, lambda _: 0)
+
+    def __contains__(self, row: int) -> bool:
+        return False
+
+    def update(self, row: int) -> None:
+        """None may go."""
+
+    def remove(self, row: int) -> bool:  # noqa: ARG002 - as of any order
+        """None is one."""
+        return False
+
+    def remove_all(self, rows: Iterable[int]) -> None:
+        """None is one."""
+
+    def add_all(self, rows: Collection[int]) -> None:
+        """None may go."""
+
+
+NO_LEAVES = NoLeaves()

@@ -59,7 +59,7 @@ def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) ->
         return at
     index, lead = ledger.index, place.lead
     parent, children, own = index.parent, index.children, place.states[lead]
-    others = [other.states[lead] for other in index.places if other is not place]
+    others = [other.states[lead] for other in index.told if other is not place]
     end, expected, left = at, rows[at], 0
     while end < len(rows):
         row = rows[end]

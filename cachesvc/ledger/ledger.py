@@ -17,7 +17,7 @@ from cachesvc.ledger.recent import RecentRequests
 from cachesvc.ledger.reuse import Reuse
 from cachesvc.ledger.stored import Stored
 from cachesvc.ledger.tickets import TicketBook
-from cachesvc.model.errors import LeaseLost, NotFound, Unavailable
+from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 from cachesvc.model.sharing import Party
 
@@ -34,13 +34,27 @@ class Shadow(Protocol):
 
 
 @dataclass(slots=True)
+class Compared:
+    """The sums of some shadows' counts."""
+
+    asked: int = 0
+    hits: int = 0
+    shadow_hits: int = 0
+
+    def add(self, shadow: Shadow) -> None:
+        """Add those of one more."""
+        self.asked += shadow.asked
+        self.hits += shadow.hits
+        self.shadow_hits += shadow.shadow_hits
+
+
+@dataclass(slots=True)
 class Replica:
     """A set of devices (one for each rank) that share one page-id space for each group.
 
     ``shadow``: told of its hits, where somebody compares them. ``failed_drains``: write-backs that failed in a row;
-    ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more; it is never
-    granted again, and ``is_emptying`` while what was there is being dropped. ``is_making_room``: ahead of who will want
-    it.
+    ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more;
+    ``is_emptying`` while what was there is being forgotten. ``is_making_room``: ahead of who will want it.
     """
 
     id: int
@@ -57,13 +71,17 @@ class Replica:
 
 @dataclass(slots=True)
 class Model:
-    """A namespace: model, layout and tenant, with its blocks and replicas.
+    """A namespace: model, layout and tenant, with its blocks and ``replicas``, those whose memory exists.
 
+    ``lost``: replicas whose memory is gone, until nothing holds or moves anything of theirs any more. ``compared``:
+    what the shadows of lost ones had counted.
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
     no name. ``reserved_pages``: so many first ones of every device pool are the engines' own. ``is_salted``: its
     namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
-    served of it until it was verified. ``defects``: how often that happened. ``display_name``: for operators, the first
-    one that an engine gave. ``weights_version``: the last announcement of an operator.
+    served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only had lost
+    children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which they are
+    given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine gave.
+    ``weights_version``: the last announcement of an operator.
     """
 
     id: int
@@ -79,6 +97,8 @@ class Model:
     display_name: str = ""
     weights_version: str = ""
     replicas: list[Replica] = field(default_factory=list)
+    lost: list[Replica] = field(default_factory=list)
+    compared: Compared = field(default_factory=Compared)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
     reuse: Reuse = field(default_factory=Reuse)
@@ -86,8 +106,11 @@ class Model:
     stored: Stored = field(default_factory=Stored)
     lent: list[LentBlocks] = field(default_factory=list)
     last_used: float = 0.0
+    expected: int = 0
+    expected_until: float = 0.0
     suspect: str = ""
     defects: int = 0
+    is_pruning: bool = False
 
     @property
     def shown(self) -> str:
@@ -111,15 +134,34 @@ class Model:
                 f"model {self.id} is out of service until it is verified: {self.suspect}; go on without the cache"
             )
 
-    def present_replicas(self) -> list[Replica]:
-        """Those whose memory exists."""
-        return [replica for replica in self.replicas if not replica.gone]
-
     def replica(self, replica_id: int) -> Replica:
-        """A replica by number. Raises NotFound."""
-        if not 0 <= replica_id < len(self.replicas):
-            raise NotFound("replica", replica_id, f"model {self.id} has {len(self.replicas)}")
-        return self.replicas[replica_id]
+        """A replica by number, whose memory exists. Raises NotFound."""
+        for replica in self.replicas:
+            if replica.id == replica_id:
+                return replica
+        why = next((lost.gone for lost in self.lost if lost.id == replica_id), "")
+        raise NotFound("replica", replica_id, f"{why or f'model {self.id} has {len(self.replicas)}'}; register again")
+
+    def any_replica(self, replica_id: int) -> Replica:
+        """A replica by number, lost or not: for what was begun when it was there. Raises LedgerBroken."""
+        for replica in (*self.replicas, *self.lost):
+            if replica.id == replica_id:
+                return replica
+        raise LedgerBroken(f"replica {replica_id} of model {self.id} was forgotten, and something of it is left")
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """The memory of a replica is gone: no flow sees it from now on."""
+        replica.gone = why
+        self.replicas.remove(replica)
+        self.lost.append(replica)
+        self.blocks.lose_place(replica.place)
+        if replica.shadow is not None:
+            self.compared.add(replica.shadow)
+
+    def forget(self, replica: Replica) -> None:
+        """Nothing of a lost replica is left."""
+        self.lost.remove(replica)
+        self.blocks.index.forget_place(replica.place)
 
 
 class Ledger:

@@ -11,11 +11,14 @@ from cachesvc.ledger.pins import Pin, WindowPins, held_by
 
 class LentBlocks:
     """A run of a path that is whole on the host, ``rows`` root first. ``pages[g]``: of each row its host page, or
-    NO_PAGE where a window has none. Pinned by its deepest row: the host evicts leaves first."""
+    NO_PAGE where a window has none. ``keys``: of each row; ``parent``: of the block above the first, empty for none.
+    Pinned by its deepest row: the host evicts leaves first."""
 
     def __init__(self, blocks: BlockLedger, rows: array[int], pages: list[array[int]]) -> None:
         self.rows = rows
         self.pages = pages
+        self.keys = [blocks.index.key_of(row) for row in rows]
+        self.parent = blocks.index.key_of(blocks.index.parent[rows[0]])
         self._pin = Pin(blocks, blocks.host, rows[-1])
         self._windows = WindowPins(blocks, blocks.host)
         for group in blocks.host.window_groups:

@@ -35,7 +35,7 @@ def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Chooser
 def window_order(index: BlockIndex, place: Place, group: int, sinks: int) -> LeafOrder:
     """Windowed copies of a place that no window holds and no transfer reads: they may go by themselves, whatever other
     groups' copies of their block do. ``sinks``: first blocks of a prompt that count as such."""
-    states, pins, places = place.states[group], place.window_pins[group], index.places
+    states, pins, places = place.states[group], place.window_pins[group], index.told
     reached, stamp, depth = index.reached, index.stamp, index.depth
 
     def may_go(row: int) -> bool:

@@ -14,6 +14,7 @@ A copy and its page move in one call, by one table, so that neither can be forgo
     keep      DRAINING -> READY     IN_FLIGHT -> SEALED     it was needed again, or the write-back failed
     drop      READY -> ABSENT       SEALED -> FREE          evicted with nothing to save
               DRAINING -> ABSENT    IN_FLIGHT -> FREE       evicted, and saved
+    lose      READY -> ABSENT       gone with its pool      the memory of the place is gone
     admit     ABSENT -> READY       IN_FLIGHT -> SEALED     its bytes came from storage, and were verified
 """
 
@@ -25,14 +26,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.ledger.journal import NO_ROW, Cause, Journal, Kind, packed, with_cause
+from cachesvc.ledger.journal import HOST_NUMBER, NO_ROW, Cause, Journal, Kind, packed, with_cause
 from cachesvc.ledger.leaves import LeafOrder
 from cachesvc.ledger.pages import AT_ONCE, PagePool
 from cachesvc.ledger.pieces import TablePieces
+from cachesvc.ledger.place_counts import PlaceCounts
 from cachesvc.ledger.protected import Protected
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import IllegalMove
-from cachesvc.model.histogram import AGE_SECONDS, Histogram
 from cachesvc.model.int32s import Column, array_of, column, distinct
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
@@ -50,33 +51,7 @@ MOVES: dict[tuple[CopyState, CopyState], tuple[PageState, PageState]] = {
 }
 """Each move of a copy with that of its page; there are no others."""
 
-HOST_NUMBER = 0
 IS_WHOLE = int(READY)  # compared for every change: an enum takes thrice as long
-
-
-class PlaceCounts:
-    """What has happened on one place, in blocks, for what operators see.
-
-    ``states``: blocks by state of their full groups. ``pinned``: blocks that pins protect, each counted once for each
-    pin above which it lies. ``left``: blocks that were dropped, ``left_unused`` those of them that nobody had used
-    since they came: no hit on a device, no load from the host. ``windows_left``: windowed copies dropped by themselves.
-    """
-
-    __slots__ = ("ages", "left", "left_unused", "pinned", "states", "windows_left")
-
-    def __init__(self) -> None:
-        self.states = [0] * len(CopyState)
-        self.pinned = 0
-        self.left = 0
-        self.left_unused = 0
-        self.windows_left = 0
-        self.ages = Histogram(AGE_SECONDS)
-
-    def leave(self, age_seconds: float, blocks: int, unused: int) -> None:
-        """``blocks`` blocks are dropped ``age_seconds`` after their last access."""
-        self.ages.observe(age_seconds, blocks)
-        self.left += blocks
-        self.left_unused += unused
 
 
 class Place:
@@ -88,10 +63,11 @@ class Place:
     ``filling[row]`` and ``draining``: the ticket that brings a row's copies here (0: none), and the one that writes
     them back before they go; each row has one at most. ``reservations``: calls that wait for pages here.
 
-    ``number``: its position among ``places``, all of which it knows in order to say in ``journal`` whether a copy that
-    comes is the first and one that goes is the last. ``protected``: how many blocks are kept by ``pins``. ``leaves``:
-    blocks that may go, and ``window_leaves[g]``: windowed copies that may go by themselves, in their order;
-    ``BlockLedger`` puts them here, and ``pieces`` too: what is kept of block tables.
+    ``number``: 0 of the host, n + 1 of replica n; it is never used again. ``is_lost``: its memory is gone. Of ``told``,
+    the places that ``journal`` knows of, it asks whether a copy that comes is the first and one that goes is the last.
+    ``protected``: how many blocks are kept by ``pins``. ``leaves``: blocks that may go, and ``window_leaves[g]``:
+    windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here, and ``pieces`` too: what
+    is kept of block tables.
     """
 
     leaves: LeafOrder
@@ -105,12 +81,16 @@ class Place:
         layout: Layout,
         pools: tuple[PagePool, ...],
         journal: Journal,
+        number: int,
         places: list[Place],
+        told: list[Place],
     ) -> None:
         self.name = name
-        self.number = len(places)
+        self.number = number
+        self.is_lost = False
         self._journal = journal
         self._places = places
+        self._known = told
         self._told = _told(self.number)
         self.pools = pools
         self.full_groups = layout.full_groups
@@ -190,7 +170,7 @@ class Place:
         return ready
 
     def are_elsewhere(self, rows: Column) -> npt.NDArray[np.bool_]:
-        """Which of some rows are READY on another place."""
+        """Which of some rows are READY on another place, whose memory exists."""
         found: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         for each in self._places:
             if each is not self and each.pools[each.lead].capacity:
@@ -312,6 +292,22 @@ class Place:
         self.counts.states[ABSENT] += len(rows)
         self.pieces.forget_all(rows)
 
+    def lose(self, group: int, rows: Column) -> None:
+        """Whole copies of ``rows`` are gone with the memory that they lay in: their pages do not come back."""
+        states = np.frombuffer(self.states[group], np.uint8)
+        rows = rows[states[rows] != ABSENT]
+        among: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+        for each in self._known:
+            if each is not self:
+                among |= np.frombuffer(each.states[group], np.uint8)[rows] >= IS_WHOLE
+        for code, gone in zip(self._told[READY, ABSENT], (rows[~among], rows[among]), strict=True):
+            self._journal.note_all(with_cause(code, Cause.LOST) | group << 9, gone.tolist())
+        states[rows] = ABSENT
+        column(self.pages[group])[rows] = NO_PAGE
+        if group == self.lead:
+            self.counts.states[READY] -= len(rows)
+            self.counts.states[ABSENT] += len(rows)
+
     def _move(
         self,
         group: int,
@@ -347,7 +343,7 @@ class Place:
     def _tell(self, codes: tuple[int, int], group: int, row: int, cause: Cause | None) -> None:
         """Write down that a copy came, went or failed to come."""
         code = codes[0]
-        for other in self._places:
+        for other in self._known:
             if other is not self and other.states[group][row] >= IS_WHOLE:
                 code = codes[1]
                 break
@@ -375,4 +371,4 @@ def _told(number: int) -> dict[tuple[int, int], tuple[int, int]]:
     return out
 
 
-__all__ = ["MOVES", "NO_ROW", "Place", "PlaceCounts"]
+__all__ = ["MOVES", "NO_ROW", "Place"]

@@ -12,7 +12,10 @@ from cachesvc.model.requests import Ended
 
 
 class PromptPath:
-    """A prompt of packed ``keys``: ``known`` blocks of it are in the index or remembered, ``resident`` in the index."""
+    """A prompt of packed ``keys``: ``known`` blocks of it are in the index or remembered, ``resident`` in the index.
+
+    Its resident blocks are those above the last of them, whatever keys a caller has named there.
+    """
 
     def __init__(self, index: BlockIndex, keys: bytes, known: int, resident: int) -> None:
         self.blocks = len(keys) // KEY_BYTES
@@ -20,6 +23,8 @@ class PromptPath:
         self.resident = resident
         self._keys = keys
         self._index = index
+        self._tip = index.rows.get(self.key(resident - 1), NO_ROW) if resident else NO_ROW
+        self._walked: Sequence[int] = ()
 
     def key(self, position: int) -> bytes:
         """Key of a block."""
@@ -27,7 +32,12 @@ class PromptPath:
 
     def row(self, position: int) -> int:
         """Row of a resident block."""
-        return self._index.rows.get(self.key(position), NO_ROW)
+        index = self._index
+        row = index.rows.get(self.key(position), NO_ROW)
+        if row != NO_ROW and index.depth[row] == position and index.is_above(row, self._tip):
+            return row
+        self._walked = self._walked or index.path(self._tip)
+        return self._walked[position]
 
     def segment(self, position: int) -> int:
         """Segment of a resident block."""

@@ -69,6 +69,11 @@ class Reuse:
     def known(self, index: BlockIndex, keys: bytes, hit: int, blocks: int) -> tuple[int, int]:
         """Of a prompt with a hit of ``hit`` blocks, how many the index has, and how many are known or remembered."""
         resident = self._bisect(keys, hit, blocks, (index.rows,))
+        if (
+            resident > hit
+            and index.depth[index.rows[keys[(resident - 1) * KEY_BYTES : resident * KEY_BYTES]]] != resident - 1
+        ):
+            resident = hit  # the caller's keys are not chained
         return resident, self._bisect(keys, resident, blocks, (index.rows, self._young, self._old))
 
     @staticmethod

@@ -22,10 +22,16 @@ from cachesvc.ledger.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.windows import window_positions
 from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
 MOST_WRITTEN = 1 << 18
 """Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
+
+
+def key_at(keys: bytes, position: int) -> bytes:
+    """One of packed keys."""
+    return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
 
 
 class HeldPages(NamedTuple):
@@ -39,9 +45,9 @@ class HeldPages(NamedTuple):
 class Fetch:
     """Blocks on their way from storage to the host, root first. ``ticket``: who waits for them.
 
-    ``keys``: theirs; the first comes under ``pin``'s row. ``out``: of each block, how many of its objects may still
-    write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed groups that do not come
-    with a block, as (block, group). ``lent``: blocks of which another node lent some.
+    ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
+    its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
+    groups that do not come with a block, as (block, group). ``lent``: blocks of which another node lent some.
     """
 
     def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
@@ -50,6 +56,7 @@ class Fetch:
         self.ticket = ticket
         self.first = first
         self.keys = keys
+        self.parent = blocks.index.key_of(pin.row)
         self.out = [0] * len(keys)
         self.end = len(keys)
         self.admitted = 0
@@ -60,6 +67,14 @@ class Fetch:
         self._pages = [self._take(group) for group in range(len(blocks.host.pools))]
         self._pin = pin
         self._lost: set[tuple[int, int]] = set()
+
+    def brings(self, keys: bytes, position: int) -> bool:
+        """True where it brings the block at ``position`` of packed ``keys``, below the one that these say."""
+        at = position - self.first
+        if not 0 <= at < len(self.keys) or self.keys[at] != key_at(keys, position):
+            return False
+        above = self.keys[at - 1] if at else self.parent
+        return above == (key_at(keys, position - 1) if position else b"")
 
     @property
     def pin(self) -> Pin:
@@ -113,9 +128,12 @@ class Fetch:
 
     def admit(self, stamps: Callable[[], int]) -> bool:
         """The next block is on the host from now on; False where it cannot be, and so none below it: it is known
-        below another prefix. ``stamps``: gives access numbers."""
+        below another prefix, or the block above it is lost. ``stamps``: gives access numbers."""
         at, key = self.admitted, self.keys[self.admitted]
         index, above = self._blocks.index, self._pin.row
+        if above != NO_ROW and self._pin.place.is_lost and not self._keep(above):
+            self.cut(at)
+            return False
         row = index.rows.get(key, NO_ROW)
         if row == NO_ROW:
             row = index.insert(key, above, stamps())
@@ -125,7 +143,9 @@ class Fetch:
         self._take_copies(at, row)
         self._free(at, PageState.FREE)
         self.admitted += 1
-        self._keep(row)
+        if not self._keep(row):
+            raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
+        self._blocks.offer(self._blocks.host, row)
         return True
 
     def _take_copies(self, at: int, row: int) -> None:
@@ -143,14 +163,14 @@ class Fetch:
         if is_new:
             self._blocks.come(host, row)
 
-    def _keep(self, row: int) -> None:
-        """The block just admitted stays until the next one is under it."""
+    def _keep(self, row: int) -> bool:
+        """Have a block stay until the next one is under it, wherever it is whole; False where it is so nowhere."""
         kept = next((place for place in self._blocks.index.places if place.is_hittable(row)), None)
         if kept is None:
-            raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
+            return False
         before, self._pin = self._pin, Pin(self._blocks, kept, row)
         before.let_go()
-        self._blocks.offer(self._blocks.host, row)
+        return True
 
     def stop(self) -> None:
         """Nothing more is admitted: pages whose objects have come back are free, the others in quarantine."""

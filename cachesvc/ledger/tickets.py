@@ -196,6 +196,11 @@ class TicketBook:
         """Running tickets of one replica in one direction, oldest first."""
         return list(self._of_replica.get((model, replica, direction), {}).values())
 
+    def touches(self, model: int, replica: int) -> bool:
+        """True while a ticket runs for a replica, or copies from it."""
+        ways: tuple[Direction | Inward, ...] = (*Direction, *Inward)
+        return (model, replica) in self._reading or any((model, replica, way) in self._of_replica for way in ways)
+
     def reading(self, model: int, replica: int) -> list[Ticket]:
         """Running tickets that copy from one replica to another one."""
         return list(self._reading.get((model, replica), {}).values())

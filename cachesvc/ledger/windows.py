@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cachesvc.ledger.index import BlockIndex
 from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import READY
@@ -53,9 +53,9 @@ def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
 
 
 def require_chained(position: int, row: int, depth: Sequence[int]) -> int:
-    """The ``row`` of the key at ``position``. Raises InvalidRequest where no prefix of that length has it."""
+    """The ``row`` of the key at ``position``. Raises KeyMisplaced where no prefix of that length has it."""
     if row == NO_ROW or depth[row] != position:
-        raise InvalidRequest(f"block {position}: its key is not that of a block below those before it; chain the keys")
+        raise KeyMisplaced(position)
     return row
 
 
@@ -69,7 +69,7 @@ class Prefix:
         self._known = {index.depth[tip]: tip}
 
     def row(self, position: int) -> int:
-        """The row at ``position``, not below ``tip``. Raises InvalidRequest for keys that are not chained: then its key
+        """The row at ``position``, not below ``tip``. Raises KeyMisplaced for keys that are not chained: then its key
         is unknown, or that of a block somewhere else."""
         row = self._known.get(position, NO_ROW)
         if row == NO_ROW:

@@ -4,6 +4,7 @@ the code into a gRPC status; the client makes of code and sentence the same erro
 CacheError                    also under the name CacheClientError
 ├── InvalidRequest            the request itself is wrong: fix it, do not retry
 │   ├── LayoutRejected        a layout that cannot be built
+│   ├── KeyMisplaced          a key that is known below another block than the request says
 │   └── KeyReused             an idempotency key came back with another request
 ├── NotFound                  model, lease, sequence, replica or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
@@ -43,6 +44,7 @@ class ErrorCode(Enum):
     """Stable names of the kinds of failure; ``cachesvc.wire.status`` maps each to a gRPC code."""
 
     INVALID = "INVALID"
+    KEY_MISPLACED = "KEY_MISPLACED"
     NOT_FOUND = "NOT_FOUND"
     CONFLICT = "CONFLICT"
     LEASE_LOST = "LEASE_LOST"
@@ -94,6 +96,18 @@ class InvalidRequest(CacheError):
 
 class LayoutRejected(InvalidRequest):
     """A layout whose numbers contradict each other or exceed a limit."""
+
+
+class KeyMisplaced(InvalidRequest):
+    """The key of block ``block`` is not that of a block below those that the request has before it: a key's parent is
+    part of what it names."""
+
+    code = ErrorCode.KEY_MISPLACED
+    block: int | None = None
+
+    def __init__(self, block: int) -> None:
+        super().__init__(f"block {block}: its key is not that of a block below those before it; chain the keys")
+        self.block = block
 
 
 class KeyReused(InvalidRequest):
@@ -349,6 +363,7 @@ BY_CODE: dict[ErrorCode, type[CacheError]] = {
     kind.code: kind
     for kind in (
         InvalidRequest,
+        KeyMisplaced,
         NotFound,
         Conflict,
         LeaseLost,

@@ -44,6 +44,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def add(self, other: Histogram) -> None:
+        """Count what another one has observed too, within the same bounds."""
+        self.counts = [mine + more for mine, more in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     @property
     def count(self) -> int:
         """Observations in all."""

@@ -20,10 +20,12 @@ from cachesvc.storage.seam import ObjectName
 
 @dataclass(frozen=True, slots=True)
 class LentObject:
-    """An object and the host pages that hold its payload, one after another."""
+    """An object and the host pages that hold its payload, one after another. ``parent``: the key of the block above its
+    own; empty for none."""
 
     name: ObjectName
     pages: tuple[memoryview, ...]
+    parent: bytes = b""
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from cachesvc.peer.wire import (
     send_pieces,
 )
 from cachesvc.storage.header import HEADER_BYTES, Digest, require_digest, write_header
+from cachesvc.storage.seam import Item
 from cachesvc.telemetry import events
 
 MOST_STREAMS = 64
@@ -145,6 +146,6 @@ class Lender:
         assert self._digest is not None
         size_bytes = sum(map(len, found.pages))
         head = bytearray(HEADER_BYTES)
-        write_header(self._digest, found.name, memoryview(head), found.pages, size_bytes)
+        write_header(self._digest, Item(found.name, memoryview(head), found.pages, found.parent))
         send_pieces(stream, (ANSWER.pack(number, OK, size_bytes) + head, *found.pages))
         self.sent_bytes += size_bytes

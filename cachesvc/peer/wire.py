@@ -2,7 +2,7 @@
 
     borrower    magic 8 | secret 32
                 count u32 | count x (number u32)                            again and again
-    lender      number u32 | status u32 | payload bytes u64 | header 128 | payload        for each, in this order
+    lender      number u32 | status u32 | payload bytes u64 | header 256 | payload        for each, in this order
 
 A status that is not OK has neither header nor payload. Either side ends the stream by closing it.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from cachesvc.storage.header import HEADER_BYTES
 
-MAGIC = b"cspeer\x01\n"
+MAGIC = b"cspeer\x02\n"
 SECRET_BYTES = 32
 HELLO = struct.Struct(f"<8s{SECRET_BYTES}s")
 COUNT = struct.Struct("<I")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from cachesvc.ledger.holds import Hold
-from cachesvc.ledger.journal import STORAGE, Cause, Event
+from cachesvc.ledger.journal import STORAGE, Cause, Event, place_name
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest
@@ -127,7 +127,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
     row = index.rows.get(key, NO_ROW)
     newest_first = events[::-1]
     lines = [_line(view, model, event) for event in newest_first]
-    if row == NO_ROW:
+    if row == NO_ROW or not index.has_copy(row):
         why = _why_not(model, newest_first, view.now()) + _storage_words(view, model, key)
         return BlockExplanation(model.id, model.shown, key, None, [], False, [], lines, 0, why)
     holders = holders_of(view, model, row)
@@ -218,7 +218,7 @@ def _line(view: View, model: Model, event: Event) -> EventLine:
         view.now() - event.seconds,
         event.kind.name.lower(),
         event.present,
-        "storage" if event.place == STORAGE else model.blocks.index.places[event.place].name,
+        place_name(event.place),
         model.layout.groups[event.group].name,
         event.cause.name.lower(),
     )

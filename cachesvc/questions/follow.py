@@ -149,10 +149,10 @@ class Feed:
         return Changes(part, 0, self._next - 1, runs)
 
     def _read(self, start: int, stop: int) -> list[BlockRun]:
-        """What rows ``start`` to ``stop`` hold now."""
+        """What rows ``start`` to ``stop`` hold now, as far as the journal has told it."""
         index = self.model.blocks.index
         runs: list[BlockRun] = []
-        for place in index.places:
+        for place in index.told:
             for group, states in enumerate(place.states):
                 above = -2  # no row's parent
                 for row in range(start, stop):

@@ -179,8 +179,8 @@ class Ranking:
 
 def block_lines(model: Model, rows: list[int]) -> list[BlockLine]:
     """The rows that still hold a block."""
-    keys = model.blocks.index.keys
-    return [block_line(model, row) for row in rows if keys[row] is not None]
+    index = model.blocks.index
+    return [block_line(model, row) for row in rows if index.keys[row] is not None and index.has_copy(row)]
 
 
 def block_line(model: Model, row: int) -> BlockLine:

@@ -20,7 +20,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_RANK, QueuedLeaves
 from cachesvc.model.words import DRAINING, FILLING, READY
-from cachesvc.questions.snapshot import Mask, int32s, live_now, live_rows, place_states, states, uint16s
+from cachesvc.questions.snapshot import Mask, int32s, live_rows, place_states, states, uint16s
 from cachesvc.questions.steps import Question, off_loop
 
 MOST_TOLD = 256
@@ -87,7 +87,8 @@ def told(rows: Any, say: Callable[[int], str]) -> list[str]:
 
 
 def walk_keys(model: Model) -> Iterator[list[str]]:
-    """Every key's row has that key and a copy, and every row without a key has none. A step looks at 128 rows."""
+    """Every key's row has that key and a copy, or had one when others hung below it and is forgotten with these; and
+    every row without a key has none. A step looks at 128 rows."""
     index = model.blocks.index
     keys, rows = index.keys, index.rows
     first = 0
@@ -96,12 +97,15 @@ def walk_keys(model: Model) -> Iterator[list[str]]:
         for row in range(first, min(first + ROWS_A_STEP, len(keys))):
             key = keys[row]
             if key is None:
-                if index.has_copy(row):
+                if index.has_copy(row) or index.is_on_lost(row) or index.bare[row]:
                     out.append(f"model {model.id} row {row}: a copy without a key")
             elif rows.get(key) != row:
                 out.append(f"model {model.id} row {row}: key and row do not agree")
-            elif not index.has_copy(row):
-                out.append(f"model {model.id} row {row}: no copy anywhere")
+            elif not (index.has_copy(row) or index.is_on_lost(row)):
+                if not index.bare[row]:
+                    out.append(f"model {model.id} row {row}: no copy anywhere")
+                elif not index.children[row] and row not in index.childless:
+                    out.append(f"model {model.id} row {row}: no copy anywhere, nothing below, and it stays")
         first += ROWS_A_STEP
         yield out
 
@@ -111,13 +115,14 @@ class _Tree:
         index: BlockIndex = model.blocks.index
         self.parent, self.depth, self.children = int32s(index.parent), int32s(index.depth), int32s(index.children)
         self.head, self.continued = int32s(index.head), states(index.continued)
-        self.live = live_now(index)
+        has_copy = live_rows(len(index.keys), [place_states(place) for place in index.told])
+        self.live = has_copy | (states(index.bare) != 0)
         self.known = len(index.rows)
         self.spare = len(index.spare_rows)
 
 
 def recount_tree(where: str, tree: _Tree) -> list[str]:
-    """Parents are there, depths follow, children and chains add up, and every key has a copy."""
+    """Parents are there, depths follow, children and chains add up, and every key has a copy, or had one."""
     out: list[str] = []
     live = int(tree.live.sum())
     if live != tree.known:
@@ -221,7 +226,7 @@ class _Candidates:
         self.children = int32s(place.children) if group is None else np.zeros(len(self.states), np.int32)
         self.is_moving = uint16s(index.flights) != 0
         if group is not None:
-            self.is_moving = np.any([states(each.states[group]) == FILLING for each in index.places], axis=0)
+            self.is_moving = np.any([states(each.states[group]) == FILLING for each in index.told], axis=0)
 
 
 def recount_candidates(seen: _Candidates) -> list[str]:

@@ -51,7 +51,7 @@ class _Holds:
     def __init__(self, ledger: Ledger, model: Model) -> None:
         index = model.blocks.index
         self.where = f"model {model.id}"
-        self.places = [_PlaceHolds(place) for place in index.places]
+        self.places = {place.number: _PlaceHolds(place) for place in index.told}
         self.depth, self.parent = int32s(index.depth), int32s(index.parent)
         self.flights: Any = uint16s(index.flights)
         self.known = np.array(sorted(index.flying), np.int64)
@@ -77,7 +77,7 @@ def recount_holds(seen: _Holds) -> list[str]:
     drains is transferred; and operators are told as many pins as there are."""
     rows = len(seen.flights)
     out: list[str] = []
-    for place in seen.places:
+    for place in seen.places.values():
         out += _compare(f"{place.name} row", "pins", place.pins, place.pinned, rows)
         absent = np.flatnonzero((place.pins > 0) & (place.states[place.lead] == ABSENT))
         out += told(absent, lambda row, at=place.name: f"{at} row {row}: pinned, but its copy is ABSENT")  # type: ignore[misc]
@@ -130,14 +130,14 @@ def walk_sequences(ledger: Ledger, model: Model) -> Iterator[list[str]]:
         if sequence is None or not sequence.is_open:
             continue
         out = _waits(ledger, sequence) + _from_host(model, sequence)
-        if not sequence.swapped_out and not sequence.failed:
+        if not sequence.swapped_out and not sequence.failed and not sequence.place.is_lost:
             out += _tables(model, sequence)
         yield out
 
 
 def _tables(model: Model, sequence: Sequence) -> list[str]:
     """On the device every position that may be read has the page of its block, or one of the sequence's own."""
-    place = model.replicas[sequence.replica].place
+    place = model.any_replica(sequence.replica).place
     path = model.blocks.index.path(sequence.anchor)
     if len(path) != sequence.sealed:
         return [f"sequence {sequence.id}: {len(path)} blocks above its anchor, {sequence.sealed} sealed"]
@@ -206,13 +206,13 @@ def walk_computing(ledger: Ledger, model: Model) -> Iterator[list[str]]:
 
 def walk_tickets(ledger: Ledger, model: Model) -> Iterator[list[str]]:
     """A copy on its way is known to be moved by its ticket, and by no other. A step is one ticket."""
-    places = model.blocks.index.places
+    host = model.blocks.host
     for number in list(ledger.tickets.running):
         ticket = ledger.tickets.running.get(number)
         if ticket is None or ticket.model != model.id:
             continue
-        device = places[ticket.replica + 1]
-        target = device if ticket.direction is Direction.LOAD else places[0]
+        device = model.any_replica(ticket.replica).place
+        target = device if ticket.direction is Direction.LOAD else host
         copied = [*ticket.rows, *(drain.row for drain in ticket.drains if drain.copied)]
         moved: list[tuple[int | None, str]]
         moved = [(target.filling[row], f"{target.name} row {row}: comes") for row in copied]

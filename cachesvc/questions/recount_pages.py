@@ -59,24 +59,24 @@ def page_parts(ledger: Ledger, model: Model) -> list[Part]:
     """A part for each place."""
     return [
         captured(
-            f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place, at), recount_pages
+            f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place), recount_pages
         )
-        for at, place in enumerate(model.blocks.index.places)
+        for place in model.blocks.index.places
     ]
 
 
-def capture_pages(ledger: Ledger, model: Model, place: Place, position: int) -> PlacePages:
-    """What ``recount_pages`` compares; ``position``: of the place in the index."""
+def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
+    """What ``recount_pages`` compares."""
     seen = PlacePages(
         place.name,
         place_states(place),
         [int32s(pages) for pages in place.pages],
         [_pool(place, g) for g in range(len(place.pools))],
     )
-    if position == 0:
+    if place is model.blocks.host:
         _host_holders(ledger, model, seen)
     else:
-        _device_holders(ledger, model, position - 1, seen)
+        _device_holders(ledger, model, place.number - 1, seen)
     for group, pool in enumerate(place.pools):
         _hold(seen, group, PageState.QUARANTINED, "copies that never ended", pool.stuck)
     return seen

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cachesvc.flows.core import Core
+from cachesvc.ledger.journal import HOST_NUMBER, place_name
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.model.words import READY, PageState
 
 
 class SealedPage(NamedTuple):
-    """One block's page in one group. ``place``: 0 is the host, then replicas. ``generation``: of the page's grant."""
+    """One block's page in one group. ``place``: the number of its place. ``generation``: of the page's grant."""
 
     model: int
     place: int
@@ -42,20 +43,22 @@ def lately_sealed(core: Core, model_id: int, tip: int, count: int) -> list[bytes
 def is_resident(core: Core, model_id: int, key: bytes) -> bool:
     """True for a block of which a copy is anywhere."""
     model = core.ledger.models.get(model_id)
-    return model is not None and key in model.blocks.index.rows
+    row = NO_ROW if model is None else model.blocks.index.rows.get(key, NO_ROW)
+    return model is not None and row != NO_ROW and model.blocks.index.has_copy(row)
 
 
 def pages_of(core: Core, model_id: int, key: bytes, places: Iterator[int] | None = None) -> list[SealedPage]:
-    """The sealed pages of a block, in some places or all; none once it has gone."""
+    """The sealed pages of a block, in the places of some numbers or in all; none once it has gone."""
     model = core.ledger.models.get(model_id)
     row = NO_ROW if model is None else model.blocks.index.rows.get(key, NO_ROW)
     if model is None or row == NO_ROW:
         return []
-    every = model.blocks.index.places
+    asked = None if places is None else set(places)
     return [
-        SealedPage(model_id, at, group, page, every[at].pools[group].generations[page], key)
-        for at in (range(len(every)) if places is None else places)
-        for group, page in _ready(every[at], row)
+        SealedPage(model_id, place.number, group, page, place.pools[group].generations[page], key)
+        for place in model.blocks.index.places
+        if asked is None or place.number in asked
+        for group, page in _ready(place, row)
     ]
 
 
@@ -70,7 +73,9 @@ def is_still(core: Core, sealed: SealedPage) -> bool:
     model = core.ledger.models.get(sealed.model)
     if model is None:
         return False
-    place = model.blocks.index.places[sealed.place]
+    place = next((each for each in model.blocks.index.places if each.number == sealed.place), None)
+    if place is None:
+        return False
     pool = place.pools[sealed.group]
     row = model.blocks.index.rows.get(sealed.key, NO_ROW)
     return (
@@ -84,10 +89,10 @@ def is_still(core: Core, sealed: SealedPage) -> bool:
 def ranks_of(core: Core, sealed: SealedPage) -> int:
     """How many ranks keep bytes of their own for the page."""
     model: Model = core.ledger.models[sealed.model]
-    return model.layout.host_ranks(sealed.group) if sealed.place == 0 else model.layout.ranks
+    return model.layout.host_ranks(sealed.group) if sealed.place == HOST_NUMBER else model.layout.ranks
 
 
 def names_of(core: Core, sealed: SealedPage) -> tuple[str, str]:
     """Names of the page's place and group."""
     model = core.ledger.models[sealed.model]
-    return model.blocks.index.places[sealed.place].name, model.layout.groups[sealed.group].name
+    return place_name(sealed.place), model.layout.groups[sealed.group].name

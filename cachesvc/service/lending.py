@@ -39,7 +39,6 @@ class LendingDesk:
         self._node = node
         self._view = view
         self._lent: dict[int, tuple[Model, LentBlocks]] = {}
-        self._shapes: dict[int, Shapes] = {}
 
     @property
     def epoch(self) -> int:
@@ -54,10 +53,11 @@ class LendingDesk:
             raise LimitExceeded("block keys", len(keys) // KEY_BYTES, MOST_BLOCKS)
         if len(self.desk) >= MOST_LEASES:
             raise LimitExceeded("leases of other nodes", len(self.desk) + 1, MOST_LEASES)
-        model = self._model(scope)
-        if model is None:
+        found = self._find(scope)
+        if found is None:
             return None
-        wanted = self._wanted(model, parts)
+        model, shapes = found
+        wanted = self._wanted(shapes, parts)
         model.require_trusted()
         lending = Lending()
 
@@ -69,7 +69,7 @@ class LendingDesk:
             answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
         if answer is None:
             return None
-        return await self._hand_out(model, scope, keys, wanted, answer)
+        return await self._hand_out(model, scope, wanted, answer)
 
     def give_back(self, lease: int) -> None:
         """Idempotent."""
@@ -83,29 +83,21 @@ class LendingDesk:
         """All leases are over."""
         self.desk.end_all()
 
-    def _model(self, scope: Scope) -> Model | None:
-        models = models_named(self._node.core, scope.namespace)
-        return next((model for model in models if self._shapes_of(model).scope == scope), None)
+    def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
+        """The model of a scope, and what its blocks are lent as."""
+        each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
+        return next(((model, shapes) for model, shapes in each if shapes.scope == scope), None)
 
-    def _shapes_of(self, model: Model) -> Shapes:
-        known = self._shapes.get(model.id)
-        if known is None:
-            known = self._shapes[model.id] = shapes_of(model)
-        return known
-
-    def _wanted(self, model: Model, parts: Sequence[Part]) -> list[Shape]:
-        shapes = self._shapes_of(model)
+    def _wanted(self, shapes: Shapes, parts: Sequence[Part]) -> list[Shape]:
         by_part = {shape.part: shape for shape in (*shapes.full, *shapes.windows)}
         if not parts or any(part not in by_part for part in parts):
             raise InvalidRequest("parts are of another layout: both nodes need the same model, ranks and version")
         return [by_part[part] for part in parts]
 
-    async def _hand_out(
-        self, model: Model, scope: Scope, keys: bytes, shapes: list[Shape], blocks: LentBlocks
-    ) -> Lent | None:
+    async def _hand_out(self, model: Model, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> Lent | None:
         """The pages stay from here on, whatever becomes of the call."""
         try:
-            objects = await asyncio.to_thread(self._objects, model.id, scope, keys, shapes, blocks)
+            objects = await asyncio.to_thread(self._objects, model.id, scope, shapes, blocks)
             lent = self.desk.lend(objects, self.lease_seconds)
         except CacheError:  # the host pool is closed: the daemon ends
             self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
@@ -116,20 +108,18 @@ class LendingDesk:
         self._lent[lent.lease] = model, blocks
         return lent
 
-    def _objects(
-        self, model: int, scope: Scope, keys: bytes, shapes: list[Shape], blocks: LentBlocks
-    ) -> list[LentObject | None]:
-        """On a thread of its own: some microseconds a page."""
+    def _objects(self, model: int, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> list[LentObject | None]:
+        """On a thread of its own: some microseconds a page. Objects are named by what the index has there."""
         found: list[LentObject | None] = []
-        for at in range(len(blocks.rows)):
-            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+        for at, key in enumerate(blocks.keys):
+            parent = blocks.keys[at - 1] if at else blocks.parent
             for shape in shapes:
                 pages = [(group, rank, blocks.pages[group][at]) for group, rank in shape.pieces]
                 if any(page == NO_PAGE for _, _, page in pages):
                     found.append(None)
                     continue
                 views = tuple(self._view(model, group, rank, page) for group, rank, page in pages)
-                found.append(LentObject(ObjectName(scope, key, shape.part), views))
+                found.append(LentObject(ObjectName(scope, key, shape.part), views, parent))
         return found
 
     def _quiet(self, lease: int) -> None:

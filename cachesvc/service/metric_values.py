@@ -14,6 +14,7 @@ from cachesvc.flows.counters import LEASES_ENDED
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import Place
+from cachesvc.ledger.place_counts import PlaceCounts
 from cachesvc.ledger.reuse import Miss
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
@@ -151,7 +152,8 @@ def _reuse(reading: Reading, model: Model) -> None:
     reading.put("remembered_keys", reuse.remembered, *labels)
     for tier, blocks in model.hit_blocks.items():
         reading.put("hit_tokens", blocks * tokens, *labels, tier)
-    for shadow in (replica.shadow for replica in model.replicas if replica.shadow is not None):
+    shadows = [replica.shadow for replica in model.replicas if replica.shadow is not None]
+    for shadow in (*shadows, *([model.compared] if model.compared.asked else ())):
         reading.put("compared_tokens", shadow.asked * tokens, *labels)
         reading.put("compared_hit_tokens", shadow.hits * tokens, *labels, "own")
         reading.put("compared_hit_tokens", shadow.shadow_hits * tokens, *labels, "lru")
@@ -183,6 +185,8 @@ def _blocks(reading: Reading, model: Model, sizes: Sizes) -> None:
                 reading.put("pages", pool.counts[state], *labels, tier, layout.groups[group].name, state.name.lower())
             reading.put("pages", pool.withheld, *labels, tier, layout.groups[group].name, "reserved")
         _place(reading, place, (*labels, tier), sizes.blocks[tier])
+    device = Tier.DEVICE.value
+    _left(reading, model.blocks.past, (*labels, device), sizes.blocks[device])
 
 
 def _place(reading: Reading, place: Place, labels: tuple[object, ...], block_bytes: int) -> None:
@@ -190,6 +194,10 @@ def _place(reading: Reading, place: Place, labels: tuple[object, ...], block_byt
     for state in BLOCK_STATES:
         reading.put("blocks", counts.states[state], *labels, state.name.lower())
     reading.put("pinned_blocks", counts.pinned, *labels)
+    _left(reading, counts, labels, block_bytes)
+
+
+def _left(reading: Reading, counts: PlaceCounts, labels: tuple[object, ...], block_bytes: int) -> None:
     reading.put("dropped_blocks", counts.left, *labels)
     reading.put("dropped_unused_blocks", counts.left_unused, *labels)
     reading.put("dropped_unused_bytes", counts.left_unused * block_bytes, *labels)

@@ -354,6 +354,9 @@ class Node:
         model = self.core.chores[0].model
         try:
             tidy(self.core.chores)
+        except CacheError as refusal:  # as a call is refused: it has changed nothing by halves
+            self.core.count(Count.CHORES_REFUSED)
+            events.warning("chore_refused", model=model, reason=str(refusal))
         except Exception as broken:  # noqa: BLE001 - the root of a callback: other chores are still to be done
             events.failure("chore_broke", model=model)
             self.distrust(model, f"{type(broken).__name__}: {broken}")

@@ -26,7 +26,7 @@ class Registrar:
 
     def find(self, request: RegisterRequest) -> Registered | None:
         """A model's pools, if they are there. Raises as ``flows.models.find``."""
-        return find(self._node.core, self._node.vault, request)
+        return self._node.run(find, self._node.core, self._node.vault, request)
 
     async def register(self, request: RegisterRequest) -> Registered:
         """Have a model's pools made, in turn, or find that they were made meanwhile. Raises as ``models.register``."""

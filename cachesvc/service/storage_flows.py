@@ -31,6 +31,7 @@ class StorageFlows:
         self.lagged = tier.lagged
         self.room = tier.room
         self.has = tier.has
+        self.forget = tier.forget
         tier.tell = self._told
         tier.tell_gone = self._gone
         core.storage = self
@@ -38,11 +39,11 @@ class StorageFlows:
 
     def fetch(self, request: FetchRequest) -> list[int]:
         """See ``flows.core.Storage``."""
-        return self.tier.fetch(request.model, request.ticket, request.keys, request.pages)
+        return self.tier.fetch(request.model, request.ticket, request.keys, request.pages, request.parent)
 
     def keep(self, request: KeepRequest) -> int:
         """See ``flows.core.Storage``."""
-        return self.tier.keep(request.model, request.key, request.pages)
+        return self.tier.keep(request.model, request.key, request.pages, request.parent)
 
     def tick(self) -> None:
         """Now and then, on the ledger thread."""
@@ -73,4 +74,6 @@ def _as_fetched(outcome: Outcome | None) -> Fetched:
         return Fetched.LATE
     if outcome is Outcome.LENT:
         return Fetched.LENT
+    if outcome is Outcome.MISPLACED:
+        return Fetched.MISPLACED
     return Fetched.WHOLE if outcome is Outcome.OK else Fetched.GONE

@@ -1,8 +1,13 @@
-"""An object's header: 128 bytes that name it whole, and by which it is told from anything else.
+"""An object's header: 256 bytes that name it whole, and by which it is told from anything else.
 
-    0    magic "cskvobj" and format    8     48   layout id            8     96   xxh3_128 of the payload   16
-    8    group, rank, ranks, 0      2 each   56   block key           32     112  xxh3_128 of all before    16
-    16   namespace                    32     88   payload bytes        8
+    0    magic "cskvobj" and format    8     56   block key            32    144  xxh3_128 of the payload   16
+    8    group, rank, ranks, 0      2 each   88   parent's key         32    160  xxh3_128 of all before    16
+    16   namespace                    32     120  payload bytes         8    176  zero
+    48   layout id                     8     128  zero                 16
+
+A key stands for all blocks before it, and its parent is a part of what it names: an object that lies below another
+block than the reader says is not the one that was asked for. A root block's parent is zero. Format 1 had no parent:
+what is left of it counts as missing.
 
 The checksums catch accidents: torn writes, late ones into memory that is others' by now, decay. They catch no forger;
 whoever may write where objects lie is trusted with them (SECURITY.md).
@@ -14,12 +19,16 @@ import struct
 from collections.abc import Callable, Sequence
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.seam import ObjectName, Outcome
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.storage.seam import Item, ObjectName, Outcome
 
-HEADER_BYTES = 128
-MAGIC = b"cskvobj\x01"
-_FIELDS = struct.Struct("<8s4H32s8s32sQ")
-_DIGEST_AT = HEADER_BYTES - 16
+HEADER_BYTES = 256
+MAGIC = b"cskvobj\x02"
+_FIELDS = struct.Struct("<8s4H32s8s32s32sQ16x")
+_PARENT = slice(88, 120)
+_DIGEST_AT, _END = _FIELDS.size + 16, _FIELDS.size + 32
+ANY_PARENT = None
+"""Of a reader who knows of no parent: any will do."""
 
 Digest = Callable[[Sequence[memoryview | bytes]], bytes]
 
@@ -46,41 +55,41 @@ def require_digest() -> Digest:
     return digest
 
 
-def identity(name: ObjectName, payload_bytes: int) -> bytes:
-    """The first 96 bytes: all but the checksums."""
+def identity(name: ObjectName, parent: bytes, payload_bytes: int) -> bytes:
+    """All but the checksums."""
     group, rank, ranks = name.part
     scope = name.scope
-    return _FIELDS.pack(MAGIC, group, rank, ranks, 0, scope.namespace, scope.layout, name.key, payload_bytes)
+    return _FIELDS.pack(MAGIC, group, rank, ranks, 0, scope.namespace, scope.layout, name.key, parent, payload_bytes)
 
 
-def write_header(
-    digest: Digest, name: ObjectName, head: memoryview, pages: Sequence[memoryview], payload_bytes: int
-) -> None:
-    """Fill ``head``: what is behind the header is zeroed. Reads the payload."""
-    first = identity(name, payload_bytes) + digest(pages)
-    head[:HEADER_BYTES] = first + digest((first,))
-    if len(head) > HEADER_BYTES:
-        head[HEADER_BYTES:] = bytes(len(head) - HEADER_BYTES)
+def write_header(digest: Digest, item: Item) -> None:
+    """Fill the head of an item: what is behind the header is zeroed. Reads the payload."""
+    first = identity(item.name, item.parent, item.payload_bytes) + digest(item.pages)
+    item.head[:_END] = first + digest((first,))
+    item.head[_END:] = bytes(len(item.head) - _END)
 
 
 def check_content(digest: Digest, head_bytes: int, name: ObjectName, content: memoryview) -> bool:
-    """True where ``content`` is the object of that name: a header in its first ``head_bytes``, then the payload, and
-    whatever behind it."""
+    """True where ``content`` is the object of that name, below whatever block: a header in its first ``head_bytes``,
+    then the payload, and whatever behind it."""
     if len(content) < head_bytes:
         return False
-    _, _, _, _, _, _, _, _, payload_bytes = _FIELDS.unpack_from(content)
+    payload_bytes: int = _FIELDS.unpack_from(content)[-1]
     payload = content[head_bytes : head_bytes + payload_bytes]
-    return len(payload) == payload_bytes and check(digest, name, content, [payload], payload_bytes) is Outcome.OK
+    return len(payload) == payload_bytes and check(digest, Item(name, content, (payload,)), ANY_PARENT) is Outcome.OK
 
 
-def check(
-    digest: Digest, name: ObjectName, head: memoryview, pages: Sequence[memoryview], payload_bytes: int
-) -> Outcome:
-    """OK where ``pages`` hold the very object that was asked for, else WRONG. Reads the payload only where the header
-    is right."""
-    header = bytes(head[:HEADER_BYTES])
-    if header[: _FIELDS.size] != identity(name, payload_bytes):
+def check(digest: Digest, item: Item, parent: bytes | None) -> Outcome:
+    """OK where an item holds the very object that was asked for, below ``parent``; MISPLACED where it is below another
+    block, MISS where it is of an older format, else WRONG. Reads the payload only where the header is right."""
+    header = bytes(item.head[:_END])
+    if header[:8] != MAGIC and header[:7] == MAGIC[:7] and header[7] < MAGIC[7]:
+        return Outcome.MISS
+    theirs = header[_PARENT]
+    if header[: _FIELDS.size] != identity(item.name, theirs, item.payload_bytes):
         return Outcome.WRONG
     if digest((header[:_DIGEST_AT],)) != header[_DIGEST_AT:]:
         return Outcome.WRONG
-    return Outcome.OK if digest(pages) == header[_FIELDS.size : _DIGEST_AT] else Outcome.WRONG
+    if parent is not ANY_PARENT and theirs != parent.ljust(KEY_BYTES, b"\0"):
+        return Outcome.MISPLACED
+    return Outcome.OK if digest(item.pages) == header[_FIELDS.size : _DIGEST_AT] else Outcome.WRONG

@@ -133,10 +133,12 @@ class ObjectStore:
         deadline: float,
         each: Each,
         back: Back,
+        parents: Sequence[bytes] | None = None,
     ) -> None:
-        """Bring objects into ``pages``. ``each`` tells of every item once, OK or LENT only of what was verified;
+        """Bring objects into ``pages``. ``parents``: of each the key of the block above it; without them all are of
+        root blocks. ``each`` tells of every item once, OK or LENT only of what was verified;
         ``back`` follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
-        self.prepare(Way.GET, names, pages, deadline, each, back)()
+        self.prepare(Way.GET, names, pages, deadline, each, back, parents)()
 
     def put(
         self,
@@ -145,9 +147,11 @@ class ObjectStore:
         deadline: float,
         each: Each,
         back: Back,
+        parents: Sequence[bytes] | None = None,
     ) -> None:
-        """Keep objects. Reads all of ``pages`` before it returns, for their checksums: not on the loop."""
-        self.prepare(Way.PUT, names, pages, deadline, each, back)()
+        """Keep objects; ``parents`` as of ``get``. Reads all of ``pages`` before it returns, for their checksums: not
+        on the loop."""
+        self.prepare(Way.PUT, names, pages, deadline, each, back, parents)()
 
     def prepare(
         self,
@@ -157,14 +161,16 @@ class ObjectStore:
         deadline: float,
         each: Each,
         back: Back,
+        parents: Sequence[bytes] | None = None,
     ) -> Callable[[], None]:
         """As ``get`` or ``put``; what is returned begins it, and is called once. Where this raises, nothing is told of
         any item; once it has returned, of all: what the engine is given and does not answer is LATE."""
         assert self._digest is not None, "it was started"
-        items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, strict=True)]
+        above = [b""] * len(names) if parents is None else parents
+        items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, above, strict=True)]
         if way is Way.PUT:
             for item in items:
-                write_header(self._digest, item.name, item.head, item.pages, item.payload_bytes)
+                write_header(self._digest, item)
         call = self._begin(way, items, deadline, each, back)
         begin = self.backend.get if way is Way.GET else self.backend.put
         return partial(begin, items, deadline, call.ended)
@@ -201,10 +207,11 @@ class ObjectStore:
             return sum(call.out for call in self._calls)
 
     def checked(self, item: Item) -> Outcome:
-        """Is it what its name says? What is not is removed."""
+        """Is it what its name says? What is not, or is of an older format, is removed. What lies below another block
+        than its reader says stays: the reader may be the one who is wrong."""
         assert self._digest is not None, "it was started"
-        outcome = check(self._digest, item.name, item.head, item.pages, item.payload_bytes)
-        if outcome is Outcome.WRONG:
+        outcome = check(self._digest, item, item.parent)
+        if outcome in (Outcome.WRONG, Outcome.MISS):
             self.backend.remove([item.name])
         return outcome
 

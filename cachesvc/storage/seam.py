@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.model.keys import KEY_BYTES
 
-FORMAT = "cs1"
+FORMAT = "cs2"
 LAYOUT_ID_BYTES = 8
 
 
@@ -28,6 +28,7 @@ class Outcome(Enum):
     LENT = "lent"  # as good as OK, but it came from another node: what we store ourselves may not have it
     MISS = "miss"  # there is no such object
     WRONG = "wrong"  # there was something under its name, but not it: of another block, torn, or changed
+    MISPLACED = "misplaced"  # it is whole, and lies below another block than the one that was asked for
     BUSY = "busy"  # not begun: no place, no room, or its deadline had passed
     FAILED = "failed"  # the engine answered with an error
     LATE = "late"  # the wait has ended, the call has not: its memory is in quarantine
@@ -77,6 +78,7 @@ class ObjectName(NamedTuple):
 
 class Item(NamedTuple):
     """An object on its way: ``head`` takes or gives its header, ``pages`` its payload, one piece after another.
+    ``parent``: the key of the block above its own; empty for none.
 
     All of it is the caller's memory, of the engine from the call on until ``each`` was told of the item. ``head`` has
     ``Caps.head_bytes``; ``pages`` lie within registered chunks.
@@ -85,6 +87,7 @@ class Item(NamedTuple):
     name: ObjectName
     head: memoryview
     pages: tuple[memoryview, ...]
+    parent: bytes = b""
 
     @property
     def payload_bytes(self) -> int:
@@ -107,14 +110,14 @@ Gone = Callable[[Sequence[ObjectName]], None]
 class Caps:
     """What an engine is like. ``is_shared``: other nodes see its objects. ``survives``: ``daemon`` or ``node``.
 
-    ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 128. ``max_bytes``: of
+    ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 256. ``max_bytes``: of
     an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
     pages must lie in chunks that were registered.
     """
 
     is_shared: bool
     survives: str
-    head_bytes: int = 128
+    head_bytes: int = 256
     max_bytes: int = 0
     evicts_itself: bool = False
     needs_registration: bool = False

@@ -31,9 +31,9 @@ UNDER_WAY_BYTES = 64 << 20
 TRY_ANYWAY = 64
 """Where loading is slower than computing, one look-up in so many is fetched all the same: the store may have got
 faster."""
-BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISS: 0.25}
+BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISPLACED: 0.0, Outcome.MISS: 0.25}
 """What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
-no room is no fault."""
+no room is no fault, and neither is what a reader says of a block's parent."""
 
 MOST_GONE = 1 << 16
 """Blocks of which it is yet to be told that they have gone; more are passed over."""
@@ -58,13 +58,19 @@ class News(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE."""
+    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE. ``parent``: the key of
+    the block above the first; empty for none."""
 
     model: int
     shapes: Shapes
     ticket: int
     keys: bytes
     pages: Sequence[Sequence[int]]
+    parent: bytes
+
+    def parent_of(self, block: int) -> bytes:
+        """The key of the block above one of them."""
+        return key_at(self.keys, block - 1) if block else self.parent
 
     def wanted(self) -> list[tuple[int, Shape]]:
         """Its objects, by block."""
@@ -147,6 +153,10 @@ class Tier:
             self.backend.describe(known.scope, model.name)
         return known
 
+    def forget(self, model_id: int) -> None:
+        """A model is gone: numbers are not used again."""
+        self._shapes.pop(model_id, None)
+
     def expects(self, model: ModelFacts, keys: bytes) -> int | None:
         """Of how many of packed ``keys`` it is worth while to ask for; None where the engine must be asked."""
         if not self.breaker.is_closed:
@@ -168,20 +178,23 @@ class Tier:
         self._passed_over += 1
         return self._passed_over % TRY_ANYWAY == 0
 
-    def fetch(self, model: ModelFacts, ticket: int, keys: bytes, pages: Sequence[Sequence[int]]) -> list[int]:
-        """Bring blocks to host pages; returns of each how many objects come."""
+    def fetch(
+        self, model: ModelFacts, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes = b""
+    ) -> list[int]:
+        """Bring blocks to host pages, the first of them below the block ``parent``; returns of each how many objects
+        come."""
         shapes = self.shapes(model)
         out = [len(shapes.full)] * (len(keys) // KEY_BYTES)
         for shape in shapes.windows:
             for block, page in enumerate(pages[shape.groups[0]]):
                 out[block] += page != NO_PAGE
-        coming = Coming(model.id, shapes, ticket, keys, pages)
+        coming = Coming(model.id, shapes, ticket, keys, pages, parent)
         asked = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
         self._getting.add(partial(self._fetch, asked, coming), asked.fail)
         return out
 
-    def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int]) -> int:
-        """Write a block from its host pages; returns how many objects are on their way."""
+    def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int], parent: bytes = b"") -> int:
+        """Write a block below the block ``parent`` from its host pages; returns how many objects are on their way."""
         shapes = self.shapes(model)
         objects = [
             shape for shape in (*shapes.full, *shapes.windows) if all(pages[group] != NO_PAGE for group in shape.groups)
@@ -190,7 +203,7 @@ class Tier:
             self.budget.begin(shapes.block_bytes)
             news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
             asked = self._ask(partial(self._refuse, news))
-            self._putting.add(partial(self._keep, asked, news, shapes.scope, objects, pages), asked.fail)
+            self._putting.add(partial(self._keep, asked, news, shapes.scope, objects, pages, parent), asked.fail)
         return len(objects)
 
     def _ask(self, refuse: Callable[[Outcome], None]) -> Asked:
@@ -268,12 +281,20 @@ class Tier:
             asked.begun()
             self._refuse(news, Outcome.BUSY)
             return
-        begin = self._prepare(Way.GET, names, views, news)
+        begin = self._prepare(Way.GET, names, views, news, [coming.parent_of(block) for block, _ in wanted])
         asked.begun()
         self._refuse(news[len(wanted) :], Outcome.BUSY)  # never promised: nothing against the engine
         begin()
 
-    def _keep(self, asked: Asked, news: list[News], scope: Scope, objects: list[Shape], pages: Sequence[int]) -> None:
+    def _keep(
+        self,
+        asked: Asked,
+        news: list[News],
+        scope: Scope,
+        objects: list[Shape],
+        pages: Sequence[int],
+        parent: bytes,
+    ) -> None:
         if not asked.claim():
             return
         model = news[0].model
@@ -284,12 +305,17 @@ class Tier:
             asked.begun()
             self._refuse(news, Outcome.BUSY)
             return
-        begin = self._prepare(Way.PUT, names, views, news)
+        begin = self._prepare(Way.PUT, names, views, news, [parent] * len(names))
         asked.begun()
         begin()
 
     def _prepare(
-        self, way: Way, names: list[ObjectName], views: list[tuple[memoryview, ...]], news: list[News]
+        self,
+        way: Way,
+        names: list[ObjectName],
+        views: list[tuple[memoryview, ...]],
+        news: list[News],
+        parents: list[bytes],
     ) -> Callable[[], None]:
         return self.store.prepare(
             way,
@@ -298,6 +324,7 @@ class Tier:
             self._clock() + self.options.deadline,
             lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
             lambda index: self._tell_later(news[index]),
+            parents,
         )
 
     # -- news ----------------------------------------------------------------------------------------------------

@@ -108,12 +108,18 @@ class Vault:
     """The memory of models: what is free, what is whose, and what has arrived."""
 
     def __init__(
-        self, backend: DeviceMemory, host_pool: HostPool, engine: SwapEngine, on_host_pages: OnHostPages
+        self,
+        backend: DeviceMemory,
+        host_pool: HostPool,
+        engine: SwapEngine,
+        on_host_pages: OnHostPages,
+        landing_seconds: float = LANDING_SECONDS,
     ) -> None:
         self._backend = backend
         self._pool = host_pool
         self._engine = engine
         self._on_host_pages = on_host_pages
+        self._landing_seconds = landing_seconds
         self._models: dict[int, _Holding] = {}
         self._retired: dict[int, _Holding] = {}
         self._used: Counter[str] = Counter()
@@ -275,7 +281,7 @@ class Vault:
         does by then."""
         with self._lock:
             lost = [(model, replica) for model, holding in self._models.items() for replica in holding.lost]
-        until = time.monotonic() + LANDING_SECONDS
+        until = time.monotonic() + self._landing_seconds
         for model, replica in lost:
             if not self._engine.detach_replica(model, replica, max(0.0, until - time.monotonic())):
                 continue

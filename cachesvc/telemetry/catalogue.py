@@ -145,9 +145,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "storage_items",
             ("way", "outcome"),
             "Objects that were asked for (`get`) or written (`put`), by how that ended: `ok` (verified, or kept), "
-            "`lent` (verified, and of another node), `miss`, `wrong` (not what its name says: removed), `busy` (not "
-            "begun: no room, or too late), `failed`, `late` (nobody waits any more). Zeros without `--storage`, as all "
-            "of these.",
+            "`lent` (verified, and of another node), `miss`, `wrong` (not what its name says: removed), `misplaced` "
+            "(below another block than the reader says), `busy` (not begun: no room, or too late), `failed`, `late` "
+            "(nobody waits any more). Zeros without `--storage`, as all of these.",
         ),
         _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok` or `lent`."),
         _gauge("storage_objects", (), "Objects that are kept, as far as is known."),

@@ -187,6 +187,9 @@ VOCABULARY: dict[str, Event] = {
         "A defect: a call failed inside the daemon; the traceback says where. `model` 0: of none.",
         ("method", "model"),
     ),
+    "chore_refused": Event(
+        "warning", "What was left of a long flow cannot be had any more; nothing is lost by it.", ("model", "reason")
+    ),
     "chore_broke": Event("error", "A defect: what was left of a long flow could not be carried through.", ("model",)),
     "landing_broke": Event("error", "A defect: the end of a transfer could not be carried through.", ("ticket",)),
     "model_distrusted": Event(

@@ -11,13 +11,14 @@ ERROR_FACTS_METADATA_KEY = "kv-error-facts-bin"
 """Metadata of a refused call: the kind of failure, and its facts as a serialized ``OperationError``."""
 
 GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
+    ErrorCode.KEY_MISPLACED: grpc.StatusCode.INVALID_ARGUMENT,  # a status without a name is the later of two
     ErrorCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorCode.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorCode.LEASE_LOST: grpc.StatusCode.ABORTED,
     ErrorCode.NOT_OWNED: grpc.StatusCode.PERMISSION_DENIED,
     ErrorCode.LOAD_FAILED: grpc.StatusCode.DATA_LOSS,
-    ErrorCode.TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,  # a status without a name is the later of two
+    ErrorCode.TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorCode.EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorCode.GAP: grpc.StatusCode.OUT_OF_RANGE,
     ErrorCode.LIMIT: grpc.StatusCode.OUT_OF_RANGE,

@@ -3,6 +3,7 @@
 CacheClientError              the same class as CacheError
 ├── InvalidRequest            the request itself is wrong: fix it, do not retry
 │   ├── LayoutRejected        a layout that cannot be built
+│   ├── KeyMisplaced          a key that is known below another block than the request says: chain the keys
 │   ├── KeyReused             (the daemon's own: here it is an InvalidRequest)
 │   ├── AlreadyClosed         a handle was used after its end, or ended twice
 │   │   └── UsedAfterFork     a handle was used in a child of the process that made it
@@ -53,6 +54,7 @@ from cachesvc.model.errors import (
     ErrorCode,
     EventsMissed,
     InvalidRequest,
+    KeyMisplaced,
     LayoutRejected,
     LeaseLost,
     LimitExceeded,
@@ -82,6 +84,7 @@ __all__ = [
     "EventsMissed",
     "GpuFailed",
     "InvalidRequest",
+    "KeyMisplaced",
     "LayoutRejected",
     "LeaseLost",
     "LimitExceeded",

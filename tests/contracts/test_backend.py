@@ -22,7 +22,8 @@ from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolEx
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 from tests.contracts.host_gpu import HostGpu
-from tests.sim.stepped_backend import SteppedBackend, SteppedTimeline
+from tests.sim.stepped_backend import SteppedBackend
+from tests.sim.stepped_memory import SteppedTimeline
 
 DEVICE_BYTES = 1 << 20
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

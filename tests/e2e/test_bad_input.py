@@ -11,6 +11,7 @@ import pytest
 from cachesvc_client import (
     Conflict,
     InvalidRequest,
+    KeyMisplaced,
     LeaseLost,
     LimitExceeded,
     NotFound,
@@ -66,6 +67,12 @@ class Site:
         request = build_register("other@1", PLAIN)
         request.layout.CopyFrom(message)
         return self.bare.engine.Register(request)
+
+    def misplace(self) -> Any:
+        """Publish the second block of the prompt as a first one."""
+        sequence = self.stack.enter_context(self.other.lease.match(self.keys[32:64]))
+        sequence.allocate(1)
+        return sequence.publish(1)
 
     def publish(self, **changes: Any) -> Any:
         values: dict[str, Any] = {
@@ -243,6 +250,8 @@ WORKING = [
          InvalidRequest, StatusCode.INVALID_ARGUMENT, "contradict those of Match"),
     Case("publish keys for another count", lambda s: s.publish(keys=s.keys[64:128], blocks=1), InvalidRequest,
          StatusCode.INVALID_ARGUMENT, "2 keys were sent for 1 blocks"),
+    Case("publish a key below another block than its own", lambda s: s.misplace(), KeyMisplaced,
+         StatusCode.INVALID_ARGUMENT, "block 0: its key is not that of a block below"),
     Case("publish without a sequence", lambda s: s.publish(sequence_id=HUGE), NotFound, StatusCode.NOT_FOUND,
          "unknown sequence"),
     Case("release what is not there", lambda s: s.release(HUGE), NotFound, StatusCode.NOT_FOUND, "it was released"),

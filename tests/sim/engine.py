@@ -25,6 +25,7 @@ from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,
     LeaseLost,
+    LimitExceeded,
     LoadFailed,
     NotFound,
     NotOwned,
@@ -68,6 +69,7 @@ class SimEngine(SimCalls):
             ("prefetch", 1, self._prefetch),
             ("refill", 0.2, self._refill),
             ("pause", 0.1, self._pause),
+            ("mischain", 0.3, self._mischain),
         ]
         begun = len(self.requests) + sum(each.request is None for each in self.pending)
         if begun < self.node.bias.requests:
@@ -117,11 +119,29 @@ class SimEngine(SimCalls):
         family = self.rng.randint(1, bias.families)
         for _ in range(self.rng.randint(1, bias.most_blocks)):
             tokens += [family if self.rng.random() < bias.same else 0] * self.model.layout.block_tokens
-        return block_keys(self.model.namespace, tokens, self.model.layout.block_tokens)
+        keys = block_keys(self.model.namespace, tokens, self.model.layout.block_tokens)
+        self.node.note_chain(keys)
+        return keys
 
     def _sharing(self, urgency: Urgency = Urgency.AWAITED) -> Sharing | None:
         """Most engines want what other replicas have."""
         return Sharing(urgency) if self.rng.random() < 0.9 else None
+
+    def _mischain(self) -> None:
+        """Match keys of which some are another prompt's. Whatever it finds is its own harm alone."""
+        self._ids += 1
+        one, other = self._keys(), self._keys()
+        at = self.rng.randrange(max(1, min(len(one), len(other)) // KEY_BYTES)) * KEY_BYTES
+        keys = one[:at] + other[at : at + self.rng.choice((1, 8)) * KEY_BYTES] + one[at + KEY_BYTES :]
+        number = first_id(self.member) + self._ids
+        try:
+            answer = self.node.run(self._flow(match, number, keys, 0, self._sharing()))
+        except (InvalidRequest, LimitExceeded, Unavailable):
+            return
+        self.node.faults["mischained"] += 1
+        if isinstance(answer, Matched):
+            request = Request(number, keys, [[] for _ in self.stock])
+            self._end(request)
 
     def _begin(self) -> None:
         assert self.model is not None
@@ -179,7 +199,7 @@ class SimEngine(SimCalls):
     def _follow_loads(self, request: Request) -> None:
         """Wait on the timeline words, layer by layer, as the workers do."""
         assert self.model is not None
-        devices = self.model.replicas[self.replica].devices
+        devices = self.model.any_replica(self.replica).devices
         sheets = [self.node.backend.timeline(device).sheet(self.model.id) for device in devices]
         book = self.node.core.ledger.tickets
         for ticket in list(request.tickets):

@@ -106,7 +106,8 @@ def truth_of(model: Model) -> Truth:
     out: Truth = {}
     for key, row in index.rows.items():
         spots = set()
-        for number, place in enumerate(index.places):
+        for place in index.told:
+            number = place.number
             for group, states in enumerate(place.states):
                 if states[row] >= READY:
                     spots.add(Spot(group, "device" if number else "host", max(0, number - 1)))

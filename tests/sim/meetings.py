@@ -105,7 +105,7 @@ class Meetings:
         told = self._told(held, failed=failed)
         drained = [drain.row for drain in held.drains]
         model = ledger.models[held.model]
-        place = model.replicas[held.replica].place
+        place = model.any_replica(held.replica).place
         ended = land()
         self.seen["load held back"] += not ended
         self.seen.update(told if ended else ())
@@ -127,7 +127,7 @@ class Meetings:
         elif ticket.source is not None:
             out.append(f"load from a replica {'failed' if failed else 'came'}")
         elif ticket.direction is Direction.LOAD:
-            place = ledger.models[ticket.model].replicas[ticket.replica].place
+            place = ledger.models[ticket.model].any_replica(ticket.replica).place
             waiting = [each for each in ticket.waiters if isinstance(each, Hold) and ticket.id in each.loads]
             out += ["load failed"] if failed else []
             out += ["load for two"] if len(waiting) > 1 else []
@@ -156,7 +156,7 @@ class Meetings:
         if sequence is None or name not in ("allocate", "swap in"):
             return []
         model = self._core.ledger.models[sequence.model]
-        place = model.replicas[sequence.replica].place
+        place = model.any_replica(sequence.replica).place
         index = model.blocks.index
         if name == "swap in":
             path = index.path(sequence.host_anchor)
@@ -168,7 +168,7 @@ class Meetings:
 
 def _has_windows(model: Model, sequence: Sequence, rows: array[int]) -> bool:
     """True where some, and not all, of the windowed copies that a hit still lacks are on the device."""
-    place = model.replicas[sequence.replica].place
+    place = model.any_replica(sequence.replica).place
     there = [place.states[group][row] != ABSENT for group in place.window_groups for row in rows[-2:]]
     return any(there) and not all(there)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.losses import lose_device
 from cachesvc.flows.models import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import Turns, tidy
@@ -20,6 +21,7 @@ from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Run
@@ -69,12 +71,18 @@ class SteppedHostPool(HostPool):
 class Refusing:
     """The way to the swap engine, which refuses when told to."""
 
-    def __init__(self, engine: Callable[[], SwapEngine], faults: Counter[str]) -> None:
+    def __init__(self, engine: Callable[[], SwapEngine], ledger: Ledger, faults: Counter[str]) -> None:
         self._engine = engine
+        self._ledger = ledger
         self._faults = faults
         self.refuse = 0
 
+    def _require_present(self, model_id: int, *replicas: int | None) -> None:
+        present = {replica.id for replica in self._ledger.models[model_id].replicas}
+        assert present.issuperset(each for each in replicas if each is not None), "a flow sees a replica that is lost"
+
     def submit(self, transfer: Transfer) -> TimelineSlot:
+        self._require_present(transfer.model, transfer.replica, transfer.source_replica)
         if self.refuse:
             self.refuse -= 1
             self._faults["mover_refused"] += 1
@@ -82,6 +90,7 @@ class Refusing:
         return self._engine().submit(transfer)
 
     def free_slots(self, model_id: int, replica_id: int) -> int:
+        self._require_present(model_id, replica_id)
         return self._engine().free_slots(model_id, replica_id)
 
     def expedite(self, ticket: int) -> None:
@@ -89,6 +98,7 @@ class Refusing:
         self._engine().expedite(ticket)
 
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
+        self._require_present(model, source_replica, target_replica)
         return self._engine().can_reach(model, source_replica, target_replica)
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
@@ -128,11 +138,12 @@ class SimNode:
             self.backend,
             bind=lambda *_: Placement.PLACED,
         )
-        self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages)
-        self.mover = Refusing(lambda: self.engine, faults)
+        self.vault = Vault(self.backend, self.host_pool, self.engine, self._on_host_pages, landing_seconds=0.0)
+        ledger = Ledger(keep_tickets=64)
+        self.mover = Refusing(lambda: self.engine, ledger, faults)
         policy = rng.choice(bias.policies)
         self.core = Core(
-            Ledger(keep_tickets=64),
+            ledger,
             self.mover,
             eviction_policy(rng.choice(("hazard", "hazard", "hazard", "lru", "lfu", "deepest_first"))),
             WriteRule(policy, rng.choice((1, 2)), remember=8),
@@ -147,6 +158,7 @@ class SimNode:
             turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),
         )
         self.meetings = Meetings(self.core)
+        self._parents: dict[bytes, bytes] = {}
         self._repeats: dict[tuple[str, int], tuple[object, object]] = {}
 
     def _on_host_pages(self, model: int, group: int, run: Run) -> None:
@@ -156,6 +168,16 @@ class SimNode:
     def _land(self, ticket: int, error: Exception | None) -> None:
         landed = DONE if error is None else Failed(str(error), may_write=isinstance(error, CopiesHang))
         self.meetings.landing(ticket, landed, lambda: land(self.core, ticket, landed))
+
+    def kill_mover(self, device: str) -> None:
+        """A mover dies: its jobs end as failed, and then the loss of its memory is told."""
+        self.backend.break_device(device)
+        self.inbox.append(lambda: self._lose(device))
+
+    def _lose(self, device: str) -> None:
+        self.vault.lose(device)
+        if self.run(lambda: lose_device(self.core, device, "the simulator has killed its mover")):
+            self.events["leases_lost_with_a_device"] += 1
 
     def deliver(self) -> None:
         """One message of another thread arrives on the loop."""
@@ -187,9 +209,11 @@ class SimNode:
     # -- bytes -------------------------------------------------------------------------------------------------
 
     def write_page(self, model: Model, replica: int, group: int, page: int, content: list[bytes]) -> None:
-        """Write a device page on every rank, plane by plane, as kernels of an engine would."""
+        """Write a device page on every rank, plane by plane, as kernels of an engine would; what is lost is no page."""
+        if all(each.id != replica for each in model.replicas):
+            return
         geometry = device_geometry(
-            model.layout, group, model.layout.slab_pages(model.replicas[replica].device_pages)[group]
+            model.layout, group, model.layout.slab_pages(model.any_replica(replica).device_pages)[group]
         )
         for rank, mine in enumerate(content):
             slab = self.vault.slabs(model.id, replica, rank)[group]
@@ -204,12 +228,26 @@ class SimNode:
         """A page's bytes on every rank."""
         return [self.engine.page_bytes(model.id, replica, rank, group, page) for rank in range(model.layout.ranks)]
 
+    def note_chain(self, keys: bytes) -> None:
+        """An engine has made packed keys, each from the one before."""
+        chained = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        self._parents.update(zip(chained, [b"", *chained], strict=False))
+
+    def misplaced(self) -> list[str]:
+        """Blocks that the index has below others than they were made from."""
+        return [
+            f"model {model.id} row {row}: below another block than its key says"
+            for model in self.core.ledger.models.values()
+            for key, row in model.blocks.index.rows.items()
+            if model.blocks.index.key_of(model.blocks.index.parent[row]) != self._parents[key]
+        ]
+
     def corrupt(self) -> list[str]:
         """Sealed copies, on any tier, whose bytes are not what their key stands for."""
         out: list[str] = []
         for model in self.core.ledger.models.values():
-            for position, place in enumerate(model.blocks.index.places):
-                replica = position - 1 if position else None
+            for place in model.blocks.index.places:
+                replica = place.number - 1 if place.number else None
                 for key, row in model.blocks.index.rows.items():
                     for group, states in enumerate(place.states):
                         if states[row] >= READY:

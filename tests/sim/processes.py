@@ -12,7 +12,7 @@ from cachesvc.flows.call import resolve
 from cachesvc.flows.leases import attach, close_lease, open_lease, process_arrived, process_gone
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import TicketView
-from cachesvc.model.errors import LimitExceeded, Unavailable
+from cachesvc.model.errors import LimitExceeded, NotFound, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
 from tests.sim.node import SimNode, content_of
@@ -101,7 +101,7 @@ class SimProcesses:
         try:
             lease = open_lease(core, self.model.id, self.replica, self.name, token, 1, now, self.instance)
             again = open_lease(core, self.model.id, self.replica, self.name, token, 1, now, self.instance)
-        except (Unavailable, LimitExceeded):
+        except (Unavailable, LimitExceeded, NotFound):  # NotFound: its replica is lost
             return False
         assert again is lease
         assert self.lease in ("", lease.id)

@@ -55,6 +55,6 @@ def _sequence(model: Model, sequence: Sequence) -> list[str]:
         host = model.blocks.host
         path = model.blocks.index.path(sequence.host_anchor) if sequence.swapped_out else []
         return [f"{where}: row {row} is gone from the host" for row in path if host.state(row) == ABSENT]
-    full = () if sequence.failed else model.replicas[sequence.replica].place.full_groups
+    full = () if sequence.failed else model.any_replica(sequence.replica).place.full_groups
     holes = [group for group in full if NO_PAGE in sequence.tables[group]]
     return [f"{where}: a hole in the table of group {group}, which has no window" for group in holes]

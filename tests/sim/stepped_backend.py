@@ -6,8 +6,6 @@ It must pass the contract suite of the real backends (tests/contracts/test_backe
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,71 +13,13 @@ import numpy as np
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
 from cachesvc.memory.copy_thread import end_job
-from cachesvc.memory.seam import CopyJob, Handle
+from cachesvc.memory.seam import CopyJob
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
-
-_sheets = itertools.count()
+from tests.sim.stepped_memory import SteppedSheet, SteppedSlab, SteppedTimeline
 
 CRANKS = 1_000_000
 """Steps that ``run_all`` takes at most: jobs that submit jobs must come to an end."""
-
-
-class SteppedSlab:
-    """An array in place of device memory."""
-
-    fd: int | None = None
-
-    def __init__(self, region: int, size_bytes: int, on_close: Callable[[], None]) -> None:
-        self.region = region
-        self.handle = Handle("memory", region.to_bytes(16, "little"), size_bytes)
-        self._on_close = on_close
-        self._is_open = True
-
-    def close(self) -> None:
-        """Give the memory back. Raises LedgerBroken when it was given back before."""
-        if not self._is_open:
-            raise LedgerBroken(f"slab of region {self.region} was closed before")
-        self._is_open = False
-        self._on_close()
-
-
-class SteppedSheet:
-    """Words in an array."""
-
-    fd: int | None = None
-
-    def __init__(self, words: int) -> None:
-        self.handle = Handle("memory", b"sheet" + next(_sheets).to_bytes(11, "little"), 4 * words)
-        self.values = np.zeros(words, np.uint32)
-
-    def read(self, word: int) -> int:
-        """Present value of a word."""
-        return int(self.values[word])
-
-
-class SteppedTimeline:
-    """Sheets of words. ``history`` keeps every write: (word, value)."""
-
-    def __init__(self, words: int) -> None:
-        self.words = words
-        self.history: list[tuple[int, int]] = []
-        self.open: dict[int, SteppedSheet] = {}
-
-    def sheet(self, number: int) -> SteppedSheet:
-        """Raises NotFound."""
-        if number not in self.open:
-            raise NotFound("sheet", number)
-        return self.open[number]
-
-    def read(self, word: int) -> int:
-        """Present value of a word."""
-        return self.open[word // self.words].read(word % self.words)
-
-    def write(self, word: int, value: int) -> None:
-        """Set a word."""
-        self.open[word // self.words].values[word % self.words] = value
-        self.history.append((word, value))
 
 
 class SteppedStream:
@@ -91,6 +31,8 @@ class SteppedStream:
         self._arbiter = arbiter
         self._way = way
         self._is_closed = False
+        self._open: dict[int, CopyJob] = {}
+        self._broken: Exception | None = None
 
     @property
     def jobs(self) -> int:
@@ -106,7 +48,11 @@ class SteppedStream:
         """Queue a job. Raises Unavailable after ``close``."""
         if self._is_closed:
             raise Unavailable(f"the {self._way.value} stream is closed")
+        if self._broken is not None:
+            end_job(job, self._broken, self._timeline.write)
+            return
         self._arbiter.push(self._way, job, self._backend.now)
+        self._open[id(job)] = job
 
     def submit_here(self, job: CopyJob) -> None:
         """Submit as always: nothing moves before its step."""
@@ -121,7 +67,7 @@ class SteppedStream:
             piece = self._arbiter.pop(self._way, self._backend.now)
         except InvalidRequest as failure:  # it cannot be planned
             self._arbiter.fail(job)
-            end_job(job, failure, self._timeline.write)
+            self._end(job, failure)
             return
         assert piece is not None
         assert piece.job is job
@@ -136,13 +82,28 @@ class SteppedStream:
             self._arbiter.fail(job)
         self._arbiter.landed(self._way, piece)
         if piece.is_last or error is not None:
-            end_job(job, error, self._timeline.write)
+            self._end(job, error)
 
     def fail(self, error: Exception) -> None:
         """Fail the next job without copying."""
         job = self.next_job()
         assert job is not None
         self._arbiter.fail(job)
+        self._end(job, error)
+
+    def break_off(self, error: Exception) -> None:
+        """End all jobs where they stand, and those that come from now on."""
+        self._broken = error
+        for job in list(self._open.values()):
+            self._arbiter.fail(job)
+            self._end(job, error)
+
+    def mend(self) -> None:
+        """Take jobs again."""
+        self._broken = None
+
+    def _end(self, job: CopyJob, error: Exception | None) -> None:
+        self._open.pop(id(job), None)
         end_job(job, error, self._timeline.write)
 
     def close(self) -> None:
@@ -154,7 +115,7 @@ class SteppedStream:
         while self.jobs:
             self.step()
         for job in waiting:
-            end_job(job, Unavailable(f"the {self._way.value} stream was closed first"), self._timeline.write)
+            self._end(job, Unavailable(f"the {self._way.value} stream was closed first"))
 
 
 @dataclass(frozen=True)
@@ -197,6 +158,7 @@ class SteppedBackend:
             for way in Direction
         }
         self._is_running = False
+        self.broken: set[str] = set()
 
     def pending(self) -> tuple[Pending, ...]:
         """Streams that have something to do, in a fixed order."""
@@ -220,6 +182,18 @@ class SteppedBackend:
     def fail_one(self, device: str, direction: Direction, error: Exception) -> None:
         """Break the next job of a stream where it stands."""
         self._streams[device, direction].fail(error)
+
+    def break_device(self, device: str) -> None:
+        """The mover of a device dies with its jobs; no memory can be had there until ``mend_device``."""
+        self.broken.add(device)
+        for way in Direction:
+            self._streams[device, way].break_off(Unavailable(f"the simulator has killed the mover of {device}"))
+
+    def mend_device(self, device: str) -> None:
+        """A new mover works."""
+        self.broken.discard(device)
+        for way in Direction:
+            self._streams[device, way].mend()
 
     def run_all(self) -> None:
         """Run until nothing is pending, one step of each stream in turn."""
@@ -261,6 +235,8 @@ class SteppedBackend:
         """Zeroed memory. Raises PoolExhausted (in bytes) when the device's budget cannot hold it."""
         self._check(device)
         self._check_running()
+        if device in self.broken:
+            raise Unavailable(f"the mover of {device} does not work")
         if not 0 < size_bytes <= self._free[device]:
             raise PoolExhausted(
                 pool=f"device {device} (bytes)",

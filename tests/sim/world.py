@@ -12,6 +12,7 @@ from functools import partial
 
 from cachesvc.flows import admin
 from cachesvc.flows.leases import lose_silent
+from cachesvc.flows.losses import empty_lost
 from cachesvc.flows.models import Registered, RegisterRequest, register
 from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.errors import PoolExhausted, Unavailable
@@ -34,9 +35,12 @@ FAULTS = (
     "copy_delayed",
     "copy_failed",
     "daemon_drained",
+    "device_lost",
+    "device_returned",
     "engine_died_mid_write",
     "engine_fell_silent",
     "host_pages_late",
+    "mischained",
     "mover_refused",
     "patience_ended",
     "scheduler_changed",
@@ -110,6 +114,8 @@ class World:
 
     def _register(self, request: RegisterRequest) -> Registered:
         node = self.node
+        if not node.backend.broken.isdisjoint(request.devices):
+            raise Unavailable("the device does not work")
         made = node.run(partial(register, node.core, node.vault, request, node.now))
         for replica in made.model.replicas:
             replica.place.pieces.piece_blocks = 2  # so that short prompts have some
@@ -131,6 +137,7 @@ class World:
             "copy_fails": (1, self._copy_fails),
             "copy_freezes": (3, self._copy_freezes),
             "sweeps": (1, self._sweep),
+            "device_returns": (6 if self.node.backend.broken else 0, self._device_returns),
             "operator_evicts": (3, self._operator_evicts),
         }
         if self.rng.random() < self.bias.misfortune:
@@ -140,6 +147,7 @@ class World:
                 "rival": (0.5, self._rival),
                 "engine_fails": (4, self._engine_fails),
                 "mover_refuses": (2, self._refuse_mover),
+                "mover_dies": (1, self._mover_dies),
             }
         weights = [weight * self.bias.world.get(name, 1.0) for name, (weight, _) in events.items()]
         self.rng.choices([call for _, call in events.values()], weights)[0]()
@@ -157,8 +165,8 @@ class World:
         if not self.node.inbox:
             problems += unhurried(self.node.core.ledger, self.node.engine)
         assert not problems, problems
-        corrupt = self.node.corrupt()
-        assert not corrupt, corrupt
+        wrong = [*self.node.misplaced(), *self.node.corrupt()]
+        assert not wrong, wrong
 
     def _engine_acts(self) -> None:
         engine = self.rng.choice(self.engines)
@@ -219,7 +227,18 @@ class World:
     def _refuse_mover(self) -> None:
         self.node.mover.refuse = self.rng.randint(1, 2)
 
+    def _mover_dies(self) -> None:
+        device = self.rng.choice(("step-0", "step-1"))
+        if device not in self.node.backend.broken:
+            self.node.kill_mover(device)
+            self.faults["device_lost"] += 1
+
+    def _device_returns(self) -> None:
+        self.node.backend.mend_device(self.rng.choice(sorted(self.node.backend.broken)))
+        self.faults["device_returned"] += 1
+
     def _sweep(self) -> None:
+        self.node.run(partial(empty_lost, self.node.core))
         self.node.run(partial(lose_silent, self.node.core, SILENCE_LIMIT_SECONDS, self.node.now))
 
     def _clock_jumps(self) -> None:
@@ -290,6 +309,9 @@ class World:
             self.node.deliver()
             self.node.tidy()
             self.node.backend.run_all()
+        self.node.run(partial(empty_lost, self.node.core))
+        while self.node.core.chores:
+            self.node.tidy()
 
     def finish(self) -> None:
         """Everybody leaves: nothing may be private, in flight, pinned or quarantined then."""
@@ -308,6 +330,7 @@ class World:
         assert not ledger.leases
         for model in ledger.models.values():
             assert not model.computing
+            assert not model.lost, "something of a lost replica is left"
             for place in model.blocks.index.places:
                 for pool in place.pools:
                     settled = pool.counts[PageState.FREE] + pool.counts[PageState.SEALED]

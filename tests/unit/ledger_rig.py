@@ -24,7 +24,7 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.place import Place
 from cachesvc.memory.free_ranges import ByteRange, FreeRanges, columns_of
 from cachesvc.model.answers import Wait
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import NotFound, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
@@ -64,7 +64,8 @@ def chain(*names: object, namespace: bytes = b"") -> bytes:
 
 
 class RecordingMover:
-    """Keeps transfers in order, ``slots`` at a time; breaks its word and refuses them while ``refusing`` is set."""
+    """Keeps transfers in order, ``slots`` at a time; breaks its word and refuses them while ``refusing`` is set.
+    ``detached``: replicas that it knows nothing of any more."""
 
     def __init__(self) -> None:
         self.transfers: dict[int, Transfer] = {}
@@ -74,6 +75,7 @@ class RecordingMover:
         self.refusing = False
         self.slots = 1 << 20
         self.reachable = True
+        self.detached: set[int] = set()
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
         if self.refusing:
@@ -83,6 +85,8 @@ class RecordingMover:
         return TimelineSlot(0, 1, 0, 1)
 
     def free_slots(self, model_id: int, replica_id: int) -> int:
+        if replica_id in self.detached:
+            raise NotFound("replica", replica_id)
         return self.slots - len(self.transfers)
 
     def expedite(self, ticket: int) -> None:
@@ -220,6 +224,9 @@ class Rig:
         self.check()
         return ended
 
+    def land_unchecked(self, ticket: int) -> list[int]:
+        return land(self.core, ticket, DONE)
+
     def settle(self) -> None:
         for ticket in list(self.mover.transfers):
             self.land(ticket)
@@ -230,7 +237,7 @@ class Rig:
         assert verify_at_once(self.core) == [], "in pieces it must add up too"
 
     def place(self, replica: int = 0) -> Place:
-        return self.model.replicas[replica].place
+        return self.model.any_replica(replica).place
 
     @property
     def host(self) -> Place:
@@ -238,7 +245,8 @@ class Rig:
 
     def device_keys(self, replica: int = 0) -> set[bytes]:
         index = self.model.blocks.index
-        return {key for key, row in index.rows.items() if self.place(replica).is_hittable(row)}
+        places = [place for place in index.places if place.number == replica + 1]
+        return {key for key, row in index.rows.items() for place in places if place.is_hittable(row)}
 
     def host_keys(self) -> set[bytes]:
         index = self.model.blocks.index

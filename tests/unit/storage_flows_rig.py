@@ -19,7 +19,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of
 
-WHOLE, LENT, GONE, LATE, BACK = Fetched
+WHOLE, LENT, GONE, MISPLACED, LATE, BACK = Fetched
 
 
 class RecordingStorage:
@@ -35,6 +35,10 @@ class RecordingStorage:
         self.keeps: list[KeepRequest] = []
         self.lags = 0
         self.bytes_left = 1 << 40
+        self.forgotten: list[int] = []
+
+    def forget(self, model_id: int) -> None:
+        self.forgotten.append(model_id)
 
     def expects(self, model: Model, keys: bytes) -> int | None:
         if not self.knows:

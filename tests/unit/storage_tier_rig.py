@@ -74,6 +74,7 @@ class TierRig:
         keys = chain(*prompt)
         for at in range(len(prompt)):
             self.view(1, 0, 0, first_page + at)[:] = prompt[at].encode() * 8
-            self.tier.keep(self.model, keys[32 * at : 32 * at + 32], [first_page + at])
+            parent = keys[32 * at - 32 : 32 * at]
+            self.tier.keep(self.model, keys[32 * at : 32 * at + 32], [first_page + at], parent)
         self.settle()
         assert set(self.outcomes()) == {Outcome.OK}

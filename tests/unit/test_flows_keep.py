@@ -7,6 +7,7 @@ import pytest
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.keep import KEPT_A_TURN, pump_all
 from cachesvc.flows.match import match
+from cachesvc.flows.models import evict_model
 from cachesvc.flows.swap import swap_out
 from cachesvc.flows.wanting import want
 from cachesvc.model.errors import PoolExhausted
@@ -199,3 +200,9 @@ def test_windowed_copies_go_with_their_block() -> None:
         assert not at.tell_kept(key, WHOLE), "the other group is on its way"
         assert at.tell_kept(key, WHOLE)
     assert at.rig.core.counters["storage_kept_blocks"] == 4
+
+
+def test_storage_is_told_of_a_model_that_is_evicted() -> None:
+    at = storing()
+    evict_model(at.rig.core, at.rig.vault, at.rig.model)
+    assert at.storage.forgotten == [at.rig.model.id]

@@ -16,6 +16,7 @@ from cachesvc.model.columns import Publishes
 from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,
+    KeyMisplaced,
     LeaseLost,
     LimitExceeded,
     NotFound,
@@ -90,7 +91,7 @@ def test_a_broken_chain_seals_nothing(rig: Rig, bad: str) -> None:
         "below another block": chain("x") + chain("x"),
         "named twice": chain("a") + chain("a"),
     }[bad]
-    with pytest.raises(InvalidRequest, match="chained"):
+    with pytest.raises(KeyMisplaced, match="chain the keys"):
         rig.run(publish, b, 1, 0, keys, 0)
     assert chain("a") not in rig.device_keys()
     assert rig.run(publish, b, 1, 0, chain(*"abc"), 0).sealed_blocks == 3

@@ -240,7 +240,8 @@ def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobod
         desk.permit(2)
         await desk.register("model")
         (model,) = desk.core.ledger.models.values()
-        assert [bool(replica.gone) for replica in model.replicas] == [True, False]
+        assert [replica.id for replica in model.replicas] == [1]
+        assert [replica.id for replica in model.lost] == [0]
         assert not desk.vault.has_replica(model.id, 0)
         assert desk.vault.has_replica(model.id, 1)
         assert desk.free[0] == 0, "the lost pools have made room"

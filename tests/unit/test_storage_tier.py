@@ -253,4 +253,15 @@ def test_the_name_of_an_object_is_text_too() -> None:
     rig = TierRig()
     shapes = rig.tier.shapes(rig.model)
     name = ObjectName(shapes.scope, chain("a"), shapes.full[0].part)
-    assert name.text == f"cs1/{'6e' * 32}/{one_group().fingerprint[:8].hex()}/{chain('a').hex()}/0.0of1"
+    assert name.text == f"cs2/{'6e' * 32}/{one_group().fingerprint[:8].hex()}/{chain('a').hex()}/0.0of1"
+
+
+def test_nothing_is_kept_of_models_that_are_gone() -> None:
+    rig = TierRig()
+    sizes = []
+    for number in range(1, 20):
+        model = Facts(one_group(), id=number)
+        rig.tier.shapes(model)
+        rig.tier.forget(number)
+        sizes.append(sum(len(part) for part in vars(rig.tier).values() if isinstance(part, dict)))
+    assert len(set(sizes)) == 1
