@@ -184,6 +184,12 @@ def _add_ways_in(parser: argparse.ArgumentParser) -> None:
     groups = "group that may attach; may be repeated"
     add("--allow-gid", type=int, action="append", dest="allow_gids", metavar="GID", help=groups)
     add("--tokens", metavar="FILE", help="TOML or JSON: tokens with scopes, tenants and quotas (SIGHUP reads it anew)")
+    add(
+        "--token-grace-seconds",
+        type=float,
+        metavar="S",
+        help="how long an engine's token that left the file serves the leases its engine has (default 300; 0: not)",
+    )
     add("--listen", metavar="HOST:PORT", help="also serve on TCP: loopback only, unless TLS is configured")
     add("--tls-certificate", metavar="FILE", help="PEM certificate chain for --listen")
     add("--tls-key", metavar="FILE", help="PEM private key for --listen")

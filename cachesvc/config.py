@@ -23,6 +23,7 @@ MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
+MAX_TOKEN_GRACE_SECONDS = 24 * 3600
 CHECKSUMS = ("off", "sample", "all")
 LIVE = frozenset(
     {
@@ -76,6 +77,7 @@ class Config:
     tls_key: str = ""
     tls_client_ca: str = ""
     tokens: str = ""
+    token_grace_seconds: float = 300.0
     backend: str = "auto"
     device_pool: int = 1 << 30
     host_pool: int = 1 << 30
@@ -176,6 +178,7 @@ class Config:
             _require_pool(name, getattr(self, name))
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
+        _require_grace(self.token_grace_seconds)
         if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):
             raise InvalidRequest("fault_copies is a share from 0 to 1, and for --backend shm alone")
         _check_listen(self)
@@ -263,6 +266,11 @@ def _require_pool(name: str, size_bytes: int) -> None:
             f"{name}: {size_bytes} is {size_bytes} bytes, and a pool has at least {MIN_POOL_BYTES} (1 MiB); did you "
             f"mean {size_bytes}GiB?"
         )
+
+
+def _require_grace(seconds: float) -> None:
+    if not 0 <= seconds <= MAX_TOKEN_GRACE_SECONDS:
+        raise InvalidRequest(f"token_grace_seconds is a time from 0 to {MAX_TOKEN_GRACE_SECONDS}, got {seconds}")
 
 
 def _positive(name: str, value: float) -> None:

@@ -111,7 +111,8 @@ def build(
     """
     base = _base(config, choose(config))
     node, watch = base.node, base.telemetry.watch
-    keyring = Keyring(config.tokens, node.core.ledger.processes.get) if config.tokens else None
+    process_of, grace = node.core.ledger.processes.get, config.token_grace_seconds
+    keyring = Keyring(config.tokens, process_of, node.now, grace) if config.tokens else None
     answers = HealthAnswers(service_names())
     health = DeviceHealth(base.hardware.backend, node, answers.tell, heals=base.hardware.has_processes)
     administration = Administration(node, health, config.drain_seconds)
@@ -340,7 +341,8 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyri
         host_pool=base.host_pool,
         health=health,
         transports=calls.transports,
-        tokens_stale_seconds=lambda: 0.0 if keyring is None else keyring.stale_seconds,
+        keyring=keyring,
+        peers_attention=base.storages.nodes.attention,
     )
 
 

@@ -112,6 +112,10 @@ class Nodes:
         if self.desk is not None:
             self.desk.close()
 
+    def attention(self) -> list[str]:
+        """Sentences about nodes that cannot be borrowed from until an operator does something."""
+        return [] if self.peers is None else self.peers.attention()
+
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""
         if self.desk is not None:

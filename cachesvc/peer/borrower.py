@@ -17,7 +17,7 @@ from functools import partial
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.control import Loan, PeerControl
+from cachesvc.peer.control import HandshakeFailed, Loan, PeerControl
 from cachesvc.peer.health import Peer
 from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
 from cachesvc.storage.header import HEADER_BYTES
@@ -165,6 +165,15 @@ class PeerStorage:
         """Report an empty store."""
         return StoreStatus()
 
+    def attention(self) -> list[str]:
+        """Sentences about peers that cannot be asked until an operator does something."""
+        return [
+            f"nothing is borrowed of the node {each.distrust}; see that peer_tls_certificate, peer_tls_key and "
+            "peer_tls_ca of both nodes are current, and that each node trusts who signed the other's"
+            for each in self.peers
+            if each.distrust
+        ]
+
     def holds(self, name: ObjectName) -> bool:
         """True for what is borrowed."""
         return name in self._held
@@ -225,7 +234,7 @@ class PeerStorage:
             try:
                 loan = peer.control.borrow(scope, b"".join(keys), parts, ASK_SECONDS)
             except CacheError as error:
-                self._note_failure(peer, str(error))
+                self._note_refusal(peer, error)
                 continue
             peer.worked(0 if loan is None else loan.epoch)
             if loan is None:
@@ -294,6 +303,12 @@ class PeerStorage:
                 self.counts["read" if status == OK else "gone"] += 1
                 each(index, Outcome.OK if status == OK else Outcome.MISS)
 
+    def _note_refusal(self, peer: Peer, error: CacheError) -> None:
+        """A call to a peer failed."""
+        if isinstance(error, HandshakeFailed) and peer.distrusts(str(error)):
+            events.warning("peer_distrusted", peer=peer.control.address, reason=str(error))
+        self._note_failure(peer, str(error))
+
     def _note_failure(self, peer: Peer, reason: str) -> None:
         peer.failed(reason)
         events.event("peer_failed", peer=peer.control.address, reason=reason)
@@ -302,7 +317,7 @@ class PeerStorage:
         try:
             held.peer.control.give_back(held.loan.lease, seconds)
         except CacheError as error:  # it lapses
-            self._note_failure(held.peer, str(error))
+            self._note_refusal(held.peer, error)
 
     # -- beats -----------------------------------------------------------------------------------------------------
 
@@ -339,7 +354,7 @@ class PeerStorage:
             try:
                 peer.control.beat(leases, ASK_SECONDS)
             except CacheError as error:
-                self._note_failure(peer, str(error))
+                self._note_refusal(peer, error)
 
     def _take_unread(self) -> list[Held]:
         with self._changed:

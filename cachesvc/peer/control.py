@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from cachesvc.model.errors import Unavailable
 from cachesvc.storage.seam import Part, Scope
+
+
+class HandshakeFailed(Unavailable):
+    """The two nodes do not trust each other's certificates."""
 
 
 class Loan(NamedTuple):

@@ -10,19 +10,24 @@ from cachesvc.peer.control import PeerControl
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
+WARN_SECONDS = 300.0
+"""Between two warnings that certificates are not trusted."""
 ABSENT_SECONDS = 1.0
 """Time for which an absent prefix is not asked for again, seconds."""
 MOST_ABSENT = 4096
 
 
 class Peer:
-    """One other daemon, as this one sees it. Any thread. ``counts``: of what became of asking, by outcome."""
+    """One other daemon, as this one sees it. Any thread. ``counts``: of what became of asking, by outcome.
+    ``distrust``: why the two do not trust each other's certificates; empty where it has answered since."""
 
     def __init__(self, control: PeerControl, clock: Callable[[], float]) -> None:
         self.control = control
         self.counts: Counter[str] = Counter()
         self.epoch = 0
         self.reason = ""
+        self.distrust = ""
+        self._warn_at = 0.0
         self._clock = clock
         self._pause = 0.0
         self._until = 0.0
@@ -43,6 +48,7 @@ class Peer:
         """Note an answer in time. Another epoch is another life, which may have what the last one lacked."""
         with self._lock:
             self._pause = 0.0
+            self.distrust = ""
             if epoch != self.epoch:
                 self.epoch = epoch
                 self._absent.clear()
@@ -55,6 +61,15 @@ class Peer:
             self._absent.move_to_end(key)
             while len(self._absent) > MOST_ABSENT:
                 self._absent.popitem(last=False)
+
+    def distrusts(self, reason: str) -> bool:
+        """Its certificate is not trusted here, or ours not there. True where it is time to warn again."""
+        with self._lock:
+            is_new, self.distrust = not self.distrust, reason
+            is_due = is_new or self._clock() >= self._warn_at
+            if is_due:
+                self._warn_at = self._clock() + WARN_SECONDS
+            return is_due
 
     def failed(self, reason: str) -> None:
         """Note a missing, late or wrong answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from cachesvc.questions.view import SHOWN_LETTERS, View
 MOST_LISTED = 16
 HELD_SHARE = 0.8
 """A pool whose pages are so far in use by sequences, transfers or quarantine has little left to evict."""
+
+SCRAPS = 64
+"""A model has scraps of a tier where all models have more than so many times as much there."""
 
 SILENT_SHARE = 0.5
 """Share of the time that a lease survives in silence: heartbeats come several times as often."""
@@ -189,6 +193,28 @@ def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> Trans
     )
 
 
+def scraps(models: Collection[Model], full: Collection[PoolLine]) -> list[str]:
+    """Sentences about models whose name another one had first, under another layout, and which got next to nothing."""
+    sizes: Counter[tuple[int, str]] = Counter()
+    for pool in full:
+        sizes[pool.model, "host" if pool.place == "host" else "devices"] += pool.capacity * pool.page_bytes
+    first: dict[tuple[str, str], Model] = {}
+    out = []
+    for model in models:
+        before = first.setdefault((model.tenant, model.name), model)
+        if before is model:
+            continue
+        for tier in ("devices", "host"):
+            total, own = sum(size for (_, where), size in sizes.items() if where == tier), sizes[model.id, tier]
+            if total > SCRAPS * own:
+                out.append(
+                    f"model {model.id} ({model.shown}) has {own} of {total} bytes on {tier}: its name was registered "
+                    f"first with another layout (model {before.id}), which holds the pool. If engines of both are to "
+                    "share, give them one layout; else register each with device_share=, or evict the one that is idle"
+                )
+    return out
+
+
 def _attention(
     view: View, full: list[PoolLine], held: list[LeaseLine], quiet: list[LeaseLine], silence_limit_seconds: float
 ) -> list[str]:
@@ -214,6 +240,7 @@ def _attention(
                 f"model {pool.model}, {pool.place}, group {pool.group}: {quarantined} pages wait "
                 "in quarantine until the processes of their lost lease are gone"
             )
+    out += scraps(view.models(), full)
     out += [
         f"{line.engine} (lease {line.lease_id[:SHOWN_LETTERS]}) is silent for {line.silent_seconds:.1f} s; "
         f"its lease is lost after {silence_limit_seconds:g} s"

@@ -33,6 +33,7 @@ SAMPLE = 16
 """With ``sample``, one block of this number."""
 
 MOST_MISMATCHES = 1024
+MOST_REASONS = 8
 
 MOST_SUMS = 16
 """Most checksums of one block and group: a block that comes and goes has new pages each time. Beyond them, copies of
@@ -40,11 +41,12 @@ pages that have gone are passed over, since the checksum of what they were copie
 
 
 class Sums(NamedTuple):
-    """A page's checksums, one for each rank that keeps bytes of its own; None where it could not be read."""
+    """A page's checksums, one for each rank that keeps bytes of its own; None where it could not be read, and why."""
 
     page: SealedPage
     ranks: tuple[int | None, ...]
     size_bytes: int
+    why: str = ""
 
 
 class Checksums:
@@ -63,6 +65,7 @@ class Checksums:
         self._ended = asyncio.Condition()
         self._taken = self._is_taking = 0
         self._task: asyncio.Task[None] | None = None
+        self._last_why = ""
 
     def start(self) -> None:
         """Begin to listen for publishes, unless it is off."""
@@ -135,19 +138,27 @@ class Checksums:
         out: list[Sums] = []
         for page, ranks in pages:
             sums: list[int | None] = []
-            size = 0
+            size, why = 0, ""
             for rank in range(ranks):
                 try:
                     replica = page.place - 1 if page.place else None
                     content = self._read(page.model, replica, rank, page.group, page.page)
                 except (CacheError, RuntimeError) as error:  # its model has gone, or its GPU
-                    events.event("page_not_read", model=page.model, page=page.page, reason=str(error))
+                    why = str(error)
                     sums.append(None)
                     continue
                 size += len(content)
                 sums.append(self._sum(content))
-            out.append(Sums(page, tuple(sums), size))
+            out.append(Sums(page, tuple(sums), size, why))
+        self._note_unread(out)
         return out
+
+    def _note_unread(self, read: list[Sums]) -> None:
+        """Log the first page that could not be read for a reason, and none that follows with the same."""
+        for sums in read:
+            if sums.why and sums.why != self._last_why:
+                self._last_why = sums.why
+                events.event("page_not_read", model=sums.page.model, page=sums.page.page, reason=sums.why)
 
     def _prune(self) -> None:
         """Forget what has left the index once that is the larger part."""
@@ -214,7 +225,9 @@ class Checksums:
         for rank, there in enumerate(found.ranks):
             published = {sums.ranks[rank] for sums in same if rank < len(sums.ranks)}
             if there is None:
-                answer.pages_skipped += 1
+                answer.pages_unread += 1
+                if found.why not in answer.unread_reasons and len(answer.unread_reasons) < MOST_REASONS:
+                    answer.unread_reasons.append(found.why)
                 continue
             answer.pages_checked += 1
             if there not in published and len(answer.mismatches) < MOST_MISMATCHES:

@@ -76,7 +76,8 @@ class MetricValues:
         reading.put("info", 1, self.facts.version, self.facts.backend)
         reading.put("uptime_seconds", self.facts.uptime_seconds)
         reading.put("draining", int(view.is_draining))
-        reading.put("tokens_stale_seconds", self.facts.tokens_stale_seconds())
+        reading.put("tokens_stale_seconds", self.facts.tokens_stale_seconds)
+        reading.put("tokens_retired_shown", len(self.facts.retired_shown()))
         reading.put("log_lines_lost", events.lost_lines())
         reading.put("event_subscribers", view.counters.get(SUBSCRIBERS, 0))
         for name, count in view.counters.items():

@@ -213,6 +213,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             (),
             "How long the tokens' file could not be read, so that entries taken out of it are accepted; 0: it is read.",
         ),
+        _gauge(
+            "tokens_retired_shown",
+            (),
+            "Tokens that left the tokens' file or are revoked, and that callers have shown in the last 30 s.",
+        ),
         _counter("log_lines_lost", (), "Log lines that could not be written: standard error was full or closed."),
     ),
 }

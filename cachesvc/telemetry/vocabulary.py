@@ -111,6 +111,12 @@ VOCABULARY: dict[str, Event] = {
     # other nodes
     "peers_ready": Event("info", "Other nodes can borrow, at these ports.", ("port", "data_port")),
     "peer_failed": Event("info", "Another node did not answer, or wrongly; it rests for a while.", ("peer", "reason")),
+    "peer_distrusted": Event(
+        "warning",
+        "The TLS handshake with another node fails for certificates, and why: nothing is borrowed of it. Logged every "
+        "5 minutes.",
+        ("peer", "reason"),
+    ),
     "peer_object_wrong": Event("warning", "Another node sent something that is not what was asked for.", ("peer",)),
     "peer_refused": Event("info", "Somebody without a token wanted to borrow.", ("method",)),
     "peer_stream_refused": Event("info", "Somebody came for bytes without a secret that is good for any."),
@@ -145,13 +151,32 @@ VOCABULARY: dict[str, Event] = {
     "lane_refused": Event("warning", "What came on a lane is none of its protocol, or proves nobody.", ("reason",)),
     "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
+    "token_retired": Event(
+        "info",
+        "An engine's token left the tokens' file: for so long it still serves the leases that its engine has.",
+        ("caller", "tenant", "seconds"),
+    ),
+    "token_retired_shown": Event(
+        "warning",
+        "Callers still show a token that left the tokens' file, and lose their leases in so long: give them the new "
+        "one. Logged once for each token.",
+        ("caller", "tenant", "seconds"),
+    ),
+    "token_refused": Event(
+        "warning",
+        "Callers show a token that is revoked or has had its grace. They are refused, heartbeats too, so their leases "
+        "are lost as silent. Logged once for each token.",
+        ("caller", "tenant"),
+    ),
     "tokens_not_read": Event(
         "warning",
         "The tokens' file cannot be used, or is gone; what was read before holds, for so long. Told every minute.",
         ("reason", "seconds"),
     ),
-    "certificate_read": Event("info", "A certificate is served from now on.", ("certificate",)),
-    "certificate_not_read": Event("warning", "The certificate cannot be read; the one before is served.", ("reason",)),
+    "certificate_read": Event(
+        "info", "A certificate is served, or shown to other nodes, from now on.", ("certificate",)
+    ),
+    "certificate_not_read": Event("warning", "The certificate cannot be used; the one before goes on.", ("reason",)),
     "reloaded": Event("info", "Settings changed while running, one field each.", ("...",)),
     "reload_refused": Event("warning", "The file asks for what cannot be, or not live; nothing changed.", ("reason",)),
     "reload_too_early": Event("info", "SIGHUP came before the daemon was up; its files are being read anyway."),
@@ -169,7 +194,11 @@ VOCABULARY: dict[str, Event] = {
     "copy_slice_failed": Event("error", "A defect: a slice's end on a broken stream.", ("name",)),
     "copy_waiters_not_released": Event("error", "A defect: waiters of a job were not released.", ("ticket",)),
     "checksums_not_taken": Event("error", "A defect: blocks have no checksums.", ("model", "blocks")),
-    "page_not_read": Event("info", "A page was not read for its checksum.", ("model", "page", "reason")),
+    "page_not_read": Event(
+        "info",
+        "A page was not read for its checksum; those after it with the same reason are not logged.",
+        ("model", "page", "reason"),
+    ),
     "subscriber_cut_off": Event("warning", "A subscriber fell behind what is kept.", ("behind", "kept")),
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
     "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),

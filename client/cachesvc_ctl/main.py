@@ -57,7 +57,8 @@ COMMANDS: tuple[type[Command], ...] = (
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 well, 1 a check found something, 2 the call could not be carried out."""
+    """Entry point. Exit codes: 0 well, 1 a check found something, 2 the call could not be carried out; commands with
+    more of them say so."""
     arguments = parse(sys.argv[1:])
     command: type[Command] = arguments.command
     try:

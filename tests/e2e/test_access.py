@@ -129,10 +129,11 @@ def test_a_new_file_counts_at_once_and_a_revoked_token_ends_open_streams() -> No
         with CacheClient(daemon.socket, token=ENGINE) as client:
             registration = client.register("m", PLAIN, device_pages=[4], host_pages=[0])
             lease = client.open_lease(registration)
-            write_tokens(path, entry(FRESH, "engines", '["engine"]', 'tenant = "team-a"'))
+            revoked = entry(ENGINE, "engines", '["engine"]', 'tenant = "team-a"\nrevoked = true')
+            write_tokens(path, revoked + entry(FRESH, "engines", '["engine"]', 'tenant = "team-a"'))
             daemon.process.send_signal(signal.SIGHUP)
             wait_until(lambda: "tokens_read" in daemon.log.read_text(encoding="utf-8"), "the file was read again")
-            with pytest.raises(Unauthenticated):
+            with pytest.raises(Unauthenticated, match="no longer accepted"):
                 lease.match(b"")
             wait_until(lambda: lease.is_lost or "Unauthenticated" in str(lease.record.loss), "its beats are refused")
         with CacheClient(daemon.socket, token=FRESH) as client:

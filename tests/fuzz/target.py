@@ -166,7 +166,7 @@ class Target:
             host_pool=self.host_pool,
             health=health,
             transports=lambda: Transports(0, 0, edge.calls),
-            tokens_stale_seconds=float,
+            keyring=None,
         )
         quotas = Quotas(self.core, lambda _: NO_QUOTA)
         self._following = EventService(node, 64)

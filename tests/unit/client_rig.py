@@ -89,6 +89,7 @@ class FakeDaemon:
         self.step_answers: deque[cache_pb2.StepResponse] = deque()
         self.beats = threading.Semaphore(0)
         self.draining = False
+        self.token_grace_ms: Callable[[dict[str, Any]], int] = lambda _shown: 0
         self.knows_instances = True
         self.first_id = 0
         self.layout: Layout | None = None
@@ -245,7 +246,10 @@ class _Lease(lease_pb2_grpc.LeaseServiceServicer):
         for request in request_iterator:
             self._daemon.enter("KeepAlive", request, context)
             yield lease_pb2.KeepAliveResponse(
-                lease_id=request.lease_id, epoch=self._daemon.epoch, draining=self._daemon.draining
+                lease_id=request.lease_id,
+                epoch=self._daemon.epoch,
+                draining=self._daemon.draining,
+                token_grace_ms=self._daemon.token_grace_ms(dict(context.invocation_metadata())),
             )
             self._daemon.beats.release()
 

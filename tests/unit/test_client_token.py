@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,3 +140,52 @@ async def test_beats_and_steps_of_the_awaited_client_do_too(daemon: FakeDaemon, 
         with pytest.raises(Unauthenticated):
             await stream.submit()
         daemon.faults.clear()
+
+
+def is_behind(shown: dict[str, Any], token: str) -> int:
+    """The grace that a beat is answered with, where it does not show ``token``."""
+    return 0 if shown[AUTHORIZATION_METADATA_KEY] == BEARER + token else 60_000
+
+
+def test_a_beat_that_is_told_of_a_grace_reads_the_file_again(
+    daemon: FakeDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cachesvc_client")
+    guard, beats = Guard(tmp_path), daemon.beats
+    with CacheClient(daemon.path, token_file=str(guard.file)) as client:
+        lease = client.open_lease(client.register("m", LAYOUT))
+        daemon.token_grace_ms = lambda shown: is_behind(shown, "second")
+        for _ in range(3):
+            lease.pause_write_backs(0.1)
+            assert beats.acquire(timeout=PROMPT_S)
+        told = [each.getMessage() for each in caplog.records if each.getMessage().startswith("token_replaced")]
+        assert len(told) == 1, "once a token"
+        assert "grace_s=60" in told[0]
+        assert str(guard.file) in told[0], "what to do"
+        guard.rotate("second")
+        lease.pause_write_backs(0.1)
+        while not any(each.getMessage() == "token_renewed" for each in caplog.records):
+            assert beats.acquire(timeout=PROMPT_S)
+        daemon.faults["KeepAlive"].extend([guard.check] * 100)
+        assert guard.came.wait(PROMPT_S), "beats go on with the new one"
+        assert not lease.is_lost
+
+
+def test_a_client_that_was_given_its_token_says_so(daemon: FakeDaemon, caplog: pytest.LogCaptureFixture) -> None:
+    with CacheClient(daemon.path, token="first") as client:
+        lease = client.open_lease(client.register("m", LAYOUT))
+        daemon.token_grace_ms = lambda shown: is_behind(shown, "second")
+        lease.pause_write_backs(0.1)
+        while not any("restart it with the new one" in each.getMessage() for each in caplog.records):
+            assert daemon.beats.acquire(timeout=PROMPT_S)
+        assert not lease.is_lost
+
+
+def test_what_a_call_was_traced_with_is_no_part_of_its_token(tmp_path: Path) -> None:
+    guard = Guard(tmp_path)
+    proof = Proof(Credentials(token_file=str(guard.file)))
+    proof.start(b"")
+    traced: Metadata = (("traceparent", "00-1-2-01"), *proof.metadata)
+    assert not proof.renew(Refused(), traced), "the file holds the same: asked again at once it would be refused again"
+    guard.rotate("second")
+    assert proof.renew(Refused(), traced)

@@ -139,7 +139,7 @@ def test_a_file_that_is_gone_is_told_until_it_is_back_and_revokes_nobody_meanwhi
     assert watched.ring.stale_seconds == 0
     with pytest.raises(Unauthenticated):
         watched.ring.find(TOKEN, b"", ())
-    assert watched.looks(100) == []
+    assert watched.looks(100) == ["token_refused"], "who is refused is named once"
 
 
 def test_a_file_that_is_wrong_is_told_again_too(watched: Watched) -> None:

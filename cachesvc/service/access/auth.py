@@ -41,8 +41,9 @@ class Scope(Enum):
 class Caller:
     """Somebody who may call. ``tenant`` None: of all tenants (operators, routers); ``expires``: seconds since 1970.
 
-    ``revoked`` is set when the tokens' file no longer has the entry: streams that are open then end with their next
-    message. ``digest``: of its token, where it has one.
+    ``revoked`` is set when the tokens' file no longer accepts the entry: streams that are open then end with their next
+    message. ``digest``: of its token, where it has one. ``grace_ends``: monotonic seconds, until when a token that was
+    replaced serves the leases of its engine (``retired.py``); None: it was not. ``calls``: made since the entry left.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Caller:
     expires: float = math.inf
     revoked: bool = False
     digest: str = ""
+    grace_ends: float | None = None
+    calls: int = 0
 
     @property
     def acts_for(self) -> str:
@@ -71,12 +74,28 @@ class Caller:
         return self.sees_all or tenant == self.tenant
 
     def check(self) -> None:
-        """Raises Unauthenticated once the token has expired or was taken out of the file."""
+        """Raises Unauthenticated once the token has expired, was revoked, or has had its grace."""
+        if self.revoked or self.grace_ends is not None:
+            self.calls += 1
         if self.revoked:
+            if self.grace_ends is not None:
+                raise Unauthenticated(f"the token {self.name!r} was replaced, and its grace is over; {GIVE_NEW}")
             raise Unauthenticated(f"the token {self.name!r} is no longer accepted; ask the operator for a new one")
         if self.expires < math.inf and self.expires < time.time():
             raise Unauthenticated(f"the token {self.name!r} has expired; ask the operator for a new one")
 
+    def require_current(self, what: str) -> None:
+        """For ``what`` is beyond the leases that an engine has. Raises Unauthenticated as ``check``, and for a token
+        that was replaced."""
+        self.check()
+        if self.grace_ends is not None:
+            raise Unauthenticated(
+                f"the token {self.name!r} was replaced: until its grace ends it serves the leases that its engine has, "
+                f"and {what} needs the new one; {GIVE_NEW}"
+            )
+
+
+GIVE_NEW = "write the new token to the file that the client reads (token_file=, CACHESVC_TOKEN_FILE)"
 
 EVERYONE = Caller("everyone", frozenset((Scope.ENGINE, Scope.READ, Scope.ADMIN)))
 """Who calls where no tokens are configured: whoever may open the socket is an engine and an operator."""
@@ -116,6 +135,11 @@ _SERVICES: dict[str, tuple[Scope, ...]] = {
 _READING = ("Get", "List", "Verify")
 """How the RPCs of AdminService begin that change nothing."""
 _FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_OF_LEASES = (
+    *("/kvcache.v1.LeaseService/KeepAlive", "/kvcache.v1.LeaseService/Close", "/kvcache.v1.CacheService/"),
+    *("/kvcache.v1.EngineService/Attach", "/kvcache.v1.EngineService/Detach", "/grpc.health.v1.Health/"),
+)
+"""How the calls begin that a replaced token serves: each names a lease, which its engine opened before, or nothing."""
 
 
 def scopes_of(method: str) -> tuple[Scope, ...]:
@@ -240,7 +264,10 @@ def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Calle
             f"{method.rpartition('/')[2]} needs a token: send it as the metadata 'authorization: Bearer TOKEN' "
             "(the client takes token=, token_file= or CACHESVC_TOKEN)"
         )
-    found.check()
+    if method.startswith(_OF_LEASES):
+        found.check()
+    else:
+        found.require_current(method.rpartition("/")[2])
     if not found.may(scopes):
         needed = " or ".join(scope.value for scope in scopes)
         raise PermissionDenied(f"{found.name!r} may not call {method.rpartition('/')[2]}: that takes scope {needed}")

@@ -17,6 +17,7 @@ from cachesvc.ledger.leases import Process
 from cachesvc.model.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.quota import Quota
+from cachesvc.service.access.retired import Retired, Shown
 from cachesvc.service.access.tokens_file import Keys, read_keys
 from cachesvc.telemetry import events
 
@@ -32,19 +33,24 @@ Signature = tuple[int, int, int]
 
 class Keyring:
     """The current reading. ``process_of`` finds the process behind a token of the life socket; ``now``: monotonic
-    seconds.
+    seconds. ``grace_seconds``: how long an engine's token that leaves the file still serves that engine's leases.
 
     A file that cannot be read, or is gone, changes nothing: nobody who works is stopped by a slip of an operator's.
     So it does not revoke anything either, and is told until it is mended: in the log, as attention and as a metric.
     """
 
     def __init__(
-        self, path: str, process_of: Callable[[bytes], Process | None], now: Callable[[], float] = time.monotonic
+        self,
+        path: str,
+        process_of: Callable[[bytes], Process | None],
+        now: Callable[[], float] = time.monotonic,
+        grace_seconds: float = 0.0,
     ) -> None:
         self._path = Path(path)
         self._process_of = process_of
         self._now = now
         self._keys = Keys()
+        self._retired = Retired(grace_seconds, now)
         self._seen: Signature | None = None
         self._stale_since: float | None = None
         self._remind_at = 0.0
@@ -54,12 +60,19 @@ class Keyring:
     def load(self) -> None:
         """Read the file. Raises InvalidRequest that says what is wrong with it, and changes nothing then."""
         seen, keys = _signature(self._path), read_keys(self._path)
-        kept = {how: (each, keys.callers.get(how)) for how, each in self._keys.callers.items()}
-        for how, (old, new) in kept.items():
+        for how, old in {**self._retired.callers(), **self._keys.callers}.items():
+            new = keys.callers.get(how)
             if new is not None and _is_same(old, new):
                 keys.callers[how] = old  # open streams go on
-            else:
+                self._retired.forget(old)
+            elif new is not None:
+                self._retired.forget(old)
                 old.revoked = True
+            elif how in self._keys.callers:
+                self._retired.retire(old)
+        for new in keys.callers.values():
+            if new.revoked:
+                self._retired.revoke(new)
         self._keys, self._seen, self._stale_since = keys, seen, None
 
     def start(self) -> None:
@@ -84,7 +97,9 @@ class Keyring:
         events.event("tokens_read", entries=len(self._keys.callers), tenants=len(self._keys.tenants()))
 
     def look(self) -> None:
-        """Read the file again where it has changed; say now and again that it cannot be read, while that is so."""
+        """Read the file again where it has changed; say now and again that it cannot be read, while that is so. End the
+        grace of tokens that were replaced."""
+        self._retired.look()
         try:
             seen = _signature(self._path)
         except InvalidRequest as error:
@@ -114,7 +129,7 @@ class Keyring:
     def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller | None:
         """The caller behind a token, a certificate or a local process, in that order; None for nothing of the kind.
 
-        Raises Unauthenticated for a token that is not known: it does not fall back to something weaker.
+        Raises Unauthenticated for a token that is not known, or no more: it does not fall back to something weaker.
         """
         callers = self._keys.callers
         if token:
@@ -124,16 +139,21 @@ class Keyring:
                     "rand -base64 32`, and put its digest into the tokens' file"
                 )
             digest = hashlib.sha256(token[:MAX_TOKEN_BYTES].encode(errors="replace")).hexdigest()
-            found = callers.get(("token", digest))
+            found = callers.get(("token", digest)) or self._retired.find(digest)
             # The look-up compares digests, which nobody can steer; this one leaves no doubt.
             if found is None or not hmac.compare_digest(found.digest, digest):
                 raise Unauthenticated("the token is not known to this daemon; ask its operator for one")
+            found.check()
             return found
         for name in names:
             if (found := callers.get(("certificate", name))) is not None:
                 return found
         known = self._process_of(process) if process else None
         return None if known is None else _peer(callers, known)
+
+    def retired_shown(self) -> list[Shown]:
+        """Tokens that were replaced or revoked, and that callers have shown lately."""
+        return self._retired.shown()
 
     def admit_scraper(self, token: str) -> None:
         """Whether the page of metrics is for who shows this token. Safe to call from another thread.
@@ -192,4 +212,4 @@ def _signature(path: Path) -> Signature:
 
 def _is_same(old: Caller, new: Caller) -> bool:
     same = (old.name, old.scopes, old.tenant, old.expires) == (new.name, new.scopes, new.tenant, new.expires)
-    return same and not old.revoked
+    return same and not old.revoked and not new.revoked

@@ -10,6 +10,11 @@ shape where the name ends in ``.json``::
     tenant = "team-a"
     expires = 2027-01-01T00:00:00Z
 
+    [[token]]
+    name = "stolen"
+    sha256 = "..."
+    revoked = true               # refused from now on; an entry that is taken out has a grace (``retired.py``)
+
     [[peer]]                     # a process of this node, by what the kernel says at the life socket
     uid = 1001                   # or gid
     scopes = ["engine"]
@@ -47,7 +52,7 @@ MAX_ENTRIES = 4096
 MAX_FILE_BYTES = 4 << 20
 MAX_TENANT_BYTES = 64
 _FIELDS = {
-    "token": {"name", "sha256", "scopes", "tenant", "expires"},
+    "token": {"name", "sha256", "scopes", "tenant", "expires", "revoked"},
     "peer": {"name", "uid", "gid", "scopes", "tenant", "expires"},
     "certificate": {"name", "scopes", "tenant", "expires"},
 }
@@ -67,11 +72,11 @@ class Keys:
 
     def tenants(self) -> set[str]:
         """Every tenant that the file names; the empty name is the shared one."""
-        return {each.acts_for for each in self.callers.values()} | set(self.quotas)
+        return {each.acts_for for each in self.callers.values() if not each.revoked} | set(self.quotas)
 
     def working_tenants(self) -> set[str]:
         """Those that may hold leases and models."""
-        return {each.acts_for for each in self.callers.values() if Scope.ENGINE in each.scopes}
+        return {each.acts_for for each in self.callers.values() if Scope.ENGINE in each.scopes and not each.revoked}
 
 
 def read_keys(path: Path) -> Keys:
@@ -145,6 +150,11 @@ def _proof(where: str, kind: str, entry: dict[str, Any]) -> tuple[str, Any]:
 
 def _caller(where: str, entry: dict[str, Any], how: tuple[str, Any]) -> Caller:
     tenant = entry.get("tenant")
+    revoked = entry.get("revoked", False)
+    if not isinstance(revoked, bool):
+        raise InvalidRequest(f"{where}: revoked is true or false, got {revoked!r}")
+    if revoked:
+        entry = {"scopes": [Scope.ENGINE.value], **entry}  # what it was good for may be left out
     scopes = entry.get("scopes", _UNSAID.get(how[0]))
     known = {scope.value for scope in Scope}
     if not isinstance(scopes, list) or not scopes or not all(isinstance(s, str) and s in known for s in scopes):
@@ -163,7 +173,7 @@ def _caller(where: str, entry: dict[str, Any], how: tuple[str, Any]) -> Caller:
     name = entry.get("name", f"{how[0]} {how[1]}")
     if not isinstance(name, str) or not 0 < len(name) <= 128:
         raise InvalidRequest(f"{where}: name is a text of 1 to 128 letters")
-    return Caller(name, held, tenant, _expiry(where, entry.get("expires")), digest=digest)
+    return Caller(name, held, tenant, _expiry(where, entry.get("expires")), revoked, digest)
 
 
 def _expiry(where: str, value: Any) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cachesvc.memory.host_pool import HostPool
+from cachesvc.service.access.keyring import Keyring
+from cachesvc.service.access.retired import Shown
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.device_line import DeviceLine
 
@@ -24,7 +26,8 @@ class Transports(NamedTuple):
 class Facts:
     """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
     after which a lease is lost. ``settings``: as operators see them, kept up to date. ``devices``: those that were
-    measured. ``tokens_stale_seconds``: how long the tokens' file could not be read; 0 where it is, or there is none."""
+    measured. ``keyring``: of the tokens' file; None: there is none.
+    ``peers_attention``: sentences about other nodes."""
 
     version: str
     backend: str
@@ -40,7 +43,8 @@ class Facts:
     host_pool: HostPool
     health: DeviceHealth
     transports: Callable[[], Transports]
-    tokens_stale_seconds: Callable[[], float]
+    keyring: Keyring | None = None
+    peers_attention: Callable[[], list[str]] = list
 
     @property
     def uptime_seconds(self) -> float:
@@ -52,13 +56,32 @@ class Facts:
         """How much of the host pool can be used by now."""
         return min(self.host_pool_bytes, self.host_pool.ready_chunks * self.host_chunk_bytes)
 
-    def attention(self) -> list[str]:
-        """Sentences about what is broken; empty where nothing is."""
+    @property
+    def tokens_stale_seconds(self) -> float:
+        """How long the tokens' file could not be read; 0 where it is, or there is none."""
+        return 0.0 if self.keyring is None else self.keyring.stale_seconds
+
+    def retired_shown(self) -> list[Shown]:
+        """Tokens that left the file, and that callers have shown lately."""
+        return [] if self.keyring is None else self.keyring.retired_shown()
+
+    def attention(self, sees: Callable[[str], bool]) -> list[str]:
+        """Sentences about what is broken; empty where nothing is. ``sees``: whether a tenant's matters are shown."""
         out = [f"device {uuid} is broken: {fault}" for uuid, fault in self.health.faults().items()]
         if self.host_pool.failure is not None:
             out.append(f"the host pool stays at {self.host_pool_ready_bytes} bytes: {self.host_pool.failure}")
-        if stale := self.tokens_stale_seconds():
+        if stale := self.tokens_stale_seconds:
             out.append(
                 f"the tokens' file has not been readable for {stale:.0f} s: nothing that was taken out is revoked"
             )
-        return out
+        out += self.peers_attention()
+        return out + [_describe_retired(each) for each in self.retired_shown() if sees(each.tenant)]
+
+
+def _describe_retired(shown: Shown) -> str:
+    whose = f"the token {shown.name!r}" + (f" of tenant {shown.tenant}" if shown.tenant else "")
+    todo = "write the new one to the token file of those engines"
+    if shown.left_seconds:
+        end = f"in {shown.left_seconds:.0f} s these lose their leases"
+        return f"{whose} was replaced, and callers still show it: {end}; {todo}"
+    return f"{whose} is not accepted any more, and callers that still show it lose their leases; {todo}"

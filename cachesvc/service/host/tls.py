@@ -1,7 +1,9 @@
-"""Certificates of the TCP listener, read again when their files change: new connections get the new ones."""
+"""Certificates of listeners, and of calls to other nodes, read again when their files change: new connections get the
+new ones."""
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 from pathlib import Path
@@ -11,6 +13,11 @@ import grpc
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry import events
+
+Signature = tuple[tuple[int, int, int], ...]
+"""By which files that have changed are known."""
+HTTP2 = "h2"
+NOT_THERE = "this node's certificate is not accepted there"
 
 
 class Certificates:
@@ -25,12 +32,12 @@ class Certificates:
         self._paths = [Path(path) for path in (certificate, key, client_ca) if path]
         self._asks_clients = bool(client_ca)
         self._lock = threading.Lock()
-        self._seen: list[tuple[int, int, int]] = []
+        self._seen: Signature = ()
 
     def credentials(self) -> grpc.ServerCredentials:
         """Credentials of the listener. Raises Unavailable for files that cannot be used."""
         try:
-            self._seen = self._signature()
+            self._seen = _signature(self._paths)
             first = self._read()
         except OSError as error:  # SSLError among them
             raise Unavailable(f"the certificate cannot be used: {error}; see --tls-certificate, --tls-key") from error
@@ -41,7 +48,7 @@ class Certificates:
         """Called by gRPC before a handshake; None: go on with what there is."""
         with self._lock:
             try:
-                seen = self._signature()
+                seen = _signature(self._paths)
                 if seen == self._seen:
                     return None
                 configuration = self._read()
@@ -52,14 +59,95 @@ class Certificates:
         events.event("certificate_read", certificate=str(self._paths[0]))
         return configuration
 
-    def _signature(self) -> list[tuple[int, int, int]]:
-        return [(status.st_mtime_ns, status.st_ino, status.st_size) for status in map(Path.stat, self._paths)]
-
     def _read(self) -> grpc.ServerCertificateConfiguration:
         """Raises OSError (SSLError) unless the key belongs to the certificate and the roots are certificates."""
-        check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        check.load_cert_chain(self._paths[0], self._paths[1])
-        if self._asks_clients:
-            check.load_verify_locations(self._paths[2])
-        chain, key, *roots = [path.read_bytes() for path in self._paths]
+        chain, key, *roots = _read(self._paths, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=roots[0] if roots else None)
+
+
+class NodeCertificates:
+    """What this node shows to other nodes that it calls, and ``authority``: who signs theirs. Any thread.
+
+    Files that do not fit each other change nothing but the log, once a change: the last good ones go on.
+    """
+
+    def __init__(self, certificate: str, key: str, authority: str) -> None:
+        self._paths = [Path(path) for path in (certificate, key, authority)]
+        self._lock = threading.Lock()
+        self._looked: Signature = ()
+        self._number = 0
+        self._credentials: grpc.ChannelCredentials | None = None
+
+    def current(self) -> tuple[int, grpc.ChannelCredentials]:
+        """Credentials by the files as they are now, and a number that rises with each change. Raises Unavailable where
+        they never could be used."""
+        with self._lock:
+            try:
+                seen = _signature(self._paths)
+                if seen != self._looked:
+                    self._looked = seen
+                    chain, key, authority = _read(self._paths, self._client_context())
+                    self._credentials = grpc.ssl_channel_credentials(authority, key, chain)
+                    self._number += 1
+                    if self._number > 1:
+                        events.event("certificate_read", certificate=str(self._paths[0]))
+            except OSError as error:
+                if self._credentials is None:
+                    self._looked = ()
+                    raise Unavailable(f"the certificates for other nodes cannot be read: {error}") from error
+                if self._looked:
+                    events.warning("certificate_not_read", reason=str(error))
+                    self._looked = () if isinstance(error, FileNotFoundError) else self._looked
+            assert self._credentials is not None
+            return self._number, self._credentials
+
+    def why_refused(self, address: str, seconds: float) -> str:
+        """Why no TLS connection to ``address`` comes about: what one that is made now ends with. Empty where it is not
+        for the certificates: nothing answers, or all is well."""
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        try:
+            with socket.create_connection((host, int(port)), timeout=seconds) as plain:
+                context = self._client_context()
+                context.set_alpn_protocols([HTTP2])
+                _read(self._paths, context)
+                with context.wrap_socket(plain, server_hostname=host) as stream:
+                    return _hear(stream)
+        except ssl.SSLError as error:
+            return _describe(error)
+        except OSError:
+            return ""
+
+    @staticmethod
+    def _client_context() -> ssl.SSLContext:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _describe(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted here ({error.verify_message})"
+    reason = error.reason or str(error)
+    return f"{NOT_THERE} ({reason})" if "ALERT" in reason else reason
+
+
+def _hear(stream: ssl.SSLSocket) -> str:
+    """A listener that refuses our certificate ends the connection after the handshake, before its first word."""
+    try:
+        return "" if stream.recv(1) else NOT_THERE
+    except TimeoutError:
+        return ""
+    except ConnectionError:
+        return NOT_THERE
+
+
+def _signature(paths: list[Path]) -> Signature:
+    return tuple((status.st_mtime_ns, status.st_ino, status.st_size) for status in map(Path.stat, paths))
+
+
+def _read(paths: list[Path], check: ssl.SSLContext) -> list[bytes]:
+    """A certificate chain, its key, and roots where they are named. Raises OSError (SSLError) unless the key belongs to
+    the certificate and the roots are certificates; ``check`` has them then."""
+    check.load_cert_chain(paths[0], paths[1])
+    for roots in paths[2:]:
+        check.load_verify_locations(roots)
+    return [path.read_bytes() for path in paths]

@@ -125,7 +125,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             require_read()
             async with aclosing(self._dump(request)) as parts:  # also where the caller goes half way
                 async for part in parts:
-                    caller().check()
+                    caller().require_current("DumpIndex")
                     yield part
         except CacheError as error:
             await refuse(context, error)

@@ -139,13 +139,13 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             if subscriber.cut.done():
                 raise subscriber.cut.result()
             _require_there(subscriber)
-            who.check()
+            who.require_current("Subscribe")
             subscriber.wake.clear()
             changes = subscriber.feed.next()
             if changes is None:
                 await subscriber.wake.wait()
                 continue
-            who.check()  # its token may have been taken back since
+            who.require_current("Subscribe")  # its token may have been taken back since
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
     def _hear(self) -> None:

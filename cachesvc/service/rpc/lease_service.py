@@ -96,8 +96,13 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         if request.pause_write_backs_ms:
             milliseconds = request.pause_write_backs_ms
             node.run_call(self._dispatcher.resolve(ask), lambda core, call: pause_write_backs(core, call, milliseconds))
-        draining = node.view().is_draining
-        return lease_pb2.KeepAliveResponse(lease_id=lease_id, epoch=node.epoch, draining=draining)
+        ends = ask.who.grace_ends
+        return lease_pb2.KeepAliveResponse(
+            lease_id=lease_id,
+            epoch=node.epoch,
+            draining=node.view().is_draining,
+            token_grace_ms=0 if ends is None else max(1, int((ends - node.now()) * 1000)),
+        )
 
     def _close(
         self, ask: Ask, request: lease_pb2.CloseRequest

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.peer.control import Loan
+from cachesvc.peer.control import HandshakeFailed, Loan
+from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
@@ -19,7 +20,11 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new certificate is not for connections under the old one
 )
+PROBE_SECONDS = 0.5
+PROBE_PAUSE_SECONDS = 30.0
+"""A peer that cannot be reached is tried by hand so seldom, to tell whether it is for the certificates."""
 
 
 class GrpcControl:
@@ -27,9 +32,14 @@ class GrpcControl:
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None) -> None:
         self._address = address
-        self._files = files
         self._tokens = tokens
+        self._certificates = (
+            NodeCertificates(files.certificate, files.key, files.authority) if files.authority else None
+        )
+        self._number = 0
+        self._probe_at = 0.0
         self._channel: grpc.Channel | None = None
+        self._before: grpc.Channel | None = None
         self._stub: peer_pb2_grpc.PeerServiceStub | None = None
         self._epochs: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -47,7 +57,7 @@ class GrpcControl:
         try:
             answer = self._connected().Borrow(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
-            raise _failure(self._address, error) from error
+            raise self._failure(error) from error
         if not answer.lease_id:
             return None
         with self._lock:
@@ -67,7 +77,7 @@ class GrpcControl:
             try:
                 self._connected().Beat(request, timeout=seconds, metadata=self._metadata())
             except (grpc.RpcError, ValueError) as error:
-                raise _failure(self._address, error) from error
+                raise self._failure(error) from error
 
     def give_back(self, lease: int, seconds: float) -> None:
         """See PeerControl."""
@@ -77,40 +87,45 @@ class GrpcControl:
         try:
             self._connected().Return(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
-            raise _failure(self._address, error) from error
+            raise self._failure(error) from error
 
     def close(self) -> None:
         """See PeerControl."""
         with self._lock:
-            channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
-            channel.close()
+            channels = (self._channel, self._before)
+            self._channel = self._before = self._stub = None
+        for channel in channels:
+            if channel is not None:
+                channel.close()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self._tokens is None else ((AUTHORIZATION_METADATA_KEY, BEARER + self._tokens.current()[0]),)
 
     def _connected(self) -> peer_pb2_grpc.PeerServiceStub:
-        """Raises Unavailable for certificates that cannot be read."""
+        """By the certificates as they are now. Raises Unavailable where they cannot be read."""
+        number, credentials = (0, None) if self._certificates is None else self._certificates.current()
         with self._lock:
-            if self._stub is None:
-                self._channel = self._open()
+            if self._stub is None or number != self._number:
+                if self._before is not None:
+                    self._before.close()
+                self._before = self._channel  # calls of other threads may be under way there
+                self._channel = self._open(credentials)
+                self._number = number
                 self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
             return self._stub
 
-    def _open(self) -> grpc.Channel:
-        files = self._files
-        if not files.authority:
+    def _open(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+        if credentials is None:
             return grpc.insecure_channel(self._address, options=_OPTIONS)
-        try:
-            authority, key, chain = (
-                Path(path).read_bytes() for path in (files.authority, files.key, files.certificate)
-            )
-        except OSError as error:
-            raise Unavailable(f"the certificates for other nodes cannot be read: {error}") from error
-        return grpc.secure_channel(self._address, grpc.ssl_channel_credentials(authority, key, chain), options=_OPTIONS)
+        return grpc.secure_channel(self._address, credentials, options=_OPTIONS)
 
-
-def _failure(address: str, error: Exception) -> Unavailable:
-    code = error.code() if isinstance(error, grpc.Call) else None
-    said = error.details() if isinstance(error, grpc.Call) else str(error)
-    return Unavailable(f"{address}: {code.name if code is not None else 'closed'}: {said}")
+    def _failure(self, error: Exception) -> Unavailable:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if self._certificates is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            with self._lock:
+                is_due = time.monotonic() >= self._probe_at
+                self._probe_at = time.monotonic() + PROBE_PAUSE_SECONDS if is_due else self._probe_at
+            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS)):
+                return HandshakeFailed(f"{self._address}: the TLS handshake fails: {why}")
+        said = error.details() if isinstance(error, grpc.Call) else str(error)
+        return Unavailable(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")

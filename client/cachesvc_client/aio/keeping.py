@@ -96,7 +96,7 @@ class Keeping:
                     self._line = None
                     await line.close()
                 if failure is None:
-                    return None
+                    continue  # stopped, or with a new token
                 await connection.judge(failure)
             except (DaemonUnavailable, AlreadyClosed) as gone:
                 return gone
@@ -110,7 +110,8 @@ class Keeping:
         return None
 
     async def _beat(self, line: Line) -> grpc.RpcError | None:
-        """Beat until stopped (None) or until the stream has ended (how). Raises DaemonUnavailable."""
+        """Beat until stopped or until the token was replaced (None), or until the stream has ended (how). Raises
+        DaemonUnavailable."""
         record, sent_s = self._record, deque[float]()
         while not self._is_ended:
             sent_s.append(record.tenure.begin_beat())
@@ -126,6 +127,8 @@ class Keeping:
                 self._heard_s = time.monotonic()
                 self._take(came, sent_s.popleft())
                 record.is_draining = came.draining
+                if came.token_grace_ms and self._connection.proof.replace(line.metadata, came.token_grace_ms / 1000):
+                    return None
         return None
 
     def _take(self, answer: lease_pb2.KeepAliveResponse, sent_s: float) -> None:

@@ -162,10 +162,12 @@ class AsyncStepStream:
         await self._choose_way()
 
     async def _choose_way(self) -> None:
-        """Where nothing is under way by gRPC and there is a lane again, go on by it."""
+        """Where nothing is under way by gRPC, and there is a lane again or the token is another one, open it anew."""
         connection, line = self._calls.connection, self._line
         await connection.keep_lane()
-        if line is not None and not line.is_lane and connection.port.has_lane and not self._book.under_way:
+        if line is None or line.is_lane or self._book.under_way:
+            return
+        if connection.port.has_lane or not connection.proof.is_in(line.metadata):
             self._line = None
             await line.close()
 

@@ -96,12 +96,17 @@ class Proof:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._process_token = b""
+        self._told: Metadata = ()
         self.metadata: Metadata = ()
 
     @property
     def has_token(self) -> bool:
         """True where calls show a token."""
         return has_token(self.metadata)
+
+    def is_in(self, used: Metadata) -> bool:
+        """True where ``used`` shows what calls show now."""
+        return set(self.metadata) <= set(used)
 
     def start(self, process_token: bytes) -> None:
         """The connection is there. Raises InvalidRequest for a token file that cannot be read."""
@@ -116,11 +121,7 @@ class Proof:
             and failure.code() is grpc.StatusCode.UNAUTHENTICATED
             and bool(self._credentials.token_file)
         )
-        if not is_refused:
-            return False
-        if self.metadata == used:
-            self.metadata = self._credentials.metadata(self._process_token)
-        return self.metadata != used
+        return is_refused and self._read_anew(used)
 
     def renew_stream(self, failure: grpc.RpcError, used: Metadata) -> bool:
         """Call ``renew`` for a stream, whose thread has no caller to raise to: an unreadable file is no reason to open
@@ -130,6 +131,34 @@ class Proof:
         except InvalidRequest as unreadable:
             log.warning("token_not_read why=%s", unreadable)
             return False
+
+    def replace(self, used: Metadata, grace_s: float) -> bool:
+        """The daemon accepts the token of ``used`` for ``grace_s`` more, because it was replaced: True when the file
+        now holds another one, so that what was opened with ``used`` is opened again. Else a warning, once a token."""
+        why = ""
+        try:
+            if self._read_anew(used):
+                log.info("token_renewed")
+                return True
+        except InvalidRequest as unreadable:
+            why = f"{unreadable}; "
+        if self._told != self.metadata:
+            self._told = self.metadata
+            log.warning("token_replaced grace_s=%.0f todo=%s%s", grace_s, why, self._todo())
+        return False
+
+    def _read_anew(self, used: Metadata) -> bool:
+        """True when another token than that of ``used`` is at hand. Raises InvalidRequest for a file that cannot be
+        read."""
+        shown = tuple(pair for pair in used if pair[0] in (AUTHORIZATION_METADATA_KEY, PROCESS_METADATA_KEY))
+        if self.metadata == shown and self._credentials.token_file:
+            self.metadata = self._credentials.metadata(self._process_token)
+        return self.metadata != shown
+
+    def _todo(self) -> str:
+        if file := self._credentials.token_file:
+            return f"write the new token to {file}, or the leases are lost"
+        return "this client was given the token itself: restart it with the new one, and name a token_file"
 
 
 def has_token(metadata: Metadata) -> bool:

@@ -12,6 +12,9 @@ from cachesvc_ctl.questions.question import Admin, Question
 from cachesvc_ctl.text import describe_bytes
 
 VERIFY_DEADLINE_SECONDS = 600.0
+WRONG = 1
+NOT_CARRIED_OUT = 2
+UNREAD = 3
 
 
 class Verify(Question[admin_pb2.VerifyResponse]):
@@ -19,7 +22,10 @@ class Verify(Question[admin_pb2.VerifyResponse]):
 
     name = "verify"
     about = "check that all pages and counts are consistent"
-    epilog = "Exit code 1 where something is wrong."
+    epilog = (
+        "Exit codes: 0 all is well; 1 counts or bytes are wrong; 2 it was not carried out, as where no checksums are "
+        "taken; 3 nothing is wrong, but pages could not be read, as those of a lost device."
+    )
     flags = (
         model_flag("every model"),
         flag("--checksums", action="store_true", help="also compare sealed pages with their checksums"),
@@ -44,8 +50,12 @@ class Verify(Question[admin_pb2.VerifyResponse]):
         return "\n".join(lines)
 
     def code(self, answer: admin_pb2.VerifyResponse) -> int:
-        """1 where something is wrong."""
-        return int(not answer.ok)
+        """Return the exit code: faults count before pages that could not be read."""
+        if not answer.ok:
+            return WRONG
+        if self.arguments.checksums and answer.checksums.mode == "off":
+            return NOT_CARRIED_OUT
+        return UNREAD if answer.checksums.pages_unread else 0
 
 
 def _checksums(c: inspect_pb2.ChecksumStatus) -> Iterator[str]:
@@ -57,6 +67,8 @@ def _checksums(c: inspect_pb2.ChecksumStatus) -> Iterator[str]:
         "with their checksums;"
     )
     yield f"{c.pages_skipped:,} skipped, {c.passed_over_blocks:,} blocks have none"
+    if c.pages_unread:
+        yield f"NOT verified: {c.pages_unread:,} pages could not be read ({'; '.join(c.unread_reasons)})"
     for m in c.mismatches:
         yield (
             f"model {m.model_id}, {m.place}, group {m.group}, rank {m.rank}, page {m.page}: the bytes of block "

@@ -72,6 +72,8 @@ class ChecksumStatus(_message.Message):
     WAITING_BLOCKS_FIELD_NUMBER: _builtins.int
     PASSED_OVER_BLOCKS_FIELD_NUMBER: _builtins.int
     MISMATCHES_FIELD_NUMBER: _builtins.int
+    PAGES_UNREAD_FIELD_NUMBER: _builtins.int
+    UNREAD_REASONS_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
     """The daemon's setting: "off", "sample" or "all"."""
     known_blocks: _builtins.int
@@ -84,8 +86,14 @@ class ChecksumStatus(_message.Message):
     waiting_blocks: _builtins.int
     """Blocks that wait for their checksum, and those that were passed over because too many waited."""
     passed_over_blocks: _builtins.int
+    pages_unread: _builtins.int
+    """Pages that are there and could not be read, as those of a lost device: nothing is known of their bytes."""
     @_builtins.property
     def mismatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChecksumMismatch]: ...
+    @_builtins.property
+    def unread_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why, at most 8 reasons."""
+
     def __init__(
         self,
         *,
@@ -97,10 +105,12 @@ class ChecksumStatus(_message.Message):
         waiting_blocks: _builtins.int = ...,
         passed_over_blocks: _builtins.int = ...,
         mismatches: _abc.Iterable[Global___ChecksumMismatch] | None = ...,
+        pages_unread: _builtins.int = ...,
+        unread_reasons: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "known_blocks", b"known_blocks", "mismatches", b"mismatches", "mode", b"mode", "pages_checked", b"pages_checked", "pages_skipped", b"pages_skipped", "passed_over_blocks", b"passed_over_blocks", "waiting_blocks", b"waiting_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "known_blocks", b"known_blocks", "mismatches", b"mismatches", "mode", b"mode", "pages_checked", b"pages_checked", "pages_skipped", b"pages_skipped", "pages_unread", b"pages_unread", "passed_over_blocks", b"passed_over_blocks", "unread_reasons", b"unread_reasons", "waiting_blocks", b"waiting_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,20 +138,26 @@ class KeepAliveResponse(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    TOKEN_GRACE_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
     """True when the daemon is draining: finish what runs, open nothing."""
+    token_grace_ms: _builtins.int
+    """The caller's token was replaced: for so long the daemon still serves the leases that its engine has. Read the token
+    file again. 0: the token is a current one.
+    """
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        token_grace_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "lease_id", b"lease_id", "token_grace_ms", b"token_grace_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
