@@ -30,7 +30,7 @@ def carry_out(core: Core, model: Model, plan: EvictionPlan, ticket: int = 0) -> 
 
 
 def set_eviction(core: Core, name: str) -> None:
-    """Which block goes next is for another policy to say, from now on: one of the same order (``same_order``)."""
+    """Switch to another eviction policy, one of the same order (``same_order``)."""
     policy = core.eviction = eviction_policy(name)
     for model in core.ledger.models.values():
         for replica in model.replicas:

@@ -40,9 +40,10 @@ def idle_models(core: Core) -> list[Model]:
 
 
 def fewest(idle: Sequence[Model], fits: Callable[[Sequence[Model]], bool]) -> Sequence[Model]:
-    """Which of ``idle``, in that order, go so that ``fits(gone)``, which holds with all of them gone.
+    """Choose from ``idle``, in that order, the models to evict so that ``fits(gone)``, which holds with all of them
+    gone.
 
-    Of those that are longest idle, as many as it takes; then each is spared whose going did not help.
+    It takes the longest idle models until they fit; then it spares each one that did not help.
     """
     if fits(()):
         return ()

@@ -36,7 +36,7 @@ from cachesvc.model.words import ABSENT, READY
 
 @dataclass(slots=True)
 class Sharing:
-    """What one call has done so far to reach more than its replica does; made for the call, handed to each of its runs.
+    """Progress of one call in reaching more than its replica does; made for the call, handed to each of its runs.
 
     ``ticket``: the load from another replica that the call began; with it the replica has ``blocks`` blocks in place.
     ``fetch``: what it waits for from storage, since ``fetch_since``; the first one was from block ``fetched_first`` on.

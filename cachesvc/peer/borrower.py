@@ -97,7 +97,7 @@ class PeerStorage:
         """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Peers know their models by themselves."""
+        """No-op: peers know their models by themselves."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
@@ -175,7 +175,7 @@ class PeerStorage:
         ]
 
     def holds(self, name: ObjectName) -> bool:
-        """True for what is borrowed."""
+        """True for borrowed objects."""
         return name in self._held
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class PeerStorage:
         self._give_back(held)
 
     def _stream(self, held: Held, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
-        """Raises OSError; what is ``left`` then has not come."""
+        """Read items from a stream. Raises OSError; the items ``left`` then have not come."""
         numbers = [held.numbers[item.name] for _, item in left]
         limit = min(deadline - time.monotonic(), CONNECT_SECONDS)
         if limit <= 0:

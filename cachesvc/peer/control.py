@@ -31,7 +31,7 @@ class PeerControl(Protocol):
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """Address of the peer, HOST:PORT."""
 
     def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
         """Have what is there of packed ``keys`` kept; None where nothing is. ``seconds``: for the answer."""
@@ -43,4 +43,4 @@ class PeerControl(Protocol):
         """Give back a loan."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""

@@ -40,7 +40,7 @@ class Peer:
         return self._clock() >= self._until
 
     def lacks(self, key: bytes) -> bool:
-        """True where it was asked lately, and had nothing that begins with this block."""
+        """True where a recent question found nothing that begins with this block."""
         with self._lock:
             return self._absent.get(key, 0.0) > self._clock()
 

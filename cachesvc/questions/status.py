@@ -16,10 +16,10 @@ from cachesvc.questions.view import SHOWN_LETTERS, View
 
 MOST_LISTED = 16
 HELD_SHARE = 0.8
-"""A pool whose pages are so far in use by sequences, transfers or quarantine has little left to evict."""
+"""Share of a pool's pages in use by sequences, transfers or quarantine above which it has little left to evict."""
 
 SCRAPS = 64
-"""A model has scraps of a tier where all models have more than so many times as much there."""
+"""A model has scraps of a tier where all models have more than this number of times as much there."""
 
 SILENT_SHARE = 0.5
 """Share of the time that a lease survives in silence: heartbeats come several times as often."""

@@ -109,7 +109,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _counter(
             "dropped_unused_blocks",
             (*MODEL, "tier"),
-            "Of these, blocks that nobody had used since they came: no hit on `device`, no load from `host`.",
+            "Of these, blocks that were not used since they came: no hit on `device`, no load from `host`.",
         ),
         _counter(
             "dropped_unused_bytes",
@@ -147,7 +147,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "Objects that were asked for (`get`) or written (`put`), by how that ended: `ok` (verified, or kept), "
             "`lent` (verified, and of another node), `miss`, `wrong` (not what its name says: removed), `misplaced` "
             "(below another block than the reader says), `busy` (not begun: no room, or too late), `failed`, `late` "
-            "(nobody waits any more). Zeros without `--storage`, as all of these.",
+            "(the wait had timed out). Zeros without `--storage`, as all of these.",
         ),
         _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok` or `lent`."),
         _gauge("storage_objects", (), "Objects that are kept, as far as is known."),
@@ -159,7 +159,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "storage_items_under_way",
             (),
-            "Objects whose host pages the engine reads or writes now, those included that nobody waits for any more.",
+            "Objects whose host pages the engine reads or writes now, those included whose wait has timed out.",
         ),
     ),
     "Who is there, and who is silent": (

@@ -25,7 +25,7 @@ VOCABULARY: dict[str, Event] = {
         "The daemon serves. `port`, `metrics_port`, `web_port`: 0 where there is none.",
         ("socket", "port", "metrics_port", "web_port", "backend", "devices", "epoch", "pid", "seconds"),
     ),
-    "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
+    "draining": Event("info", "The daemon opens nothing new; `live_leases` leases are still live.", ("live_leases",)),
     "start_refused": Event("error", "The daemon could not start, and why: a taken socket or port, say.", ("reason",)),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
@@ -52,7 +52,7 @@ VOCABULARY: dict[str, Event] = {
     ),
     "device_memory_lost": Event(
         "warning",
-        "The slabs of a device went with its mover: so many leases are lost, and what replicas had there.",
+        "The slabs of a device were lost with its mover: `leases` leases are lost, and its replicas' contents.",
         ("device", "reason", "leases"),
     ),
     "memory_kept": Event(
@@ -64,7 +64,7 @@ VOCABULARY: dict[str, Event] = {
         "error", "A defect: the ledger still counts on memory that is gone.", ("device", "traceback")
     ),
     "mover_died": Event(
-        "error", "A device's mover has ended: so many of its jobs fail.", ("device", "pid", "reason", "jobs")
+        "error", "A device's mover has ended: `jobs` of its jobs fail.", ("device", "pid", "reason", "jobs")
     ),
     "mover_started": Event("warning", "A device has a mover again.", ("device", "pid", "lives")),
     "mover_not_started": Event(
@@ -78,7 +78,7 @@ VOCABULARY: dict[str, Event] = {
     "mover_sheet_gone": Event("info", "Words were to be closed, and had gone with their mover.", ("device", "reason")),
     "mover_chunk_not_told": Event("info", "A mover died before it had mapped a chunk of host memory.", ("reason",)),
     "mover_peer_not_told": Event("info", "A mover was not told of another one's slab, and why.", ("reason",)),
-    "mover_loss_not_told": Event("error", "A defect: nobody is there to hear of lost memory.", ("device", "reason")),
+    "mover_loss_not_told": Event("error", "A defect: lost memory has no listener.", ("device", "reason")),
     "mover_record_broke": Event("error", "A defect: a record between daemon and mover broke.", ("kind", "traceback")),
     "mover_answer_broke": Event("error", "A defect: a mover's answer broke.", ("question", "traceback")),
     "mover_serves": Event("info", "A mover that was started by hand serves a daemon.", ("pid",)),
@@ -118,8 +118,8 @@ VOCABULARY: dict[str, Event] = {
         ("peer", "reason"),
     ),
     "peer_object_wrong": Event("warning", "Another node sent something that is not what was asked for.", ("peer",)),
-    "peer_refused": Event("info", "Somebody without a token wanted to borrow.", ("method",)),
-    "peer_stream_refused": Event("info", "Somebody came for bytes without a secret that is good for any."),
+    "peer_refused": Event("info", "A peer without a token tried to borrow.", ("method",)),
+    "peer_stream_refused": Event("info", "A connection for bytes had no valid secret."),
     "peer_stream_broke": Event("error", "A defect: a stream of bytes to another node has ended."),
     "peer_job_broke": Event("error", "A defect: something that was to be borrowed does not come."),
     "peer_beat_broke": Event("error", "A defect: a beat to other nodes was not sent."),
@@ -147,8 +147,10 @@ VOCABULARY: dict[str, Event] = {
         "warning", "No descriptor is left for life connections; tried again after the seconds.", ("reason", "seconds")
     ),
     "lane_opened": Event("info", "A process has a lane; `lanes`: of its life connection.", ("lanes",)),
-    "lane_closed": Event("info", "A lane ended, after so many calls.", ("reason", "calls")),
-    "lane_refused": Event("warning", "What came on a lane is none of its protocol, or proves nobody.", ("reason",)),
+    "lane_closed": Event("info", "A lane ended, after `calls` calls.", ("reason", "calls")),
+    "lane_refused": Event(
+        "warning", "A lane got bytes outside of its protocol, or no valid proof of its caller.", ("reason",)
+    ),
     "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
     "token_retired": Event(
@@ -186,9 +188,7 @@ VOCABULARY: dict[str, Event] = {
         "info", "A process counts as gone: its connection ended, and the grace is over.", ("pid",)
     ),
     # transfers and calls
-    "transfer_failed": Event(
-        "warning", "A transfer failed, and why; whoever waits for it is told.", ("ticket", "reason")
-    ),
+    "transfer_failed": Event("warning", "A transfer failed, and why; its waiters get the error.", ("ticket", "reason")),
     "swap_done_callback_failed": Event("error", "A defect: the end of a transfer could not be told.", ("ticket",)),
     "copy_stream_broken": Event("error", "A defect: a copy stream takes no more jobs. Restart the daemon.", ("name",)),
     "copy_slice_failed": Event("error", "A defect: a slice's end on a broken stream.", ("name",)),

@@ -38,23 +38,7 @@ OPENINGS = ("What", "Who", "Whoever", "Whose", "How", "Which", "Of", "As")
 QUOTED = ("examples/texts/", "tests/style/test_english.py")
 """Texts of other authors, and the list itself."""
 
-UNREVISED: tuple[str, ...] = (
-    "SECURITY.md",
-    "cachesvc/__main__.py",
-    "cachesvc/daemon.py",
-    "cachesvc/flows/",
-    "cachesvc/ledger/",
-    "cachesvc/peer/",
-    "cachesvc/questions/",
-    "cachesvc/service/",
-    "cachesvc/storage/",
-    "cachesvc/telemetry/",
-    "cachesvc/wire/",
-    "docs/deploying.md",
-    "docs/logs.md",
-    "docs/metrics.md",
-    "docs/security.md",
-)
+UNREVISED: tuple[str, ...] = ()
 """Folders and files that still hold such phrases. Only ever remove entries."""
 
 GAP = r"\s+(?:(?:#+|//+|\*)\s+)?"  # a phrase may run over the end of a comment's line

@@ -66,7 +66,8 @@ class Certificates:
 
 
 class NodeCertificates:
-    """What this node shows to other nodes that it calls, and ``authority``: who signs theirs. Any thread.
+    """Certificate that this node shows to other nodes that it calls, and ``authority``, which signs theirs.
+    Thread-safe.
 
     Files that do not fit each other change nothing but the log, once a change: the last good ones go on.
     """

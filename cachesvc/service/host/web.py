@@ -73,7 +73,7 @@ class WebPage:
         )
 
         class QuietServer(uvicorn.Server):
-            """Signals are the daemon's."""
+            """Server that leaves signals to the daemon."""
 
             @contextmanager
             def capture_signals(self) -> Generator[None, None, None]:
@@ -99,7 +99,7 @@ class WebPage:
         return listening
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop the server."""
         await self._samples.close()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
@@ -136,7 +136,7 @@ class WebPage:
         )
 
     def status(self, since: int) -> dict[str, Any]:
-        """What the page shows; samples only after the one numbered ``since``."""
+        """Contents of the page; samples only after the one numbered ``since``."""
         facts = self._facts
         found, models = status(self._view, facts.lease_seconds), self._view.models()
         leases = found.leases[:MOST_LISTED]
@@ -185,7 +185,7 @@ def allowed_hosts(port: int) -> frozenset[str]:
 
 
 def content_policy(page: str) -> str:
-    """Nothing but this page's own script and style, by their digests, and its own status."""
+    """Policy that allows this page's own script and style, by their digests, and its own status."""
 
     def digests(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

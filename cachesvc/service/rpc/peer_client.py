@@ -46,7 +46,7 @@ class GrpcControl:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """Address of the peer, HOST:PORT."""
         return self._address
 
     def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
