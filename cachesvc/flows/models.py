@@ -39,7 +39,7 @@ MAX_RESERVED_PAGES = 1024
 
 
 class Vault(HasHeadroom, Protocol):
-    """Where the bytes of pools come from. What opens and closes may be called on any thread, one at a time."""
+    """Allocator of the pools' bytes. Any thread may open and close pools, one at a time."""
 
     def devices(self) -> tuple[str, ...]:
         """UUIDs of the daemon's devices."""

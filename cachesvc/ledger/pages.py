@@ -260,7 +260,7 @@ class PagePool:
         return array_of(found)
 
     def _newest_run(self) -> int:
-        """Where a run begins that has become free not long ago. There is one."""
+        """Beginning of a run that was freed recently. There is one."""
         hints, free = self._hints, self._free
         while hints:
             page = hints.pop()
@@ -311,7 +311,7 @@ class PagePool:
 
 
 def _runs_in(free: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
-    """Where runs of free pages begin, and their lengths."""
+    """Beginnings and lengths of runs of free pages."""
     edges = np.flatnonzero(np.diff(free.view(np.int8), prepend=np.int8(0), append=np.int8(0))).astype(np.int32)
     return edges[::2], edges[1::2] - edges[::2]
 

@@ -19,7 +19,7 @@ LEAST_REMEMBERED = 1024
 
 
 class Miss(Enum):
-    """Why tokens were not hits, or were computed though they had been computed before."""
+    """Cause of a miss, or of computing tokens again."""
 
     NEW = "new"  # never published here, or forgotten since
     EVICTED = "evicted"  # made room for others

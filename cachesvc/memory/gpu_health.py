@@ -38,7 +38,7 @@ class GpuHealth:
 
     @property
     def reason(self) -> str:
-        """Why the GPU no longer works; empty while it does."""
+        """Reason why the GPU no longer works; empty while it does."""
         return self._reason
 
     def check(self) -> None:

@@ -191,7 +191,8 @@ class DeviceMemory(Protocol):
         """Set another byte budget in one direction for every device; 0 is none."""
 
     def fault(self, device: str) -> str:
-        """Why a device no longer works for this process, and never will; empty while it does. Raises NotFound."""
+        """Reason why a device no longer works for this process, and never will; empty while it does. Raises
+        NotFound."""
 
     def probe(self) -> None:
         """Find out which devices still work, for ``fault``. Any thread; waits for drivers, raises nothing."""

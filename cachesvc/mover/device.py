@@ -123,7 +123,7 @@ class DeviceMover:
 
     @property
     def fault(self) -> str:
-        """Why the device does not work now; empty while it does."""
+        """Reason why the device does not work now; empty while it does."""
         return self._now.fault
 
     @property

@@ -190,7 +190,7 @@ class Processes:
             mover.limit_copies(direction, bytes_per_second)
 
     def fault(self, device: str) -> str:
-        """Why a device does not work now; empty while it does."""
+        """Reason why a device does not work now; empty while it does."""
         return self._mover(device).fault
 
     def probe(self) -> None:

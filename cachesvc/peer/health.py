@@ -63,7 +63,8 @@ class Peer:
                 self._absent.popitem(last=False)
 
     def distrusts(self, reason: str) -> bool:
-        """Its certificate is not trusted here, or ours not there. True where it is time to warn again."""
+        """Note that a certificate is not trusted, the peer's here or ours there. True where it is time to warn
+        again."""
         with self._lock:
             is_new, self.distrust = not self.distrust, reason
             is_due = is_new or self._clock() >= self._warn_at

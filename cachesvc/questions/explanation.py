@@ -250,7 +250,7 @@ def _worth(model: Model, row: int) -> str:
 
 
 def _storage_words(view: View, model: Model, key: bytes) -> str:
-    """Whether storage has the block too, to be said behind why it is here or not."""
+    """Words on storage's copy of the block, as an addition to the reason why it is here or not."""
     seconds = model.stored.written.get(key)
     if seconds is not None:
         return f"; storage has it: written, or seen there, {view.now() - seconds:.1f} s ago"

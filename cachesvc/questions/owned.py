@@ -29,7 +29,7 @@ def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
 
 
 def why_lost(core: Core, lease_id: str) -> str | None:
-    """Why a lease ended of which nothing is left; None where it is not known, or something is."""
+    """Reason why a lease ended of which nothing is left; None where it is unknown, or something is left."""
     return None if lease_id in core.ledger.leases else core.ledger.lost.get(lease_id)
 
 

@@ -29,7 +29,7 @@ from cachesvc.storage.spec import TierOptions, WriteWhen
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""
 TRY_ANYWAY = 64
-"""Where loading is slower than computing, one look-up of this number is fetched all the same: the store may have got
+"""Number of look-ups of which one is fetched although loading is slower than computing: the store may have got
 faster."""
 BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISPLACED: 0.0, Outcome.MISS: 0.25}
 """Weight of an outcome against the engine; all others are 1. A miss of an expected object is bad, a little; to have no

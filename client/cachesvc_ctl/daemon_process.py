@@ -108,7 +108,7 @@ class DaemonProcess:
 
 
 def reason_of(log: str) -> str:
-    """Why a daemon refused to start, by its log's last line; empty where that says nothing of it."""
+    """Reason why a daemon refused to start, from its log's last line; empty where that has none."""
     last = log.rpartition("\n")[2]
     if '"event": "start_refused"' not in last:
         return ""

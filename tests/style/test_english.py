@@ -32,7 +32,7 @@ PHRASES = (
 )
 """Name the actor (client, daemon, mover, engine, caller, waiter, operator) or the field's word instead."""
 
-OPENINGS = ("What", "Who", "Whoever", "Whose", "How", "Which", "Of", "As")
+OPENINGS = ("What", "Who", "Whom", "Whoever", "Whose", "How", "Which", "Why", "Where", "Whether", "Of", "As")
 """A docstring opens with an imperative verb, or with a noun phrase that names the thing."""
 
 QUOTED = ("examples/texts/", "tests/style/test_english.py")

@@ -40,7 +40,7 @@ class Kind(Enum):
 
 
 class Holder(NamedTuple):
-    """Whom a call counts for. ``meter``: of its tenant, where there are quotas."""
+    """Holder of a call's places: a process and a tenant. ``meter``: of its tenant, where there are quotas."""
 
     process: CallerKey
     meter: Meter | None
@@ -140,7 +140,7 @@ class Admission:
         self._quotas = quotas
 
     def holder(self, process: CallerKey, tenant: str) -> Holder:
-        """Whom a call of this process and tenant counts for."""
+        """Holder for a call of this process and tenant."""
         return Holder(process, None if self._quotas is None else self._quotas.meter(tenant))
 
     def charge_bytes(self, tenant: str, size_bytes: int, now: float) -> None:

@@ -97,7 +97,7 @@ class Retired:
                 events.warning("token_retired_shown", caller=caller.name, tenant=caller.tenant or "", seconds=left)
 
     def shown(self) -> list[Shown]:
-        """Those that callers have shown lately, the one whose grace ends first at the head."""
+        """Tokens that callers have shown recently, the one whose grace ends first at the head."""
         now = self._now()
         entries = (entry for entry in self._entries.values() if now - entry.shown_at <= SHOWN_SECONDS)
         found = [Shown(e.caller.name, e.caller.tenant or "", _left(e.caller, now)) for e in entries]

@@ -103,8 +103,8 @@ class NodeCertificates:
             return self._number, self._credentials
 
     def why_refused(self, address: str, seconds: float) -> str:
-        """Why no TLS connection to ``address`` comes about: what one that is made now ends with. Empty where it is not
-        for the certificates: nothing answers, or all is well."""
+        """Error of a new TLS connection to ``address``. Empty where the certificates are not its cause: no answer, or
+        success."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:

@@ -20,7 +20,7 @@ from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.methods import ATTACH, DETACH
 
 NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated)
-"""Why a detach may fail without anything being wrong."""
+"""Errors of a detach that do no harm."""
 
 log = logging.getLogger(__name__)
 

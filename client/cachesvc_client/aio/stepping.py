@@ -163,7 +163,8 @@ class AsyncStepStream:
         await self._choose_way()
 
     async def _choose_way(self) -> None:
-        """Where nothing is under way by gRPC, and there is a lane again or the token is another one, open it anew."""
+        """Open the stream anew where no step is in flight by gRPC, and there is a lane again or the token is another
+        one."""
         connection, line = self._calls.connection, self._line
         await connection.keep_lane()
         if line is None or line.is_lane or self._book.under_way:

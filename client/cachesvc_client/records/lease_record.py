@@ -53,7 +53,7 @@ ANSWER_MARGIN_S = 1.0
 
 
 LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
-"""Why a release may fail that has to be tried again: the daemon may still hold the sequence."""
+"""Errors of a release that must be tried again: the daemon may still hold the sequence."""
 
 
 log = logging.getLogger(__name__)
