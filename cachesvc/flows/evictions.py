@@ -1,4 +1,4 @@
-"""Carry evictions out: they are counted, and what leaves the index is remembered, within bounds."""
+"""Apply eviction plans: count the drops, and remember the keys that leave the index, within bounds."""
 
 from __future__ import annotations
 

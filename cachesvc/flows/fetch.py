@@ -1,4 +1,4 @@
-"""Fetch: what storage has beyond a hit comes to the host, verified, block by block; Match waits for it a bounded while.
+"""Fetch: bring blocks beyond a hit from storage to the host, verified one by one; Match waits for a bounded time.
 
 Nothing of storage fails a call. Whatever came of a fetch, the call goes on with the hit that there is by then.
 """

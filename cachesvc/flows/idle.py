@@ -1,4 +1,4 @@
-"""Idle models, which are evicted for a new one that needs what they hold: the longest idle first, and few.
+"""Idle models: evict as few as possible for a new model that needs their memory, the longest idle first.
 
 An engine registers before it opens its lease. Until each that has registered has opened one, or ``Limits.open_seconds``
 have passed, the model is not idle: engines that start together would evict each other's pools in turns.

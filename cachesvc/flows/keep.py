@@ -1,4 +1,4 @@
-"""Keep: host blocks that are wanted are written to storage, where nothing waits for it and within what it may take.
+"""Keep: write wanted host blocks to storage, in the background and within its budget.
 
 Nothing is held up for it: a block that is evicted before its turn came is not written.
 """

@@ -1,4 +1,4 @@
-"""Leases: opened, joined, kept, closed; and what becomes of them with the processes behind them.
+"""Leases: open, join, keep alive, close; and their fate when the processes behind them end.
 
 A lease is one process's, and ends with any process that has mapped its pools. Or it is an instance's, whose processes
 open it by the name that they share, whichever comes first: it lives while one of these does, and what a process held

@@ -1,4 +1,4 @@
-"""Share between replicas: what only another replica has comes device to device, or else through the host.
+"""Sharing between replicas: blocks of another replica come device to device, or else through the host.
 
 A call begins one transfer at most and waits a few times at most, each time for a bounded while. Whatever came of it,
 the call then goes on with the hit that there is; so nothing here fails a call.

@@ -1,4 +1,4 @@
-"""Make room in a replica's device pools: evict at once what can go at once, drain the rest.
+"""Make room in a replica's device pools: drop blocks that have another copy, drain the rest.
 
 A call that must wait for drains keeps what is free, and what its drains free, by a reservation: others that come
 meanwhile evict for themselves. What the call relies on (``Keep``) is held here, while victims are chosen.

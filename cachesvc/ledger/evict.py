@@ -1,4 +1,4 @@
-"""Choosing victims: all or nothing, leaf first, and never a block that others still reach through.
+"""Choice of victims: all or nothing, leaf first, and never a block whose descendants need it.
 
 A plan is made without changing anything, then carried out whole. What it costs grows with what it evicts, not with what
 there is. What a victim of a device place becomes:

@@ -1,4 +1,4 @@
-"""Rows that transfers read or write copies of, in no order: in and out without a look at others, and as a column."""
+"""Set of rows with transfers in flight, stored as an array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefix that is kept in reach: pinned where it is, followed while it is brought to the device, let go of once.
+"""A prefix that is kept resident: pinned in place, tracked while it is loaded to the device, released once.
 
 A hold owns two pins and its window pins. ``[0, sealed)`` are shared blocks down to ``anchor``, which is pinned on the
 device; ``[sealed, hit_blocks)`` are being loaded, or are to be, down to ``host_anchor``, which is pinned on the host

@@ -1,4 +1,4 @@
-"""The whole truth of one daemon: models with their blocks and pools, leases, sequences, processes and tickets."""
+"""Root of the daemon's state: models with their blocks and pools, leases, sequences, processes and tickets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The longest hit of a prompt's keys, by bisection: what a replica has in place, and what the host has beyond it."""
+"""The longest hit of a prompt's keys, by bisection: blocks in place on a replica, and the host's blocks beyond them."""
 
 from __future__ import annotations
 

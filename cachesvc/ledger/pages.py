@@ -68,7 +68,7 @@ class PagePool:
         self.counts = [0] * len(PageState)
         self.usable = 0
         self.reserved = 0
-        self.stuck = array("i")  # in quarantine for good: copies to them never ended
+        self.stuck = array("i")  # permanently quarantined: their copies never completed
         self._added = bytearray(pages)
         self._state_column = np.frombuffer(self.states, np.uint8)
         self._generation_column = np.frombuffer(self.generations, np.uint32)

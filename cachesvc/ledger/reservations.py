@@ -88,6 +88,6 @@ class Reservation:
 
 
 def expire(line: dict[Reservation, None], now: float) -> None:
-    """End what has outlived its deadline: its call has gone without a word."""
+    """Drop expired reservations of calls that disappeared."""
     for reservation in [each for each in line if each.until < now]:
         reservation.release()

@@ -1,4 +1,4 @@
-"""Transfer jobs from the ledger's side: which copies are moving, and what has become of them.
+"""Transfer jobs from the ledger's side: the moving copies, and the results.
 
 A load whose blocks lie below those of another one is linked to it. A good ticket ends after those above it, a failed
 one after those below, which fail with it: no block is ever there without its parent. Landing a ticket looks at those

@@ -1,4 +1,4 @@
-"""Candidates of one place in the order in which they would go, as if those taken so far were gone. Changes nothing."""
+"""Walk over the eviction candidates of one place, in order, as if those taken so far were dropped. Changes nothing."""
 
 from __future__ import annotations
 

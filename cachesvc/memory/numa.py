@@ -1,4 +1,4 @@
-"""NUMA: which nodes there are, and memory near one of them. What cannot be had is said, logged once, and
+"""NUMA: the machine's nodes, and memory near one of them. What cannot be had is said, logged once, and
 never fatal.
 
 Topology comes from sysfs. Placement is libnuma's ``mbind`` (the package ``py-libnuma`` where it is

@@ -1,4 +1,4 @@
-"""Copy jobs that wait for a link: the oldest and the lightest of them at once, however many there are."""
+"""Copy jobs that wait for a link: finds the oldest and the lightest at once, for any number of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can change its mind.
+"""Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can choose again.
 
 A step is cut between its copies; only a copy that is larger than a slice is cut itself, by rows, and a row that is
 larger than a slice by width. The pieces in order are the very bytes of the step in order.

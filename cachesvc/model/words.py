@@ -1,4 +1,4 @@
-"""The nouns that every floor shares: tiers, copy states, page runs and write policies."""
+"""Types shared by all layers: tiers, copy states, page runs and write policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks which GPUs there are, by a short-lived process: the daemon itself never calls the driver."""
+"""Lists the GPUs by a short-lived process: the daemon itself never calls the driver."""
 
 from __future__ import annotations
 

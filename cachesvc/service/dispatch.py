@@ -45,7 +45,7 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 INTERNAL = "INTERNAL"
-"""The code of a defect. It is no ErrorCode: no caller did it, and none can mend it."""
+"""Code of an internal error: not caused by the caller, and not one of the API's codes."""
 BROKEN = "the daemon failed to serve this call; its log says why"
 
 Outcome: TypeAlias = Union[R, OperationError]  # noqa: UP007 - a generic alias

@@ -1,4 +1,4 @@
-"""A daemon of one's own: started as a process, waited for until it serves, stopped by SIGTERM."""
+"""A child daemon: started as a process, awaited until it serves, stopped by SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cachesvc events``: what happens to blocks, as it happens; for people, for scripts, and for routers."""
+"""``cachesvc events``: live changes of blocks; for people, for scripts, and for routers."""
 
 from __future__ import annotations
 

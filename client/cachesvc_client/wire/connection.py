@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class Connection:
     """Calls with a deadline and bounded retries, all of which fail at once when the daemon goes.
 
-    ``untold``: ends of leases that could not be told any more. Where the same daemon is found again they matter: it
+    ``untold``: ends of leases that could not be reported any more. Where the same daemon is found again they matter: it
     knows that this process lives, and keeps the leases' pages back for it. ``proof``: what every call proves itself by.
     ``transport``: which way calls may go.
     """

@@ -138,7 +138,7 @@ def encode_cancel(tag: int) -> bytes:
 
 
 def encode_hello(tag: int, metadata: Metadata) -> bytes:
-    """The first frame; proves itself by what the metadata of calls has."""
+    """The first frame, with the credentials of the calls' metadata."""
     shown = dict(metadata).get(AUTHORIZATION_METADATA_KEY, "")
     token = shown.removeprefix(BEARER) if isinstance(shown, str) else ""
     return encode(HELLO, 0, 0, tag, LaneHello(version=VERSION, token=token).SerializeToString())

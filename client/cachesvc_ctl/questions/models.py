@@ -1,4 +1,4 @@
-"""Models: which are there, and which one ``--model`` means."""
+"""Models: their list, and the one that ``--model`` names."""
 
 from __future__ import annotations
 

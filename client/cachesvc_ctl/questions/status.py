@@ -1,4 +1,4 @@
-"""``cachesvc status``: what stands out, pools, hits and transfers; on demand all counters and settings."""
+"""``cachesvc status``: attention, pools, hits and transfers; on demand all counters and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cachesvc storage``: what outlives the daemon, whether it is used, and how its calls ended."""
+"""``cachesvc storage``: the storage tier, whether it is used, and the outcomes of its calls."""
 
 from __future__ import annotations
 
