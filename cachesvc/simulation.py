@@ -1,4 +1,4 @@
-"""Prompts through a daemon's ledger, flows and policies alone, in the time that they bring: no bytes, no waiting.
+"""Simulation of prompts through a daemon's ledger, flows and policies alone, on the trace's clock: no bytes, no waits.
 
 What moves bytes is replaced by something that is done at once, so a simulation decides exactly as a daemon does whose
 engine serves one request after another and whose copies take no time.

@@ -1,4 +1,5 @@
-"""Verify: does everything add up? Each page is in exactly one place, each pin has its holder, each count is right.
+"""Verify: recount everything in parts, and report inconsistencies. Each page is in exactly one place, each pin has its
+holder, each count is right.
 
 Which parts there are is decided anew for every model, and a model that was evicted since is passed over.
 """

@@ -1,4 +1,4 @@
-"""Questions of operators that need more than the ledger, or may not be asked by many at a time."""
+"""Operators' questions that need more than the ledger, or have a limit on concurrent calls."""
 
 from __future__ import annotations
 

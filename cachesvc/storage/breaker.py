@@ -1,5 +1,5 @@
-"""Says whether an engine is used. It opens on errors and on latency, since what is frozen does not err, and closes when
-a canary came back: no engine's word is taken for its health."""
+"""Circuit breaker of a storage engine: decides whether it is used. It opens on errors and on latency, since what is
+frozen does not err, and closes when a canary came back: no engine's word is taken for its health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port for probes: it answers ``grpc.health.v1.Health/Check`` and nothing else, without TLS and to anybody.
+"""A port for probes: it answers ``grpc.health.v1.Health/Check`` and nothing else, without TLS, for any caller.
 
 Kubelets probe by TCP on the pod's address, speak no TLS and no unix socket. So that this may listen beyond loopback,
 nothing that it answers tells or changes anything: no other service, no reflection, no ``Watch``, whose streams would

@@ -1,4 +1,4 @@
-"""The lanes of all processes: opened for whom the life socket knows, ended with their life connections."""
+"""The lanes of all processes: opened for processes that the life socket knows, ended with their life connections."""
 
 from __future__ import annotations
 

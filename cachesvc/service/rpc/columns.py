@@ -1,4 +1,4 @@
-"""The columns of one step, carried out: in plain loops as far as their entries are straight, else as operations."""
+"""Execution of one step's columns: in plain loops while their entries take the fast path, else as operations."""
 
 from __future__ import annotations
 

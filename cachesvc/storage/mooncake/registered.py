@@ -1,4 +1,4 @@
-"""Memory that the library's client knows: bytes can come to no other."""
+"""Memory registered with the library's client: transfers can use no other."""
 
 from __future__ import annotations
 
